@@ -91,7 +91,9 @@ class Run:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
         local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
         composition = made if isinstance(made, Composition) else Composition(made)
-        self.job, server = make_job(Setting.of(composition, model=workload.model, local=local), workload.federation())
+        self.job, server = make_job(
+            Setting.create(composition, model=workload.model, local=local), workload.federation()
+        )
         self.state = initial_state(self.job, server)
         self.pool = stack.enter_context(running.clients_of(self.job))
         self.inside = Inside(self.job.oracle, TIMED)

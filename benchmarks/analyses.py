@@ -90,7 +90,7 @@ def measure(name: str, library: str, data: fl.Dataset, options: dict[str, object
 
 
 def of(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
-    return fl.Dataset.of(frame, label, users="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
+    return fl.Dataset.create(frame, label, users="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
 
 
 def main() -> None:

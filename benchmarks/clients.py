@@ -43,9 +43,9 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
 from fedloom.lab.experiment import Plan, parse
-from fedloom.lab.report import write
+from fedloom.lab.report import write_report
 from fedloom.local import LocalSGD
-from fedloom.processes.machine_load import QUIET, watch_others
+from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 
 CLASSES, SAMPLES = 10, 10
 BLOCK = 6_000_000
@@ -73,7 +73,7 @@ def make(folder: Path, samples: int, features: int) -> Path:
 
 def read(folder: Path, in_memory: bool) -> Dataset:
     """The features of `make`, on disk or in memory."""
-    return Dataset.of(np.load(folder / "x.npy"), np.load(folder / "y.npy")) if in_memory else load(folder)
+    return Dataset.create(np.load(folder / "x.npy"), np.load(folder / "y.npy")) if in_memory else load(folder)
 
 
 def forget(folder: Path) -> None:
@@ -131,7 +131,7 @@ def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, c
         Plan(parse(document), out).run(page=False)
         with Peak() as peak:
             start = clock()
-            page = write([out], out / "report.html", charts=False)
+            page = write_report([out], out / "report.html", charts=False)
             seconds = clock() - start
         return [seconds, page.stat().st_size / 1e6, (out / "summary.json").stat().st_size / 1e3, peak.most / 1e9]
 
@@ -160,7 +160,7 @@ def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) ->
 def row(method: str, clients: int, found: list[float], others: float) -> str:
     """A row of the table."""
     cells = [method, f"{clients:,}", *(f"{value:.3g}" for value in found)]
-    return f"| {' | '.join(cells)} |{' disturbed' if others > QUIET else ''}"
+    return f"| {' | '.join(cells)} |{' disturbed' if others > MAX_FOREIGN_CORES else ''}"
 
 
 def main() -> int:

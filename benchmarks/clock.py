@@ -74,7 +74,7 @@ def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
 
 def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, steps: int) -> dict[str, float]:
     """Microseconds per upload: of local work, of arithmetic on rows, of the rest, and of all."""
-    setting = Setting.of(
+    setting = Setting.create(
         "fedavg", devices=LogNormal(), schedule=schedule, sampler={"kind": "uniform", "clients": clients},
         local={"steps": 1, "batch_size": 2}, rounds=10**6,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def main() -> None:
     given = parser.parse_args()
     g = np.random.default_rng(0)
     n = 4 * given.clients
-    data = fl.Dataset.of((g.standard_normal((n, 8), dtype=np.float32), g.integers(0, 3, n)))
+    data = fl.Dataset.create((g.standard_normal((n, 8), dtype=np.float32), g.integers(0, 3, n)))
     fed = fl.partition.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
     plain = per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
     small, large = (

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from fedloom.lab.experiment import parse
-from fedloom_sites.deploy.ops.commands import OPS, command, environment
-from fedloom_sites.deploy.ops.directory import APP, Location, write
+from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment
+from fedloom_sites.deploy.ops.directory import APP_FOLDER, Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes
@@ -141,9 +141,9 @@ def nothing(
     here: Loopback, processes: Processes, folder: Path, rounds: int, sites: Sequence[Process], size: int
 ) -> Cost:
     """What Flower itself costs, with so many bytes each way."""
-    app = folder / f"nothing-{size}" / APP
+    app = folder / f"nothing-{size}" / APP_FOLDER
     (app / "fedloom_app").mkdir(parents=True)
-    (app / "pyproject.toml").write_text((OPS / APP / "pyproject.toml").read_text())
+    (app / "pyproject.toml").write_text((OPS_FOLDER / APP_FOLDER / "pyproject.toml").read_text())
     for name, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
         (app / "fedloom_app" / f"{name}.py").write_text(text)
     told, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
@@ -157,7 +157,7 @@ def nothing(
 def training(here: Loopback, processes: Processes, sites: Sequence[Process]) -> Cost:
     """What a deployment costs."""
     with Meter(sites) as meter:
-        start = run(here, processes, here.folder / "server" / APP, here.folder / "server" / "server.toml")
+        start = run(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
     ends: dict[int, float] = {}
     for line in lines_of(here.server.audit):
         if line["what"] == "accepted" and line["kind"] == "train":
@@ -188,7 +188,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name, Processes() as processes:
         folder = Path(name)
-        write(plan(experiment), folder / "cost", Location(quorum=given.sites))
+        write_directory(plan(experiment), folder / "cost", Location(quorum=given.sites))
         here = Loopback(folder / "cost", processes)
         here.start_server()
         here.register_all()

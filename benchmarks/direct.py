@@ -30,7 +30,7 @@ class DirectRounds:
         local = LocalSGD(lr=0.01, batch_size=workload.batch)
         weight, sizes = torch.full((n, 1), 1 / n), fed.sizes()[:, None]
         self.ctx = Ctx(0, n, m, workload.cohort_of(0), layout, weight, sizes, None, local, 0, workload.rounds)
-        self.algorithm = self.algorithm.with_derived_options(self.ctx)
+        self.algorithm = self.algorithm.derive_options(self.ctx)
         self.server, template, _ = self.algorithm.init(layout.vector(module), self.ctx)
         self.rows = map_rows(lambda r: r.repeat(n, 1), template)
 

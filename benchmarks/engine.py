@@ -35,7 +35,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import has_bf16
 from fedloom.models import MLP, Softmax
-from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
+from fedloom.processes.machine_load import MAX_FOREIGN_CORES, wait_for_quiet, watch_others
 
 WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
@@ -150,7 +150,11 @@ def compare(name: str, variants: list[str], given: argparse.Namespace) -> None:
     print(f"{'variant':<12}{'s/round':>10}{'spread':>8}{'ratio':>8}{'best':>8}{'others':>8}")
     ratios = {v: [b.seconds / p.seconds for b, p in zip(found[v], found["plain"], strict=True)] for v in runs}
     for v, measured in found.items():
-        quiet = [k for k, b in enumerate(measured) if b.others <= QUIET and found["plain"][k].others <= QUIET]
+        quiet = [
+            k
+            for k, b in enumerate(measured)
+            if b.others <= MAX_FOREIGN_CORES and found["plain"][k].others <= MAX_FOREIGN_CORES
+        ]
         used = quiet or range(len(measured))
         seconds = sorted(measured[k].seconds for k in used)
         middle = statistics.median(seconds)

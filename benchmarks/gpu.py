@@ -29,9 +29,9 @@ from workloads import CLASSES, Workload
 from fedloom.errors import FedloomError, Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import Precision, chunk_count, chunk_limit, make_oracle
-from fedloom.local.oracles.precision import repeatable
+from fedloom.local.oracles.precision import make_repeatable
 from fedloom.models import CNN, MLP, ResNet18, Softmax
-from fedloom.processes.machine_load import QUIET, watch_others
+from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 from fedloom.tasks import Classification
 
 IMAGE, COLOUR = (1, 28, 28), (3, 32, 32)
@@ -129,7 +129,7 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        with repeatable(torch.device(given.device), PRECISIONS[precision]):
+        with make_repeatable(torch.device(given.device), PRECISIONS[precision]):
             measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
             found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
@@ -164,7 +164,7 @@ def main() -> str | int:
                     found = {way: seconds(name, clients, way, precision, given) for way in ways}
                 cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
                 cells += [f"{found['stacked'][1]:.2f}", f"{found['looped'][0] / found['stacked'][0]:.2f}"]
-                mark = " disturbed" if others.cores > QUIET else ""
+                mark = " disturbed" if others.cores > MAX_FOREIGN_CORES else ""
                 print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |{mark}", flush=True)
     return 0
 

@@ -175,14 +175,14 @@ def rank(method: str, workload: str, rounds: int, out: Path) -> None:
     from workloads import WORKLOADS
 
     from fedloom.engine.simulate import simulate
-    from fedloom.processes.distributed import joined
+    from fedloom.processes.distributed import join_ranks
 
     carried = []
 
     def look(_state: object) -> None:
         carried.append(struct.unpack("QQ", Path(os.environ["COUNTS"]).read_bytes()))
 
-    with joined() as ranks:
+    with join_ranks() as ranks:
         result = simulate(
             setting(method, workload, rounds), WORKLOADS[workload].federation(), progress=[look], ranks=ranks
         )
@@ -208,7 +208,7 @@ def main() -> int:
 
     from fedloom.lab.experiment.measure.bench import costs_of
     from fedloom.processes.costs import Link
-    from fedloom.processes.machine_load import QUIET, watch_others
+    from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def main() -> int:
                 low, middle, high = statistics.quantiles(seconds, n=4)
                 where = " + ".join(map(str, place))
                 model = calculated(costs, given.workload, place, connection)
-                marks = ["  disturbed" if w.cores > QUIET else "" for w in (before, others)]
+                marks = ["  disturbed" if w.cores > MAX_FOREIGN_CORES else "" for w in (before, others)]
                 row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB{marks[1]}"
                 print(f"{row} {model:7.3f} s calculated{marks[0]}", flush=True)
     return 0

@@ -168,11 +168,11 @@ def row(n: int, d: int, lost: int) -> str:
     restored, _ = shares.restored(session, range(n), survivors, told)
     total = integers.decode(secure.unmasked(session, bound, survivors, masked, restored), len(survivors))
     at_server = time.process_time() - start
-    assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-integers.BITS
-    advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + shares.SEALED)
-    agree = secure.SIGNATURE * (1 + bool(lost))
-    up = advert + sealed + 8 * d + agree + n * (4 + secure.KEY)
-    down = n * advert + sealed + (4 * bool(lost) + 4 + secure.SIGNATURE) * len(survivors)
+    assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-integers.RESOLUTION_BITS
+    advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + shares.SEALED_SHARE_BYTES)
+    agree = secure.SIGNATURE_BYTES * (1 + bool(lost))
+    up = advert + sealed + 8 * d + agree + n * (4 + secure.KEY_BYTES)
+    down = n * advert + sealed + (4 * bool(lost) + 4 + secure.SIGNATURE_BYTES) * len(survivors)
     return f"{lost:4} {threshold:9} | {up / 1e6:14.3f} {down / 1e6:17.3f} | {at_sites:6.2f} {at_server:9.2f}"
 
 
@@ -189,7 +189,7 @@ def prices(n: int, d: int) -> dict[str, float]:
     name, threshold, key = bytes(32), secure.safe_threshold(n), Ed25519PrivateKey.generate()
     secrets = [secure.new_secrets() for _ in range(n)]
     session = secure.session_of(name, threshold, [secure.advertise(name, c, x, key) for c, x in enumerate(secrets)])
-    text, public, rounds = bytes(shares.SEALED), key.public_key(), count(1)
+    text, public, rounds = bytes(shares.SEALED_SHARE_BYTES), key.public_key(), count(1)
     signature, bases, download, total = key.sign(text), {f"{c}": 0 for c in range(n)}, bytes(4 * d), bytes(8 * d)
     sign, check = timed(lambda: key.sign(text)), timed(lambda: public.verify(signature, text))
     one_time = timed(lambda: secure.public_of(shares.one_time_key(session, secrets[0], 1)))

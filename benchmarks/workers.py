@@ -28,9 +28,9 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
-from fedloom.processes.distributed import joined
-from fedloom.processes.machine_load import QUIET, machine_seconds, own_seconds, wait_for_quiet
-from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.distributed import join_ranks
+from fedloom.processes.machine_load import MAX_FOREIGN_CORES, machine_seconds, process_seconds, wait_for_quiet
+from fedloom.processes.ranks import SINGLE_RANK, Ranks
 
 WANTED = 1.7
 """Times the rounds per second of one worker."""
@@ -39,7 +39,7 @@ WANTED = 1.7
 def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
     """Median seconds per round, the first round dropped, and the model that came of it."""
     workload = WORKLOADS[name]
-    before, mine = machine_seconds(), own_seconds()
+    before, mine = machine_seconds(), process_seconds()
     result = simulate(
         FedAvg(),
         fed,
@@ -51,7 +51,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
         engine=Engine(workers=workers),
         ranks=ranks,
     )
-    used, all_ranks = machine_seconds() - before, sum(ranks.gather(own_seconds() - mine))
+    used, all_ranks = machine_seconds() - before, sum(ranks.gather(process_seconds() - mine))
     others = max(0.0, used - all_ranks) / sum(result.seconds)
     return Block(statistics.median(result.seconds[1:]), others), result.models.rows("global")
 
@@ -66,14 +66,14 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per block")
     given = parser.parse_args()
     fed = WORKLOADS[given.workload].federation()
-    with joined() as ranks:
+    with join_ranks() as ranks:
         several = 1 if ranks.size > 1 else given.workers
         count = max(ranks.size, several)
         found: dict[int, list[Block]] = {1: [], count: []}
         same = True
         for _ in range(given.blocks):
             wait_for_quiet(given.patience if ranks.size == 1 else 0)
-            alone, model = block(fed, given.workload, given.rounds, 1, ALONE) if ranks.rank == 0 else (None, None)
+            alone, model = block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
             ranks.any()
             together, other = block(fed, given.workload, given.rounds, several, ranks)
             if alone is not None and model is not None:
@@ -86,7 +86,7 @@ def main() -> int:
 def report(name: str, found: dict[int, list[Block]], same: bool) -> int:
     """Print what was measured."""
     one, several = found.values()
-    quiet = [k for k in range(len(one)) if max(one[k].others, several[k].others) <= QUIET]
+    quiet = [k for k in range(len(one)) if max(one[k].others, several[k].others) <= MAX_FOREIGN_CORES]
     used = quiet or range(len(one))
     print(f"{name} {WORKLOADS[name].title}; FedAvg; {len(one)} blocks, {len(quiet)} quiet")
     for workers, blocks in found.items():

@@ -114,17 +114,17 @@ def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
         "type": "nominal",
         "title": None,
         "legend": {"columnPadding": 6},
-        "scale": {"domain": stands, "range": [look.BLUE, look.GREY, look.ORANGE]},
+        "scale": {"domain": stands, "range": [look.BLUE_COLOR, look.GREY_COLOR, look.ORANGE_COLOR]},
     }
     x = kit.number("value", "test accuracy, %", axis={"tickCount": 4})
     panels = []
     for what in PARTS:
         order = [row["method"] for row in rows if row["federation"] == what]
-        y = kit.names("method", order, axis={"labelOverlap": False})
+        y = kit.nominal_channel("method", order, axis={"labelOverlap": False})
         behind = {"x": {**x, "field": "high"}, "y": y, "text": {"field": "behind"}}
         layers = [*kit.intervals({"y": y}, x, tint=tint, size=80), kit.mark("text", behind, align="left", dx=8)]
         shown = {"transform": [{"filter": {"field": "federation", "equal": what}}], "title": what}
-        panels.append({**kit.chart(*layers), **shown, "width": WIDTH, "height": 110})
+        panels.append({**kit.layer_chart(*layers), **shown, "width": WIDTH, "height": 110})
     lines = [part for line in title for part in textwrap.wrap(f"{line}.", LETTERS)]
     whole = {"text": lines, "anchor": "start", "fontSize": 13, "offset": 12}
     return {"vconcat": panels, "title": whole, "datasets": {"rows": rows}}

@@ -129,7 +129,7 @@ class Side(NamedTuple):
     key: str
 
     @classmethod
-    def of(cls, text: str, figure: str) -> Side:
+    def create(cls, text: str, figure: str) -> Side:
         variant, _, rest = text.rpartition("|")
         parts = [part.strip() for part in rest.split(":")]
         return cls(variant.strip(), ": ".join(parts + [figure] * (len(parts) == 2)))
@@ -143,11 +143,11 @@ def is_log(figure: str) -> bool:
 
 def pairs_of(claim: Mapping[str, Any], figure: str, variants: Sequence[str]) -> Iterator[tuple[Side, Side | float]]:
     """The comparisons of a claim."""
-    subject = Side.of(claim.get("higher") or claim["lower"], figure)
+    subject = Side.create(claim.get("higher") or claim["lower"], figure)
     wanted = [subject.variant] if subject.variant else [v for v in claim.get("variants") or variants if v in variants]
     for variant in wanted:
         for than in claim["than"]:
-            other = Side.of(than, figure) if isinstance(than, str) else float(than)
+            other = Side.create(than, figure) if isinstance(than, str) else float(than)
             if isinstance(other, Side):
                 other = other._replace(variant=other.variant or variant)
             yield subject._replace(variant=variant), other

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.data.partition import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, by_owner
+from fedloom.data.partition import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, group_by_owner
 from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator, Median
 from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
@@ -68,7 +68,7 @@ class Stripes(Sized):
     kind: ClassVar[str] = "stripes"
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        return Draw(by_owner(pool.index, np.arange(len(pool)) % self.clients, self.clients))
+        return Draw(group_by_owner(pool.index, np.arange(len(pool)) % self.clients, self.clients))
 
 
 class Later(Sized):
@@ -79,8 +79,8 @@ class Later(Sized):
     def draw(self, pool: Pool, seed: int) -> Draw:
         time = pool.data.columns["time"].numpy()[pool.index]
         owner, late = np.arange(len(pool)) % self.clients, time >= 2 * len(pool.data) // 3
-        early = by_owner(pool.index[~late], owner[~late], self.clients)
-        return Draw(early, test=by_owner(pool.index[late], owner[late], self.clients))
+        early = group_by_owner(pool.index[~late], owner[~late], self.clients)
+        return Draw(early, test=group_by_owner(pool.index[late], owner[late], self.clients))
 
 
 class Crash(Stripes):
@@ -108,26 +108,27 @@ class PlacesInThePool(Stripes):
     """Right only while the pool is the whole data set."""
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        return Draw(by_owner(np.arange(len(pool)), np.arange(len(pool)) % self.clients, self.clients))
+        return Draw(group_by_owner(np.arange(len(pool)), np.arange(len(pool)) % self.clients, self.clients))
 
 
 class Twice(Stripes):
     def draw(self, pool: Pool, seed: int) -> Draw:
         index = pool.index[np.arange(len(pool)) // 2 * 2]
-        return Draw(by_owner(index, np.arange(len(pool)) % self.clients, self.clients))
+        return Draw(group_by_owner(index, np.arange(len(pool)) % self.clients, self.clients))
 
 
 class NeighboursTest(Stripes):
     def draw(self, pool: Pool, seed: int) -> Draw:
         owner = np.arange(len(pool)) % self.clients
         return Draw(
-            by_owner(pool.index, owner, self.clients), by_owner(pool.index, (owner + 1) % self.clients, self.clients)
+            group_by_owner(pool.index, owner, self.clients),
+            group_by_owner(pool.index, (owner + 1) % self.clients, self.clients),
         )
 
 
 class FromNumpy(Stripes):
     def draw(self, pool: Pool, seed: int) -> Draw:
-        return Draw(by_owner(pool.index, np.random.randint(self.clients, size=len(pool)), self.clients))  # noqa: NPY002
+        return Draw(group_by_owner(pool.index, np.random.randint(self.clients, size=len(pool)), self.clients))  # noqa: NPY002
 
 
 class FromRandom(Stripes):
@@ -433,7 +434,7 @@ def table(rows: int = 400, sites: int = 4) -> fl.Dataset:
     y = (x[:, 0] - 5 + (x[:, 1] - 50) / 10 + 0.5 * rng.normal(size=rows) > 0).astype(int)
     columns = {"age": x[:, 0], "dose": x[:, 1], "weight": x[:, 2], "ill": y}
     frame = pd.DataFrame({**columns, "site": [f"s{i % sites}" for i in range(rows)]})
-    return fl.Dataset.of(frame, target="ill", users="site")
+    return fl.Dataset.create(frame, target="ill", users="site")
 
 
 class LaterAtSites(Partition):
@@ -447,9 +448,9 @@ class LaterAtSites(Partition):
         assert pool.data.users is not None
         owner, late = pool.data.users.numpy()[pool.index], pool.index >= self.start
         n = len(pool.data.user_names)
-        early = by_owner(pool.index[~late], owner[~late], n)
+        early = group_by_owner(pool.index[~late], owner[~late], n)
         flips = np.tile([1, 0], (n, 1)) if self.relabel else None
-        return Draw(early, by_owner(pool.index[late], owner[late], n), relabel=flips)
+        return Draw(early, group_by_owner(pool.index[late], owner[late], n), relabel=flips)
 
 
 def test_a_test_part_of_the_partition_is_scaled_as_by_hand() -> None:
@@ -473,7 +474,7 @@ def test_a_temporal_split_scores_as_clients_that_were_prepared_by_hand() -> None
         train, test = (fed.indices(part, client).numpy() for part in ("train", "test"))
         scaled = (raw - raw[train].mean(0)) / raw[train].std(0)
         clients[name] = tuple((scaled[rows].astype(np.float32), y[rows]) for rows in (train, test))
-    by_hand = fl.Federation.of(clients, task="binary", validation=0)
+    by_hand = fl.Federation.create(clients, task="binary", validation=0)
     runs = [fl.simulate("fedavg", f, rounds=3, local={"lr": 0.1, "batch_size": "full"}) for f in (fed, by_hand)]
     scores = [run.final(metric="auroc") for run in runs]
     torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
@@ -497,7 +498,7 @@ class Shared(LaterAtSites):
         drawn = super().draw(pool, seed)
         n = len(pool.data.user_names)
         late = np.arange(self.start, len(pool.data))
-        return drawn._replace(test=by_owner(np.tile(late, n), np.repeat(np.arange(n), len(late)), n))
+        return drawn._replace(test=group_by_owner(np.tile(late, n), np.repeat(np.arange(n), len(late)), n))
 
 
 class Leaks(LaterAtSites):
@@ -509,7 +510,7 @@ class Leaks(LaterAtSites):
 class TooFewClients(LaterAtSites):
     def draw(self, pool: Pool, seed: int) -> Draw:
         drawn = super().draw(pool, seed)
-        return drawn._replace(test=by_owner(np.array([399]), np.array([0]), 1))
+        return drawn._replace(test=group_by_owner(np.array([399]), np.array([0]), 1))
 
 
 def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
@@ -526,7 +527,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
 
 def test_samples_of_a_test_part_belong_to_their_clients() -> None:
     x, y = torch.rand(8, 3), torch.arange(8) % 2
-    assert not [note for note in fl.Federation.of([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
+    assert not [note for note in fl.Federation.create([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
     some = fl.partition.writers(clients=2, per_client=1)(table())
     assert [note for note in some.notes if "200 of 400 samples belong to no client" in note]
 

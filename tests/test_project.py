@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fedloom as fl
-from fedloom.lab.cli._app import EXTRAS as COMMANDS
+from fedloom.lab.cli._app import PACKAGES_BY_MODULE as COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedloom_studies.map.judge import judge
-from fedloom_studies.map.records import read as read_map
-from fedloom_studies.map.records import with_reused
+from fedloom_studies.map.records import fill_reused
+from fedloom_studies.map.records import read_records as read_map
 from fedloom_studies.map.setups import setups
 from fedloom_studies.reproduce import judge as papers_judge
 from fedloom_studies.reproduce import page
@@ -27,7 +27,7 @@ FULL = setups("full")
 def test_every_verdict_of_the_map_again(protocol: str) -> None:
     file = recomputed.RECORDS / "map-full.jsonl"
     first = read_map(file)
-    records = first if protocol == "rounds" else with_reused(read_map(file, "gradients"), first)
+    records = first if protocol == "rounds" else fill_reused(read_map(file, "gradients"), first)
     rows = recomputed.map_means(protocol)
     compared = 0
     for name, own in rows.groupby("setup"):

@@ -18,7 +18,7 @@ from fedloom.lab.experiment.cards import parts
 from fedloom.lab.experiment.schema import Top
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
-from fedloom.models import KINDS, PAPERS, Augment
+from fedloom.models import MODEL_CLASSES, PAPER_NETWORKS, Augment
 from fedloom.options import limits_of
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
@@ -143,7 +143,7 @@ PAGES = [
         "[model]",
         "The network. A network of a paper is another kind with other defaults, and accepts the options of that kind.",
         '[model]\nkind = "mlp"\nhidden = [128, 64]',
-        KINDS,
+        MODEL_CLASSES,
     ),
     Page(
         "task",
@@ -268,7 +268,12 @@ def overview() -> str:
     lines = [START, "| table | contents |", "|---|---|"]
     lines += [f"| [`{page.title}`](reference/{page.name}.md) | {_first(page.lead)} |" for page in PAGES]
     lines += ["| [`[[method]]`](#method) | a method and its options |"]
-    lines += ["| [`[grid]`](#grid) | values of options that every method runs with |", "", "## Keys at the top of the file", ""]
+    lines += [
+        "| [`[grid]`](#grid) | values of options that every method runs with |",
+        "",
+        "## Keys at the top of the file",
+        "",
+    ]
     return "\n".join([*lines, *_table(_options(Top)), "", "## [[method]]", "", METHOD])
 
 
@@ -288,7 +293,7 @@ def _kinds(page: Page) -> list[str]:
     rows = {
         name: [o for o in _options(value) if o.same() not in known]
         for name, value in page.kinds.items()
-        if name not in PAPERS or page.kinds is not KINDS
+        if name not in PAPER_NETWORKS or page.kinds is not MODEL_CLASSES
     }
     owners: dict[tuple[str, str, str], list[str]] = {}
     for name, options in rows.items():
@@ -306,7 +311,7 @@ def _kinds(page: Page) -> list[str]:
             lines.append(f"{next(iter(found.values())).line(default)} {shown} |")
         lines.append("")
     lines += ["## Kinds" if page.key == "kind" else "## Sources", ""]
-    titles = dict(parts("models")) if page.kinds is KINDS else {}
+    titles = dict(parts("models")) if page.kinds is MODEL_CLASSES else {}
     for position, (name, value) in enumerate(page.kinds.items()):
         first = titles[name] if name not in rows else (value.__doc__ or "").strip().partition("\n")[0]
         lines += [f'### {page.key} = "{name}"', "", _cell(first.replace("``", "`")), ""]

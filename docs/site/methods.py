@@ -18,9 +18,9 @@ from fedloom.lab.experiment.cards import families, text
 from fedloom.values import fields_of
 from fedloom_studies.map.judge import SetupVerdict, judge
 from fedloom_studies.map.page import standing_table
-from fedloom_studies.map.records import NOT_RUN, read
+from fedloom_studies.map.records import NOT_RUN, read_records
 from fedloom_studies.map.setups import setups
-from fedloom_studies.store import CHECKOUT
+from fedloom_studies.store import CHECKOUT_FOLDER
 
 
 def link(found: re.Match[str]) -> str:
@@ -164,7 +164,7 @@ def page(name: str) -> str:
 
 @cache
 def _judged_setups() -> tuple[SetupVerdict, ...]:
-    records = read(ROOT / CHECKOUT / "map-full.jsonl")
+    records = read_records(ROOT / CHECKOUT_FOLDER / "map-full.jsonl")
     return tuple(judge(setup, records) for setup in setups("full").values())
 
 

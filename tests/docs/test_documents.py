@@ -25,7 +25,7 @@ import pytest
 
 import fedloom as fl
 from fedloom.algorithms import REGISTRY, upload_fields
-from fedloom.lab.experiment.cards import METHODS, cards, text
+from fedloom.lab.experiment.cards import COUNTED_METHODS, cards, text
 from fedloom.lab.report import PairVerdict
 from fedloom.values import fields_of
 
@@ -66,13 +66,13 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 
 def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
-    assert f"let {len(fl.testing.LAWS)} laws check it" in text
+    assert f"let {len(fl.testing.METHOD_LAWS)} laws check it" in text
     replayed = [name for name, card in cards().items() if "Replayed:" in card]
-    assert f"{len(replayed)} of {len(METHODS)} are replayed step by step against public code" in text
-    assert f"It runs {len(METHODS)} published methods" in text
+    assert f"{len(replayed)} of {len(COUNTED_METHODS)} are replayed step by step against public code" in text
+    assert f"It runs {len(COUNTED_METHODS)} published methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file) if row["mean"]}
-    measured = {(method, setup) for method, setup in measured if method in METHODS}
+    measured = {(method, setup) for method, setup in measured if method in COUNTED_METHODS}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
     page = (ROOT / "docs" / "map.md").read_text()
     (none,) = re.findall(rf"\*\*In (\d+) of {len(setups)} setups no method is better than the better of", page)
@@ -89,7 +89,7 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     assert f"1,000 of 1,000,000 clients takes {milliseconds}" in " ".join(
         (ROOT / "docs" / "scale.md").read_text().split()
     )
-    assert f"- {len(METHODS)} methods, " in changes
+    assert f"- {len(COUNTED_METHODS)} methods, " in changes
     project = tomllib.loads((ROOT / "packages" / "fedloom" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for document in (text, (ROOT / "docs" / "index.md").read_text()):

@@ -14,8 +14,8 @@ import pytest
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import json_schema
 from fedloom.lab.experiment.cards import parts
-from fedloom.lab.experiment.schema import TABLES
-from fedloom.models import MODELS, PAPERS
+from fedloom.lab.experiment.schema import SETTING_TABLES
+from fedloom.models import MODELS, PAPER_NETWORKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -68,7 +68,7 @@ def stated(page: str, kind: str) -> dict[str, str]:
 
 
 def test_the_page_the_schema_and_the_list_state_the_defaults_that_run(reference: dict[str, str]) -> None:
-    tables = {name: table for name, table in TABLES.items() if table.kinds and name != "data"}
+    tables = {name: table for name, table in SETTING_TABLES.items() if table.kinds and name != "data"}
     schema = json.loads(json_schema())
     titles = dict(parts("models"))
     compared = 0
@@ -82,7 +82,7 @@ def test_the_page_the_schema_and_the_list_state_the_defaults_that_run(reference:
                 runs = table.read({"kind": kind})
             except ConfigError:
                 continue  # a required option has no default
-            is_preset = name == "model" and kind in PAPERS
+            is_preset = name == "model" and kind in PAPER_NETWORKS
             base = type(runs)()
             assert not is_preset or f'### kind = "{kind}"\n\n`' in page
             rows = {} if is_preset else stated(page, kind)

@@ -80,7 +80,7 @@ def test_codes_have_a_number_for_each_level() -> None:
         {"dose": rng.normal(size=90), "ward": rng.choice(["GEN", "ICU"], 90), "site": ["a", "b", "c"] * 30}
     )
     frame["y"] = frame.dose + 2.0 * (frame.ward == "ICU")
-    data = fl.Dataset.of(frame, "y", users="site", categorical=("ward",), task="regression")
+    data = fl.Dataset.create(frame, "y", users="site", categorical=("ward",), task="regression")
     table = fl.analyze("ridge", data, strength=1e-9).table.to_pandas().set_index("input").coefficient
     assert [*table.index] == ["dose", "ward GEN", "ward ICU", "intercept"]
     assert table["dose"] == pytest.approx(1, abs=1e-5)
@@ -95,7 +95,7 @@ def test_it_obeys_the_laws(task: str) -> None:
 def test_what_it_cannot_be_of_is_a_sentence() -> None:
     with pytest.raises(Refused, match="numbers or classes"):
         fl.analyze(
-            "ridge", fl.Dataset.of(np.zeros((4, 1)), np.array([[1, 1], [2, 0], [3, 1], [4, 1.0]]), task="survival")
+            "ridge", fl.Dataset.create(np.zeros((4, 1)), np.array([[1, 1], [2, 0], [3, 1], [4, 1.0]]), task="survival")
         )
     with pytest.raises(DataError, match="outside their bounds"):
         fl.analyze("ridge", rows("regression"), largest=100.0)

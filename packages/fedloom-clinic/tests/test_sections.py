@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_section_of_the_package_and_a_plain_table(run: Path) -> None:
-    page = report.write([run], run / "report.html").read_text()
+    page = report.write_report([run], run / "report.html").read_text()
     assert 'id="cox"' in page
     assert "Cox regression</h2>" in page
     assert "Table 1</h2>" in page

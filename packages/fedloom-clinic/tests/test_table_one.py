@@ -32,7 +32,7 @@ def patients(seed: int = 0, unit: float = 1.0) -> tuple[fl.Dataset, pd.DataFrame
         "ward": rng.choice(["GEN", "ICU", "REHAB"], rows, p=[0.7, 0.28, 0.02]), "arm": arm,
         "died": rng.integers(0, 2, rows),
     })  # fmt: skip
-    data = fl.Dataset.of(frame, "died", users="site", categorical=("ward", "arm"), impute=True, kept=("arm",))
+    data = fl.Dataset.create(frame, "died", users="site", categorical=("ward", "arm"), impute=True, kept=("arm",))
     return data, frame
 
 

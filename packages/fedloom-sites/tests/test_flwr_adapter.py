@@ -56,7 +56,7 @@ def test_private_modules_are_imported_in_one_file() -> None:
         assert [*private_parts(ast.parse(line))], line
 
 
-@pytest.mark.parametrize("name", flwr_adapter._PLACES)
+@pytest.mark.parametrize("name", flwr_adapter._NAME_MODULES)
 def test_the_installed_release_has_every_name(name: str) -> None:
     assert getattr(flwr_adapter, name) is not None
 

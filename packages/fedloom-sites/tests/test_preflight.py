@@ -138,7 +138,7 @@ def refusal_of(row: Row) -> ConfigError:
     algorithm: Any = fl.algorithms.REGISTRY[row.method]
     with pytest.raises(ConfigError) as caught:
         check(
-            fl.Setting.of(algorithm(**row.options), model_of(row), **{"rounds": 3, **row.choices}),
+            fl.Setting.create(algorithm(**row.options), model_of(row), **{"rounds": 3, **row.choices}),
             federation(row.data),
         )
     return caught.value
@@ -267,7 +267,7 @@ def test_the_fix_that_an_error_suggests_works(name: str) -> None:
         rules.append(error.rule)
         algorithm: Any = fl.algorithms.REGISTRY[row.method]
         try:
-            check(fl.Setting.of(algorithm(**options), model_of(row), **{"rounds": 3, **choices}), fed)
+            check(fl.Setting.create(algorithm(**options), model_of(row), **{"rounds": 3, **choices}), fed)
         except ConfigError as further:
             if further.rule in rules:
                 break

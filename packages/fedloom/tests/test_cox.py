@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from statsmodels.duration.hazard_regression import PHReg
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.cox import TIES, SurvivalSite, fit_cox, risk_sums
+from fedloom.tasks.cox import TIES_METHODS, SurvivalSite, fit_cox, risk_sums
 from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors
 from tests.commands import call
 
@@ -40,7 +40,7 @@ def pooled(sites: list[SurvivalSite], ties: str, strata: bool) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("strata", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("ties", TIES_METHODS)
 def test_sums_of_sites_give_the_pooled_fit(ties: str, tied: bool, strata: bool) -> None:
     sites = [patients(rows, seed, tied, shift) for seed, (rows, shift) in enumerate([(300, 0), (120, 1.5), (60, -1)])]
     found = fit_cox(sites, ties, stratify=strata)
@@ -58,7 +58,7 @@ def test_sums_of_sites_give_the_pooled_fit(ties: str, tied: bool, strata: bool) 
 @given(
     seed=st.integers(0, 10**6),
     cuts=st.lists(st.integers(1, 199), max_size=4),
-    ties=st.sampled_from(TIES),
+    ties=st.sampled_from(TIES_METHODS),
 )
 def test_it_does_not_matter_how_rows_are_cut_into_sites(seed: int, cuts: list[int], ties: str) -> None:
     whole = patients(200, seed, tied=True)

@@ -10,7 +10,7 @@ from statsmodels.api import GLM, OLS, Logit
 from statsmodels.api import families as glm_families
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.glm import FAMILIES, GlmSite, fit_glm
+from fedloom.tasks.glm import GLM_FAMILIES, GlmSite, fit_glm
 from tests.commands import call
 
 BETA = np.array([0.7, -0.03, 0.5])
@@ -29,7 +29,7 @@ def site(rows: int, seed: int, family: str, shift: float) -> GlmSite:
 
 
 @pytest.mark.parametrize("by_site", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GLM_FAMILIES)
 def test_sums_of_sites_give_the_pooled_fit(family: str, by_site: bool) -> None:
     sites = [site(rows, k, family, shift) for k, (rows, shift) in enumerate([(200, 0.0), (90, 1.0), (60, -0.7)])]
     fit = fit_glm(sites, family, ["a", "b", "c"], ["n", "s", "w"] if by_site else None)

@@ -122,7 +122,7 @@ def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPa
 
     assert kernels.compiled(add)(1.0, 2.0) == 3.0
     assert list(tmp_path.rglob("*.nbc"))
-    monkeypatch.setattr(machine, "ROOM", 1 << 60)
+    monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 60)
     assert kernels.compiled(add)(1, 2) == 3
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
 

@@ -11,7 +11,16 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import ConfigError
-from fedloom.metrics import METRICS, ROLES, SELECTION, SUMMARY, leading, metric, over_clients, worst
+from fedloom.metrics import (
+    METRICS,
+    SELECTION_METRICS,
+    SUMMARY_METRICS,
+    TASK_ROLES,
+    leading,
+    metric,
+    over_clients,
+    worst,
+)
 from fedloom.tasks import Binary, Classification, Regression, Task
 
 TASKS: dict[str, Task] = {
@@ -42,23 +51,23 @@ def test_directions_and_bounds_are_those_of_the_metrics(name: str) -> None:
         sign = 1 if METRICS[key].higher else -1
         assert bool((sign * good[key] > sign * bad[key]).all()), key
         assert bool(((low <= bad[key]) & (bad[key] <= high)).all()), key
-    assert set(ROLES[name]) <= set(good)
+    assert set(TASK_ROLES[name]) <= set(good)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_what_leads_follows_from_what_was_measured(name: str) -> None:
     names = set(scored(TASKS[name], 1.0))
-    roles = ROLES[name]
+    roles = TASK_ROLES[name]
     found = (leading(names), leading(names, "settings"), leading(names, "client"))
     assert found == (roles.page, roles.settings, roles.client)
     assert leading({"loss", "mae"}) == leading({}) == "loss"
-    assert {roles.page, roles.settings, roles.client, "loss"} <= set(SUMMARY)
+    assert {roles.page, roles.settings, roles.client, "loss"} <= set(SUMMARY_METRICS)
 
 
 def test_the_page_shows_the_table() -> None:
     text = (Path(__file__).parents[3] / "docs" / "reproducibility.md").read_text()
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", text, re.MULTILINE)
-    assert {task: tuple(roles) for task, *roles in rows} == {task: tuple(roles) for task, roles in ROLES.items()}
+    assert {task: tuple(roles) for task, *roles in rows} == {task: tuple(roles) for task, roles in TASK_ROLES.items()}
 
 
 def test_the_worst_tenth_is_the_bad_end_of_those_that_are_known() -> None:
@@ -70,7 +79,7 @@ def test_the_worst_tenth_is_the_bad_end_of_those_that_are_known() -> None:
     for name in ("accuracy", "calibration_error"):
         found = over_clients(name, values, np.ones(22))
         assert found[f"{name}/worst10"] == worst(values, low=metric(name).higher)
-        assert (f"{name}/jain" in found) == (name in SELECTION)
+        assert (f"{name}/jain" in found) == (name in SELECTION_METRICS)
 
 
 def test_nobody_rates_what_is_not_known() -> None:

@@ -13,9 +13,9 @@ from statsmodels.api import GLM
 from statsmodels.api import families as glm_families
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.cox import TIES, SurvivalSite, fit_cox
+from fedloom.tasks.cox import TIES_METHODS, SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import agreement_on, binned
-from fedloom.tasks.glm import FAMILIES, GlmSite, fit_glm
+from fedloom.tasks.glm import GLM_FAMILIES, GlmSite, fit_glm
 from fedloom.tasks.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
 from fedloom.tasks.secure_cox import fit_secure_cox
 
@@ -99,13 +99,13 @@ def test_a_ridge_takes_columns_that_depend_and_more_columns_than_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("kind", [*TIES, "logistic", "poisson"])
+@pytest.mark.parametrize("kind", [*TIES_METHODS, "logistic", "poisson"])
 def test_firths_fit_has_the_largest_likelihood_times_root_of_the_information(kind: str) -> None:
     """The penalized likelihood by autograd, whose Hessian is the information, has no larger value nearby."""
     z, time, event = (torch.from_numpy(part) for part in (SCALED, TIME, EVENT))
 
     def log_likelihood(beta: torch.Tensor) -> torch.Tensor:
-        if kind not in TIES:
+        if kind not in TIES_METHODS:
             eta = beta[0] + z @ beta[1:]
             cumulant = torch.nn.functional.softplus(eta) if kind == "logistic" else eta.exp()
             return (event * eta - cumulant).sum()
@@ -122,7 +122,7 @@ def test_firths_fit_has_the_largest_likelihood_times_root_of_the_information(kin
     def penalized(beta: torch.Tensor) -> torch.Tensor:
         return log_likelihood(beta) + torch.logdet(-torch.func.hessian(log_likelihood)(beta)) / 2
 
-    if kind in TIES:
+    if kind in TIES_METHODS:
         fit = fit_cox(SITES, kind, penalty="firth")
         beta, se = fit.beta * X.std(0), fit.se * X.std(0)
     else:
@@ -150,7 +150,7 @@ def test_firth_is_half_a_success_and_half_a_failure_more_in_a_two_by_two_table()
     np.testing.assert_allclose(fit_glm(linear, "linear", penalty="firth").beta, fit_glm(linear, "linear").beta)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GLM_FAMILIES)
 def test_the_strength_has_the_largest_held_out_likelihood(family: str) -> None:
     """Of scikit-learn's fits without each fold, on the rows of the fold."""
     y = TIME if family == "linear" else EVENT
@@ -171,7 +171,7 @@ def test_the_strength_has_the_largest_held_out_likelihood(family: str) -> None:
             target = (y - y.mean()) / y.std() if family == "linear" else y
             model.fit(SCALED[train], target[train])
             eta = SCALED[~train] @ model.coef_.ravel() + model.intercept_
-            total += float((target[~train] * eta - FAMILIES[family][0](eta)).sum())
+            total += float((target[~train] * eta - GLM_FAMILIES[family][0](eta)).sum())
         assert value == pytest.approx(total, abs=1e-5)
     assert fit.ridge.strength == max(fit.ridge.held_out, key=lambda pair: pair[1])[0]
     again = fit_glm(glm_sites(y), family, penalty="ridge", strength=fit.ridge.strength)

@@ -116,7 +116,7 @@ def federation(sizes: tuple[int, ...] = (80, 50, 120)) -> tuple[Any, list[tuple[
         f"s{k}": {part: (x, np.stack([time, event], 1)) for part in ("train", "test")}
         for k, (x, time, event) in enumerate(clients)
     }
-    return fl.Federation.of(pairs, task="survival", validation=0.0), clients
+    return fl.Federation.create(pairs, task="survival", validation=0.0), clients
 
 
 def test_fedavg_with_full_batches_reaches_the_stratified_cox_fit() -> None:
@@ -208,7 +208,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
 
     opened = fl.open_run(run / "run")
     table = pd.read_csv(run / "rossi.csv")
-    data = fl.Dataset.of(table, "week", event="arrest", users="site")
+    data = fl.Dataset.create(table, "week", event="arrest", users="site")
     for method in ("local", "fedavg", "fedavg-ft", "ditto", "flame"):
         models = opened[method, 0].models
         kind = "global" if method == "fedavg" else "personal"
@@ -217,7 +217,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
         risk = model.predict(south)
         assert ((risk > 0) & (risk < 1)).all()
         parts = SurvivalRows(risk, south.week.to_numpy(float), south.arrest.to_numpy(float))
-        scores = model.score(fl.Dataset.of(south.drop(columns="site"), "week", event="arrest"))
+        scores = model.score(fl.Dataset.create(south.drop(columns="site"), "week", event="arrest"))
         assert scores["c_index"] == pytest.approx(concordance(parts), abs=1e-6)
         assert scores["brier"] == pytest.approx(brier(parts, 40.0), abs=1e-6)
     assert data.task == "survival"
@@ -266,11 +266,11 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
     models = fl.open_run(run / "run")["ditto", 0].models
     table = tables()["gbsg2"][0]
     new = tables()["rossi"][0].iloc[:90]
-    made = models.adapt(fl.Dataset.of(new, "week", event="arrest"), holdout=0.3)
+    made = models.adapt(fl.Dataset.create(new, "week", event="arrest"), holdout=0.3)
     assert made.calibration is not None
     assert np.isfinite(made.about["scores"]["adapted"]["brier"])
     with pytest.raises(DataError, match="lacks"):
-        models.adapt(fl.Dataset.of(table, "time", event="cens"))
+        models.adapt(fl.Dataset.create(table, "time", event="cens"))
 
 
 @pytest.mark.parametrize(
@@ -288,22 +288,22 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
 def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: str) -> None:
     table = tables()["rossi"][0].assign(none=0)
     with pytest.raises((ConfigError, DataError), match=sentence):
-        fl.Dataset.of(table, "week", **keys)
+        fl.Dataset.create(table, "week", **keys)
 
 
 def test_times_and_horizons_are_checked() -> None:
     table = tables()["rossi"][0]
     table.loc[3, "week"] = 0  # as of a patient who dies on the day of admission
-    assert fl.Dataset.of(table, "week", event="arrest").y[3, 0] == 0
+    assert fl.Dataset.create(table, "week", event="arrest").y[3, 0] == 0
     table.loc[3, "week"] = -1
     with pytest.raises(DataError, match=r"column 'week': times must be at least 0, got -1 \(1 such"):
-        fl.Dataset.of(table, "week", event="arrest")
+        fl.Dataset.create(table, "week", event="arrest")
     with pytest.raises(ValueError, match="one column is predicted, got week, arrest"):
         Csv(path="rossi.csv", label=["week", "arrest"])
     with pytest.raises(ConfigError, match=r"task\.horizon is of survival tasks only"):
         task_of(fl.load("digits"), Objective(horizon=3.0))
     with pytest.raises(DataError, match="counts must be one whole number"):
-        fl.Dataset.of(np.zeros((3, 2)), np.array([0.5, 1, 2]), task="count")
+        fl.Dataset.create(np.zeros((3, 2)), np.array([0.5, 1, 2]), task="count")
 
 
 def test_poisson_over_sites_is_the_pooled_fit() -> None:
@@ -312,7 +312,7 @@ def test_poisson_over_sites_is_the_pooled_fit() -> None:
     y = rng.poisson(np.exp(0.4 + x @ [0.5, -0.3])).astype(float)
     pairs = {f"s{k}": dict.fromkeys(("train", "test"), (x[k::3], y[k::3])) for k in range(3)}
     result = fl.simulate(
-        "fedavg", fl.Federation.of(pairs, task="count", validation=0.0), rounds=80,
+        "fedavg", fl.Federation.create(pairs, task="count", validation=0.0), rounds=80,
         model="softmax", evaluate={"every": 80},
         local=fl.LocalSGD(lr=0.5, batch_size="full", epochs=1), engine={"dtype": "float64"},
     )  # fmt: skip

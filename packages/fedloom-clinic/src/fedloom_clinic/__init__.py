@@ -1,1 +1,1 @@
-"""Clinical analyses; the registry of fedloom finds them by their entry points."""
+"""Clinical analyses. The registry of fedloom finds them by their entry points."""

@@ -12,7 +12,7 @@ from fedloom.analyses import ClientRows, Rules, Schema
 from fedloom.errors import Refused
 from fedloom.hints import unknown
 
-OTHER, MISSING = "other", "missing"
+OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 CLIENT_GROUP = "client"
 """The word that makes every client a group."""
 
@@ -22,7 +22,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: of the cells.
-        of: ``[L]`` the cell of every cell before; of a merged one that of "other".
+        of: ``[L]`` the cell of every cell before, of a merged one that of "other".
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ def every_cell(names: Sequence[str]) -> MergedCells:
 
 
 def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
-    """Return the names of the groups of rows; of a column of features the last is of rows whose cell is missing.
+    """Return the names of the groups of rows, of a column of features the last is of rows whose cell is missing.
 
     Raises:
         ConfigError: there is no column of this name with levels.
@@ -55,7 +55,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     coded = [column.name for column in schema.columns if column.levels]
     if place is None or not schema.columns[place].levels:
         raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels))
-    return (*map(str, schema.columns[place].names), MISSING)
+    return (*map(str, schema.columns[place].names), MISSING_LEVEL)
 
 
 def group_codes(client: ClientRows, schema: Schema, group: str | None) -> Tensor:
@@ -70,7 +70,7 @@ def group_codes(client: ClientRows, schema: Schema, group: str | None) -> Tensor
 
 
 def level_codes(values: Tensor, levels: int) -> Tensor:
-    """Return codes ``[N]`` of a column; a missing one comes after all levels."""
+    """Return codes ``[N]`` of a column. A missing one comes after all levels."""
     return torch.where(values.isnan(), float(levels), values).long()
 
 
@@ -98,7 +98,7 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCel
     kept = [k for k in range(len(names)) if k not in joined]
     place = {k: at for at, k in enumerate(kept)}
     return MergedCells(
-        (*(names[k] for k in kept), OTHER), torch.tensor([place.get(k, len(kept)) for k in range(len(names))])
+        (*(names[k] for k in kept), OTHER_LEVEL), torch.tensor([place.get(k, len(kept)) for k in range(len(names))])
     )
 
 

@@ -1,14 +1,14 @@
 """Split conformal prediction: a threshold of scores, shared or of each client, from histograms of scores.
 
-References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005; M. Sadinle, J. Lei,
-L. Wasserman, JASA 2019 (scores 1 - p of a class); C. Lu et al., "Federated Conformal Predictors", ICML 2023.
+References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
+L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
 A set has every class whose probability is at least 1 - threshold. With n calibration rows the threshold is the end of
 the bin that holds the score of rank ceil((n + 1) (1 - alpha)). If a new row is as the calibration rows, its set has its
 class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of a bin. Of a shared threshold that holds
 for the pooled rows of all clients, not at each client.
 
-Calibration rows are drawn from the test part, which has chosen neither round, model nor settings; the other test rows
+Calibration rows are drawn from the test part, which has chosen neither round, model nor settings. The other test rows
 show the coverage.
 """
 
@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
-from fedloom.analyses.tables import NUMBER, TEXT, table_of
-from fedloom.data.federation import PARTS
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.data.federation import DATA_PARTS
 from fedloom.errors import DataError, Refused
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Conformal(Analysis):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         owners, classes = self.start(terms).owners, len(terms.schema.classes)
         place = client.place if self.by_client else 0
-        test = client.select(client.part == PARTS.index("test"))
+        test = client.select(client.part == DATA_PARTS.index("test"))
         drawn = self._draws(test) < self.share
         some = test.select(drawn if question.name == "scores" else ~drawn)
         p = self._probabilities(some, classes)
@@ -125,10 +125,10 @@ class Conformal(Analysis):
             mean = (covered / tested, size / tested) if tested else (None, None)
             lines.append((f"client {k}" if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean))
         names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
-        return table_of(lines, client=TEXT, **dict.fromkeys(names, NUMBER))
+        return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     def _threshold(self, counts: Tensor) -> float:
-        """Return the end of the bin with the score of the rank that is wanted; above all scores with too few rows."""
+        """Return the end of the bin with the score of the rank that is wanted. Above all scores with too few rows."""
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         if rank > counts.sum():
             return EVERY_CLASS

@@ -1,6 +1,6 @@
 """Cox regression over the rows of all clients by sums: exact times, agreed time bins, or a baseline for every client.
 
-References: D. R. Cox, "Regression models and life-tables", JRSS B 1972; C.-L. Lu et al., "WebDISCO", JAMIA 2015.
+References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
 from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import (
-    COUNTS,
+    VECTOR_COUNTS,
     BinningLoss,
     CoxAgreement,
     Ring,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 MAX_BINS = 1000
-VARYING = 1e-9
-"""Standard deviation of a column, in its agreed range, from which it varies; rounding leaves less of one that is the
+MIN_COLUMN_SPREAD = 1e-9
+"""Standard deviation of a column, in its agreed range, from which it varies. Rounding leaves less of one that is the
 same in every row."""
 MAX_EXPONENT = 700.0
 """Exponent from which a bound is no number of float64."""
@@ -64,11 +64,15 @@ class Cox(ScriptedAnalysis):
     )
     stratify: bool = Field(False, description="a baseline hazard for every client, in place of bins; times are exact")
     least: int = Field(5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none")
-    ties: Literal["efron", "breslow"] = Field("efron", description="how events of one bin, or of one time, count")
+    ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
 
-    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    penalty: Literal["none", "ridge"] = Field(
+        "none", description="ridge: shrink coefficients, also if rows are separated"
+    )
     strength: float | None = Field(
-        None, gt=0, description="of the ridge, per row and for columns of unit deviation, as lifelines' penalizer"
+        None,
+        gt=0,
+        description="strength of the ridge, per row and for columns of unit deviation, as lifelines' penalizer",
     )
 
     @model_validator(mode="after")
@@ -114,8 +118,8 @@ class Cox(ScriptedAnalysis):
             start_silent[:] = start_silent or [info.neutral]
             if info.neutral > start_silent[0]:
                 return None  # a client declines here, as where one of its rows outweighs all others
-            multiples = np.rint(vector.numpy()[:-COUNTS] / agreed.step)
-            return np.concatenate([multiples, vector.numpy()[-COUNTS:]]).astype(np.int64).view(np.uint64)
+            multiples = np.rint(vector.numpy()[:-VECTOR_COUNTS] / agreed.step)
+            return np.concatenate([multiples, vector.numpy()[-VECTOR_COUNTS:]]).astype(np.int64).view(np.uint64)
 
         return cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed), None
 
@@ -135,12 +139,12 @@ class Cox(ScriptedAnalysis):
             sums = _symmetric(bins * 2 * moments, weight * largest**2)
             return Bounds.join([sums, Bounds.counts(bins, most), _symmetric(bins * p, most * largest)])
         agreed = self._merged(terms)
-        counts = Bounds.counts(COUNTS, most)
+        counts = Bounds.counts(VECTOR_COUNTS, most)
         if self.stratify:
             lowest = most * (2 * float(values["beta"].abs().sum()) + float(np.log(most + 1)))
             value = Bounds.between(torch.tensor([-lowest]), torch.zeros(1) + agreed.step, agreed.step)
-            return Bounds.join([value, _symmetric(agreed.length - COUNTS - 1, 2 * most, agreed.step), counts])
-        return Bounds.join([_symmetric(agreed.length - COUNTS, most, agreed.step), counts])
+            return Bounds.join([value, _symmetric(agreed.length - VECTOR_COUNTS - 1, 2 * most, agreed.step), counts])
+        return Bounds.join([_symmetric(agreed.length - VECTOR_COUNTS, most, agreed.step), counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         site, design = _site_of(client, terms), design_of(client, terms)
@@ -163,7 +167,7 @@ class Cox(ScriptedAnalysis):
             vector = SiteVectors(site, agreed, design.left_out).at(values["beta"]).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
-        return tensor(vector[:-COUNTS] * agreed.step, vector[-COUNTS:].astype(float))
+        return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
 
     def _agreement(self, terms: AnalysisTerms) -> CoxAgreement:
         low, high = ranges_of(terms.schema)
@@ -191,8 +195,10 @@ class Cox(ScriptedAnalysis):
         spread = np.sqrt(squares / rows)
         if not events:
             raise DataError("no row has an event; nothing can be fitted")
-        if not (spread > VARYING).all():
-            raise DataError(f"{names[int((spread <= VARYING).argmax())]} is the same in every row; leave it out")
+        if not (spread > MIN_COLUMN_SPREAD).all():
+            raise DataError(
+                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} is the same in every row; leave it out"
+            )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}
 
@@ -201,7 +207,7 @@ class Cox(ScriptedAnalysis):
             vector, info = ask(Question("risk", values))
             if info.neutral > first.neutral:
                 return impossible(len(beta))
-            return likelihood(_opened(vector.numpy(), len(beta)), beta, self.ties)
+            return likelihood(_open_sums(vector.numpy(), len(beta)), beta, self.ties)
 
         if self.strength is None:
             beta, here = newton(at, names)
@@ -221,7 +227,7 @@ def _site_of(client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
     return SurvivalSite(design.x, *design.y.T)
 
 
-def _opened(vector: Floats, p: int) -> RiskSums:
+def _open_sums(vector: Floats, p: int) -> RiskSums:
     """Return the sums that an answer to "risk" holds."""
     half = p * (p + 1) // 2
     bins = len(vector) // (2 * (1 + p + half) + 1 + p)

@@ -1,6 +1,6 @@
 """Linear, logistic and Poisson regression over the rows of all clients by sums, with intervals.
 
-References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2; Y. Wu et al., "GLORE", JAMIA
+References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2. Y. Wu et al., "GLORE", JAMIA
 2012.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox import newton
-from fedloom.tasks.glm import FAMILIES, GlmFit, GlmSite, glm_sums
+from fedloom.tasks.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
 from fedloom_clinic.columns import design_of, names_of, ranges_of, require_columns, square, tensor, triangle
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
-VARYING = 1e-9
+MIN_COLUMN_SPREAD = 1e-9
 """Standard deviation of a column, in its agreed range, from which it varies."""
 MAX_EXPONENT = 700.0
-"""Linear predictor at which a bound is taken at most; exp of more is no number of float64."""
+"""Linear predictor at which a bound is taken at most. Exp of more is no number of float64."""
 
 
 class Glm(ScriptedAnalysis):
@@ -44,7 +44,9 @@ class Glm(ScriptedAnalysis):
 
     by_site: bool = Field(False, description="an intercept for every client; clients then show sums of their own rows")
 
-    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    penalty: Literal["none", "ridge"] = Field(
+        "none", description="ridge: shrink coefficients, also if rows are separated"
+    )
     strength: float | None = Field(
         None, gt=0, description="of the ridge, per row and for columns of unit deviation; intercepts are free"
     )
@@ -92,7 +94,7 @@ class Glm(ScriptedAnalysis):
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         eta = min(float(beta.abs() @ reach), MAX_EXPONENT)
         family = FAMILY_OF_TASK[terms.schema.task]
-        cumulant, mean, variance = (float(abs(link(np.array([eta]))[0])) for link in FAMILIES[family][:3])
+        cumulant, mean, variance = (float(abs(link(np.array([eta]))[0])) for link in GLM_FAMILIES[family][:3])
         low, high = self._target_range(terms)
         target = (
             max(abs(low), abs(high))
@@ -137,13 +139,13 @@ class Glm(ScriptedAnalysis):
         centre = total.numpy()[1:] / count
         squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()
         spread = np.sqrt(squares / count)
-        for name, varies in zip(names, spread > VARYING, strict=False):
+        for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
                 raise DataError(f"{name} is the same in every row; leave it out")
         low, high = ranges_of(terms.schema)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
-        if not spread[-1] > VARYING:
+        if not spread[-1] > MIN_COLUMN_SPREAD:
             raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row; nothing can be fitted")
         public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
         labels = [f"intercept {k}" for k in range(first)] if self.by_site else ["intercept"]

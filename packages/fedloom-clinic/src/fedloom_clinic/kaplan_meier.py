@@ -1,11 +1,11 @@
 """Kaplan-Meier curves, the log-rank test and restricted means by group, from counts in agreed time bins.
 
-References: E. L. Kaplan and P. Meier, JASA 1958; variance by M. Greenwood, 1926; N. Mantel, Cancer Chemother. Rep. 1966
-(log-rank); P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
+References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
+(log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
 A time counts as the end of its bin, so that curve and test are those of the binned times. Of the exact times, with n at
 risk, d events and c censored rows in a bin, the factor of a bin lies between 1 - d / (n - c) and 1 - d / n, whatever
-their order; so each curve has a bound of its error, and so has each mean.
+their order. So each curve has a bound of its error, and so has each mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
-from fedloom.analyses.tables import NUMBER, TEXT, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox_vectors import bin_ends
 from fedloom_clinic.cells import (
@@ -147,7 +147,7 @@ class KaplanMeier(Analysis):
             "time", "at_risk", "events", "censored", "survival", "low", "high", "binning_error", "restricted_mean",
             "restricted_mean_se", "restricted_mean_error", "log_rank", "p",
         )  # fmt: skip
-        return table_of(rows, group=TEXT, **dict.fromkeys(names, NUMBER))
+        return table_of(rows, group=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     def _ends(self, terms: AnalysisTerms) -> Tensor:
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
@@ -186,7 +186,7 @@ def interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
 
 
 def log_rank(counts: Floats) -> tuple[float | None, float | None]:
-    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value; None with fewer than two groups."""
+    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value. None with fewer than two groups."""
     if len(counts) < 2:
         return None, None
     events = counts[:, 0]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses import Analysis, FurtherRun
-from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
-from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.groups import subjects_of
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -22,7 +22,7 @@ from fedloom.tasks import task_of
 from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
-SAMPLES = "samples"
+SAMPLES_FIGURE = "samples"
 """Name under which the number of samples of the left out client is recorded."""
 FEWEST_CLIENTS = 3
 """Clients of which one can be left out."""
@@ -41,14 +41,14 @@ class LeftOut(Analysis):
         scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
         for client in range(fed.n) if "global" in result.models.kinds() else ():
             score = partial(scores_of_new, fed=fed, client=client)
-            yield FurtherRun(setting.with_(evaluate=scored), without(fed, client), score)
+            yield FurtherRun(setting.with_(evaluate=scored), remove_client(fed, client), score)
 
 
-def without(fed: Federation, client: int) -> Federation:
-    """The federation of all clients but one; samples of that one stay in the data set and belong to no client."""
+def remove_client(fed: Federation, client: int) -> Federation:
+    """Return the federation without one client. The client's samples stay in the data set and belong to nobody."""
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
-    for part in PARTS:
+    for part in DATA_PARTS:
         index, sizes = fed.gather(part, ids)
         parts[part] = Split(index, torch.cat([torch.zeros(1, dtype=torch.long, device=sizes.device), sizes.cumsum(0)]))
     data = fed.data
@@ -61,9 +61,9 @@ def without(fed: Federation, client: int) -> Federation:
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
-    """The global model of a run without a client on all samples of this one: client, scaling, metric, value.
+    """Score the global model of a run without a client on all of that client's samples.
 
-    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model; and on
+    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model. And on
     the client's own rows, which is what it could do with its rows at hand.
 
     Args:
@@ -72,7 +72,7 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
         client: who was left out.
     """
     rows: list[tuple[int, str, str, float]] = []
-    index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()
     if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
         trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
         index = index[~torch.isin(subjects[index], subjects[trained])]
@@ -83,9 +83,9 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
             outputs = model.outputs(raw[index])
             owner = torch.zeros(len(index), dtype=torch.long)
             values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
-            rows.append((client, scaling, SAMPLES, float(len(index))))
+            rows.append((client, scaling, SAMPLES_FIGURE, float(len(index))))
             rows += [(client, scaling, name, float(value)) for name, value in values.items()]
-    return table_of(rows, client=WHOLE, scaling=TEXT, metric=TEXT, value=NUMBER)
+    return table_of(rows, client=INTEGER_TYPE, scaling=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
 def _models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:

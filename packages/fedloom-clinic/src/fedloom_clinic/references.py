@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses import Analysis
-from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 
-TREES = 200
-SMALLEST = 1e-12
+FOREST_TREES = 200
+MIN_PROBABILITY = 1e-12
 """Probability that stands for 0."""
 
 
@@ -67,23 +67,23 @@ def references(result: Result) -> pa.Table:
             owner = torch.zeros(len(test), dtype=torch.long)
             scores = task.metrics(outputs, fed.targets(test), owner, 1)
             rows += [(client, name, metric, float(value)) for metric, value in scores.items()]
-    return table_of(rows, client=WHOLE, model=TEXT, metric=TEXT, value=NUMBER)
+    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
 def _models(fed: Federation, seed: int) -> dict[str, Any]:
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor  # slow to import
     from sklearn.linear_model import LogisticRegression, Ridge
 
-    forest = {"n_estimators": TREES, "min_samples_leaf": 5, "random_state": seed}
+    forest = {"n_estimators": FOREST_TREES, "min_samples_leaf": 5, "random_state": seed}
     if fed.data.classed:
         return {"logistic regression": LogisticRegression(max_iter=1000), "forest": RandomForestClassifier(**forest)}
     return {"linear regression": Ridge(), "forest": RandomForestRegressor(**forest)}
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """What a network of the task would give: logits of classes, or values."""
+    """Return outputs as a network of the task would: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
-    p = torch.full((len(x), len(fed.data.classes)), SMALLEST, dtype=torch.float64)
-    p[:, torch.from_numpy(model.classes_).long()] = torch.from_numpy(model.predict_proba(x)).clamp(min=SMALLEST)
+    p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)
+    p[:, torch.from_numpy(model.classes_).long()] = torch.from_numpy(model.predict_proba(x)).clamp(min=MIN_PROBABILITY)
     return (p[:, 1:] / p[:, :1]).log() if fed.data.task == "binary" else p.log()

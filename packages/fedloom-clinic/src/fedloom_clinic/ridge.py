@@ -1,9 +1,9 @@
 """Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor in three questions.
 
-References: A. E. Hoerl and R. W. Kennard, Technometrics 1970; sums over sites as in V. Nikolaenko et al., S&P 2013.
+References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
 Inputs are those that a model gets, of training rows. Clients first send means, then squares about the means, then the
-Gram matrix of standardized inputs and targets; so coefficients lose no digits to the size of a column.
+Gram matrix of standardized inputs and targets. So coefficients lose no digits to the size of a column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.analyses.tables import NUMBER, TEXT, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.errors import DataError, Refused
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LinearPredictor(nn.Module):
 
 
 class RidgeRegression(ScriptedAnalysis):
-    """Ridge regression over the training rows of all clients, by sums; of classes on one-hot targets."""
+    """Ridge regression over the training rows of all clients, by sums, of classes on one-hot targets."""
 
     kind: ClassVar[str] = "ridge"
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
@@ -69,13 +69,13 @@ class RidgeRegression(ScriptedAnalysis):
         target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
         both = torch.cat([reach, target])
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), _of_rows(both, most)])
+            return Bounds.join([Bounds.counts(1, most), _row_sums(both, most)])
         if question.name == "spreads":
-            return _of_rows(4 * both**2, most)
+            return _row_sums(4 * both**2, most)
         standard = (both + question.values["centre"].abs()) / question.values["spread"]
         products = torch.outer(standard[:p], standard)
         upper = torch.triu_indices(p, p)
-        return _of_rows(torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()]), most)
+        return _row_sums(torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()]), most)
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         x, y = self._samples(client, terms.schema)
@@ -115,7 +115,9 @@ class RidgeRegression(ScriptedAnalysis):
             for k in range(c)
             for j in range(p + 1)
         ]
-        return table_of(lines, output=TEXT, input=TEXT, coefficient=NUMBER, rows=NUMBER), LinearPredictor(weight, bias)
+        return table_of(
+            lines, output=TEXT_TYPE, input=TEXT_TYPE, coefficient=NUMBER_TYPE, rows=NUMBER_TYPE
+        ), LinearPredictor(weight, bias)
 
     @staticmethod
     def _outputs(schema: Schema) -> int:
@@ -141,7 +143,7 @@ class RidgeRegression(ScriptedAnalysis):
         return RidgeRows(x[whole], y)
 
 
-def _of_rows(largest: Tensor, most: float) -> Bounds:
+def _row_sums(largest: Tensor, most: float) -> Bounds:
     """Return the bounds of sums over rows of numbers up to ``largest [k]``, each with a step of 2^-44 of its own."""
     return Bounds(-most * largest, most * largest, largest * 2.0**-44)
 
@@ -156,7 +158,7 @@ def input_names(schema: Schema) -> list[str]:
 
 
 def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
-    """Return inputs ``[N, p]`` from raw columns of rows that no federation has prepared; gaps stay NaN."""
+    """Return inputs ``[N, p]`` from raw columns of rows that no federation has prepared. Gaps stay NaN."""
     blocks = list[Tensor]()
     for column, values in zip(schema.columns, x.T, strict=True):
         levels = torch.arange(column.levels or 1).double()

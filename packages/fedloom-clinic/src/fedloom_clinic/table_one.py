@@ -1,7 +1,7 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
 
-References: T. J. Pollard et al., "tableone", JAMIA Open 2018; D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels); tests are SciPy's on the same sums.
+References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
+standardized difference of levels). Tests are SciPy's on the same sums.
 
 Numbers are put on [-1, 1] by their agreed ranges. Deviations come from a second question, about the means of the first.
 """
@@ -25,7 +25,7 @@ from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
-    MISSING,
+    MISSING_LEVEL,
     MergedCells,
     every_cell,
     group_codes,
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 Floats = NDArray[np.float64]
-QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 UNIT_FACTORS = {
     18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios of one quantity in two units; clinics' commonest."""
+"""Ratios of one quantity in two units. Clinics' commonest."""
 UNIT_TOLERANCE = 0.15
 """Part of a factor within which a ratio of two clients' medians is that of two units."""
-APART = 1.0
-"""Standard deviations of the others' rows from which a client's mean stands apart; a large effect, by Cohen, is 0.8."""
+NOTED_DISTANCE = 1.0
+"""Standard deviations of the others' rows from which a client's mean stands apart. A large effect, by Cohen, is 0.8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class SummaryColumn:
     Args:
         name: of the column.
         place: in the rows.
-        edges: ``[bins + 1]`` of a number; None of a code.
+        edges: ``[bins + 1]`` of a number. None of a code.
         cells: of a code.
         levels: of a code before cells were merged.
         of: ``[bins]`` the cell of every agreed bin.
@@ -75,7 +75,7 @@ class SummaryColumn:
     @property
     def shown(self) -> int:
         """Levels that are no missing cells."""
-        return len(self.cells.names) - (self.cells.names[-1] == MISSING)
+        return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
@@ -193,13 +193,13 @@ class TableOne(ScriptedAnalysis):
                     (high - low) / 2,
                     (high + low) / 2,
                 )
-                rows += _of_number(column, groups, counted, figures, float(between[k]), clients[column])
+                rows += _describe_number(column, groups, counted, figures, float(between[k]), clients[column])
             else:
                 k = codes.index(column)
-                rows += _of_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
+                rows += _describe_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
         if self.group == CLIENT_GROUP:
             _note_clients(rows)
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        table = pa.Table.from_pylist(rows, schema=TABLE_SCHEMA)
         return table, None
 
     def _agreed(self, schema: Schema) -> list[SummaryColumn]:
@@ -209,7 +209,7 @@ class TableOne(ScriptedAnalysis):
             if column.name == self.group:
                 continue
             if column.levels:
-                cells = every_cell([*map(str, column.names), MISSING])
+                cells = every_cell([*map(str, column.names), MISSING_LEVEL])
                 columns.append(SummaryColumn(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
                 continue
             low, high = column.range or (0.0, 1.0)
@@ -246,12 +246,13 @@ class _Moments(NamedTuple):
     middle: float
 
 
-FIGURES = (
-    "rows", "share", "missing", "beyond", "mean", "deviation", *QUANTILES, "bin", "standardized_difference", "p_groups",
+TABLE_FIGURES = (
+    "rows", "share", "missing", "beyond", "mean", "deviation", *TABLE_QUANTILES, "bin", "standardized_difference",
+        "p_groups",
     "p_clients",
 )  # fmt: skip
-SCHEMA = pa.schema([
-    *((name, pa.string()) for name in ("column", "level", "group")), *((name, pa.float64()) for name in FIGURES),
+TABLE_SCHEMA = pa.schema([
+    *((name, pa.string()) for name in ("column", "level", "group")), *((name, pa.float64()) for name in TABLE_FIGURES),
     ("edges", pa.list_(pa.float64())), ("counts", pa.list_(pa.float64())), ("note", pa.string()),
 ])  # fmt: skip
 
@@ -291,7 +292,7 @@ def _counted(
     return torch.cat([rows, *blocks])
 
 
-def _of_number(
+def _describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: _Moments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a number, a row for each group that has rows."""
@@ -311,7 +312,7 @@ def _of_number(
         p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
     for g in some:
         counts = counted[g][:-3]
-        middle = {name: _quantile(edges, counts, level) for name, level in QUANTILES.items()}
+        middle = {name: _quantile(edges, counts, level) for name, level in TABLE_QUANTILES.items()}
         yield {
             "column": column.name, "group": groups.names[g], "rows": n[g], "missing": counted[g][-3],
             "beyond": counted[g][-2], "mean": mean[g] if n[g] else None,
@@ -322,7 +323,7 @@ def _of_number(
         }  # fmt: skip
 
 
-def _of_code(
+def _describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a code, a row for each level and group that has rows."""
@@ -346,7 +347,7 @@ def _of_code(
 
 
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
-    """Return the p value of a one-way analysis of variance; None without two groups or without a spread."""
+    """Return the p value of a one-way analysis of variance. None without two groups or without a spread."""
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
         return None
@@ -374,7 +375,7 @@ def _number(p: float | None) -> float | None:
 
 
 def _note_clients(rows: list[dict[str, object]]) -> None:
-    """Note clients that stand apart in a number, and whether another unit would explain it; a guess, never applied."""
+    """Note clients that stand apart in a number, and whether another unit would explain it. A guess, never applied."""
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:
         rest = [o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None]
@@ -384,7 +385,7 @@ def _note_clients(rows: list[dict[str, object]]) -> None:
         centre = float((n * mean).sum() / n.sum())
         deviation = float(np.sqrt(((n - 1) * spread**2 + n * (mean - centre) ** 2).sum() / (n.sum() - 1)))
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
-        if abs(gap) <= APART:
+        if abs(gap) <= NOTED_DISTANCE:
             continue
         note = f"stands apart: its mean is {gap:+.1f} deviations of the others' rows from theirs"
         here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))

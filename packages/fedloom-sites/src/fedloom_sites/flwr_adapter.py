@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from flwr.supercore.utils import disable_process_dumping as disable_process_dumping
     from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
 
-_PLACES = {
+_NAME_MODULES = {
     "make_message": "flwr.app.message",
     "add_args_flwr_app_common": "flwr.common.args",
     "try_obtain_flwr_app_token": "flwr.common.args",
@@ -73,7 +73,7 @@ _PLACES = {
 """The module of every name of Flower's."""
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__, {name: f"{module}:{name}" for name, module in _PLACES.items()})
+    __getattr__ = getter(__name__, {name: f"{module}:{name}" for name, module in _NAME_MODULES.items()})
 
 
 def encode_records(records: RecordDict) -> bytes:
@@ -105,7 +105,7 @@ def set_message_id(message: Message, id_: str) -> None:
 
 
 def connection_of(grid: Grid) -> Any:
-    """The connection of a grid to Flower's server; None where it has none, as in one process."""
+    """The connection of a grid to Flower's server. None where it has none, as in one process."""
     return getattr(grid, "_runtime_client", None)
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from fedloom.lab.experiment import parse
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.server import bounded, presence, transport
 from tests.deploy.grid import Clock
@@ -39,7 +39,7 @@ def planned():
 @pytest.fixture(scope="session")
 def written(planned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deployment") / "try"
-    write(planned, folder, Location(host="fl.example.org"))
+    write_directory(planned, folder, Location(host="fl.example.org"))
     return folder
 
 

@@ -106,7 +106,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
         "experiment": path,
         "fingerprint": digest(path.read_bytes()),
         "clients": fed.n,
-        "samples": InputSpec.of(fed.data),
+        "samples": InputSpec.create(fed.data),
         "version": __version__,
     }
     sites = []

@@ -84,10 +84,13 @@ class Steps:
 
     def shared(self) -> dict[int, dict[int, bytes]]:
         """The sealed shares of all, by sender and receiver."""
-        return {c: secure.read(s.shares(1, self.nonce, self.adverts), shares.SEALED) for c, s in enumerate(self.sites)}
+        return {
+            c: secure.split_parts(s.shares(1, self.nonce, self.adverts), shares.SEALED_SHARE_BYTES)
+            for c, s in enumerate(self.sites)
+        }
 
     def receive(self, c: int, senders: Collection[int], terms: Terms | None = None) -> bytes:
-        inbox = secure.write({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
+        inbox = secure.join_parts({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
         return self.sites[c].receive(1, self.nonce, inbox, terms or self.terms, {c: EQUAL[c] for c in range(self.n)})
 
     def masked(self, c: int, fill: int = 7) -> bytes:
@@ -103,7 +106,7 @@ class Steps:
     def agreed(self, survivors: Collection[int], signers: Collection[int]) -> bytes:
         """What the server sends with the last step: the sites of a sum, with signatures of some of them."""
         text = secure.statement(secure.bound_to(self.session(), self.terms.digest, range(self.n)), survivors)
-        return secure.write({c: signing_key_of(c).sign(text) if c in signers else bytes(64) for c in survivors})
+        return secure.join_parts({c: signing_key_of(c).sign(text) if c in signers else bytes(64) for c in survivors})
 
     def reveal(self, c: int, survivors: Collection[int], signers: Collection[int] | None = None) -> bytes:
         message = self.agreed(survivors, survivors if signers is None else signers)

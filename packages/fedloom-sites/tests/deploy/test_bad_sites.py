@@ -15,7 +15,7 @@ from fedloom.errors import Stop
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import ANALYSES, read_checked
-from fedloom_sites.deploy.secure.protocol import ACCUSES, MOST_STEPS
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, MOST_STEPS
 from fedloom_sites.deploy.settings import Server
 from tests.deploy.scene import FIRST, Scene, changed, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, losing, secured
@@ -25,7 +25,7 @@ Edit = Callable[[Scene, int, bytes], bytes]
 
 pytestmark = pytest.mark.attack("bad sites under secure aggregation")
 
-CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
+CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +55,10 @@ def sealed_anew(make: Callable[[bytes], bytes]) -> Edit:
     def edit(here: Scene, client: int, data: bytes) -> bytes:
         session = session_of(here, client)
         made = {}
-        for to, sealed in secure.read(data, shares.SEALED).items():
+        for to, sealed in secure.split_parts(data, shares.SEALED_SHARE_BYTES).items():
             body = make(sealed[:-64])
-            made[to] = body + signing_key_of(client).sign(shares._sent(session, client, to, body))
-        return secure.write(made)
+            made[to] = body + signing_key_of(client).sign(shares._share_header(session, client, to, body))
+        return secure.join_parts(made)
 
     return edit
 
@@ -169,7 +169,8 @@ BAD: dict[str, tuple[str, Edit, str]] = {
     "an accusation of a share that decrypts": (
         "masked",
         lambda here, client, _: (
-            ACCUSES + secure.write({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
+            ACCUSATION_PREFIX
+            + secure.join_parts({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
         ),
         "it claims that the share of site-3 does not decrypt; it does",
     ),
@@ -202,14 +203,14 @@ def test_who_does_not_open_what_it_sent_is_left_out(tmp_path: Path) -> None:
 
 UNSIGNED: dict[str, tuple[str, Edit]] = {
     "a sealed share that it did not sign": ("shares", flip(4 + 60)),
-    "no share for a site": ("shares", lambda _here, _client, data: data[4 + shares.SEALED :]),
+    "no share for a site": ("shares", lambda _here, _client, data: data[4 + shares.SEALED_SHARE_BYTES :]),
     "keys that it did not sign": ("keys", flip(10)),
     "a vector behind another signature": ("masked", flip(3)),
     "nothing": ("masked", lambda _here, _client, _data: b""),
-    "an accusation of nobody": ("masked", lambda _here, _client, _data: ACCUSES),
+    "an accusation of nobody": ("masked", lambda _here, _client, _data: ACCUSATION_PREFIX),
     "an accusation without a signature": (
         "masked",
-        lambda _here, _client, _data: ACCUSES + secure.write({3: bytes(64)}),
+        lambda _here, _client, _data: ACCUSATION_PREFIX + secure.join_parts({3: bytes(64)}),
     ),
 }
 

@@ -18,7 +18,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
 from fedloom.errors import Stop, WireError
-from fedloom_sites.deploy.protocol.envelope import HEAD_LIMIT, STATUS, seal, unseal
+from fedloom_sites.deploy.protocol.envelope import HEAD_LIMIT, STATUS_FIELDS, seal, unseal
 from fedloom_sites.deploy.server.bounded import pull
 from tests.deploy.grid import outside_flower
 from tests.deploy.scene import FIRST, changed, scene
@@ -141,10 +141,10 @@ def test_the_head_is_limited_in_bytes() -> None:
         "protocol": 1, "release": "", "experiment": "", "kind": "hello", "round": 0, "client": 0, "nonce": b"",
         "digest": "", "status": "ok", "reason": "", "signature": b"", "vocabulary": ["word"],
     }  # fmt: skip
-    assert unseal(seal(good), fields, STATUS, 0).head["vocabulary"] == ["word"]
+    assert unseal(seal(good), fields, STATUS_FIELDS, 0).head["vocabulary"] == ["word"]
     for value in (["x" * 1000] * 2000, ["x" * (2 * HEAD_LIMIT)], ["word"] * 400_000):
         with pytest.raises(WireError, match=f"at most {HEAD_LIMIT} are allowed"):
-            unseal(seal(good | {"vocabulary": value}), fields, STATUS, 0)
+            unseal(seal(good | {"vocabulary": value}), fields, STATUS_FIELDS, 0)
 
 
 @pytest.mark.parametrize("kind", ["hello", "score", "train"])

@@ -21,7 +21,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.schedule import Devices, Fleet
 from fedloom_sites.deploy.noise import ReleasedNoise, released
-from fedloom_sites.deploy.protocol.envelope import HEAD
+from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.server import transport
 from fedloom_sites.deploy.site.state import models
@@ -43,7 +43,7 @@ WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 300.0}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-    monkeypatch.setattr(transport, "POLL", 1.0)
+    monkeypatch.setattr(transport, "POLL_SECONDS", 1.0)
 
 
 def buffered(buffer: int, **more: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def buffered(buffer: int, **more: Any) -> dict[str, Any]:
 
 def seconds(times: Mapping[int, float], kind: str = "train") -> Delay:
     """Sites answer messages of a kind after their times, and others at once."""
-    return lambda node, message: times.get(node - FIRST, 0.0) if message.content[HEAD]["kind"] == kind else 0.0
+    return lambda node, message: times.get(node - FIRST, 0.0) if message.content[HEAD_RECORD]["kind"] == kind else 0.0
 
 
 def grid(here: Scene, clock: Clock, delay: Delay) -> FakeGrid:
@@ -191,7 +191,7 @@ def test_forged_replies_hold_no_step_and_no_place(case: str, tmp_path: Path, clo
     step, forge = FORGED[case]
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        if node != FIRST + 1 or message.content[HEAD]["kind"] != "train":
+        if node != FIRST + 1 or message.content[HEAD_RECORD]["kind"] != "train":
             return reply
         sent.append(reply)
         return forge(reply, sent)
@@ -229,12 +229,16 @@ def test_a_server_that_is_killed_goes_on_with_what_is_under_way(tmp_path: Path, 
     with pytest.raises(Killed):
         here.serve(first, **WAIT)
     asked = [
-        (m.content[HEAD]["round"], m.metadata.dst_node_id) for m in first.sent if m.content[HEAD]["kind"] == "train"
+        (m.content[HEAD_RECORD]["round"], m.metadata.dst_node_id)
+        for m in first.sent
+        if m.content[HEAD_RECORD]["kind"] == "train"
     ]
     second = grid(here, clock, delay)
     assert here.serve(second, **WAIT) is Stop.DONE
     again = [
-        (m.content[HEAD]["round"], m.metadata.dst_node_id) for m in second.sent if m.content[HEAD]["kind"] == "train"
+        (m.content[HEAD_RECORD]["round"], m.metadata.dst_node_id)
+        for m in second.sent
+        if m.content[HEAD_RECORD]["kind"] == "train"
     ]
     assert set(again[:2]) <= set(asked)
     digests: dict[tuple[int, int], set[str]] = {}

@@ -18,7 +18,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom_sites.deploy.ops import check, keys
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.settings import read_site, text_of
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
@@ -301,7 +301,7 @@ def clinic(tmp_path_factory):
         "partition": {"kind": "iid", "clients": 2},
         "method": [{"algorithm": "fedavg"}],
     }
-    write(plan(parse(document), 2, own_data=True), folder / "try", Location())
+    write_directory(plan(parse(document), 2, own_data=True), folder / "try", Location())
     return folder
 
 

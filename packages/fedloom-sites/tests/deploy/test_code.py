@@ -16,7 +16,7 @@ from fedloom.lab.experiment import parse
 from fedloom_sites.deploy import code
 from fedloom_sites.deploy.code import check_code, code_of, read_agreed
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
 def deployed(folder, tmp_path, experiment, monkeypatch):
     """A deployment of it, looked at from elsewhere, by a process that has not imported it."""
     out = tmp_path / "out"
-    write(plan(experiment("method_of_mine:Mine")), out, Location())
+    write_directory(plan(experiment("method_of_mine:Mine")), out, Location())
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(folder)
     for name in [name for name in sys.modules if "mine" in name]:
@@ -181,7 +181,7 @@ def test_the_model_too_and_what_is_no_path_is_none(folder, monkeypatch):
         {"model": {"kind": "import", "path": "method_of_mine:Mine"}, "name": "x:y", "data": {"path": "a:b"}}
     )
     assert sorted(found.files) == FILES
-    monkeypatch.setattr(code, "LIMIT", 100)
+    monkeypatch.setattr(code, "MAX_CODE_BYTES", 100)
     with pytest.raises(ConfigError, match="folder of its own, or install it"):
         code_of({"method": [{"algorithm": "method_of_mine:Mine"}]})
     assert code_of({"data": {"source": "hub:owner/name"}}) == code.Code({}, {})

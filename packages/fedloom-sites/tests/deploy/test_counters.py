@@ -14,23 +14,23 @@ from fedloom.errors import WireError
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import (
-    ABSENT,
-    ANSWERED,
-    NEUTRAL,
-    WIDTH,
+    ABSENT_COUNTS,
+    ANSWERED_COUNTS,
+    COUNTERS_BYTES,
+    NEUTRAL_COUNTS,
     AnswerCounts,
     check_enough,
-    opened_counters,
+    open_counters,
     read_counters,
     write_counters,
 )
-from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken
 
 SITES = range(5)
 BOUND = bytes(range(32))
 KEYS = [Ed25519PrivateKey.generate() for _ in SITES]
 PUBLIC = {c: key.public_key() for c, key in enumerate(KEYS)}
-MINE = (ANSWERED, ANSWERED, NEUTRAL, ABSENT, ANSWERED)
+MINE = (ANSWERED_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS, ANSWERED_COUNTS)
 
 
 class Sent(NamedTuple):
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
     def opened(self, *peers: int, **changes: Mapping[int, Any]) -> tuple[AnswerCounts, set[int]]:
         given = self._replace(**changes)
-        return opened_counters(self.session, BOUND, peers or SITES, given.messages, given.told, PUBLIC)
+        return open_counters(self.session, BOUND, peers or SITES, given.messages, given.told, PUBLIC)
 
 
 def sent(arrived: tuple[int, ...] = (*SITES,), bound: bytes = BOUND, mine: Sequence[Sequence[int]] = MINE) -> Sent:
@@ -100,23 +100,23 @@ def test_the_shares_of_counters_do_not_open_the_vectors() -> None:
 
 def test_one_bit_more_is_not_what_a_site_signed() -> None:
     message = sent().messages[2]
-    for place in (0, SIGNATURE - 1, SIGNATURE, WIDTH - 1):
+    for place in (0, SIGNATURE_BYTES - 1, SIGNATURE_BYTES, COUNTERS_BYTES - 1):
         changed = bytearray(message)
         changed[place] ^= 1
         with pytest.raises(WireError, match="the signature is not of these counters"):
             read_counters(bytes(changed), BOUND, PUBLIC[2])
     for text in (b"", message[:-1], message + b"0"):
-        with pytest.raises(WireError, match=f"have {WIDTH} bytes, got {len(text)}"):
+        with pytest.raises(WireError, match=f"have {COUNTERS_BYTES} bytes, got {len(text)}"):
             read_counters(text, BOUND, PUBLIC[2])
 
 
 def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
     """Of all sites together too: the bytes of many sessions have a mean of 127.5 within four standard errors."""
-    draws = [np.frombuffer(m[SIGNATURE:], np.uint8) for _ in range(100) for m in sent().messages.values()]
+    draws = [np.frombuffer(m[SIGNATURE_BYTES:], np.uint8) for _ in range(100) for m in sent().messages.values()]
     values = np.concatenate(draws).astype(float)
     assert abs(values.mean() - 127.5) < 4 * 73.9 / np.sqrt(len(values))
     every = [sent().messages.values() for _ in range(20)]
-    sums = [sum(np.frombuffer(m[SIGNATURE:], "<u8").astype(object) for m in messages) for messages in every]
+    sums = [sum(np.frombuffer(m[SIGNATURE_BYTES:], "<u8").astype(object) for m in messages) for messages in every]
     assert min(int(one) % 2**64 for row in sums for one in row) > 5
 
 
@@ -129,6 +129,6 @@ def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshol
 
 def test_a_wrong_counter_of_one_site_is_no_sum() -> None:
     for huge in (6, 2**64 - 1, int.from_bytes(os.urandom(8), "little") | 8):
-        one = sent(mine=[(huge, 0) if c == 1 else ABSENT for c in SITES])
+        one = sent(mine=[(huge, 0) if c == 1 else ABSENT_COUNTS for c in SITES])
         with pytest.raises(Broken, match="out of range"):
             one.opened()

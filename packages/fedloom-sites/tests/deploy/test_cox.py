@@ -22,12 +22,18 @@ from fedloom.errors import DataError, Refused, Stop, WireError
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
-from fedloom_sites.deploy.audit import SENT
-from fedloom_sites.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
+from fedloom_sites.deploy.audit import SENT_FILE
+from fedloom_sites.deploy.cox import MAX_SUMS, STEPS_FILE, CoxStep, check_cox
 from fedloom_sites.deploy.ops.status import lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.counters import ANSWERED, COUNTERS, NEUTRAL, WIDTH, AnswerCounts
+from fedloom_sites.deploy.secure.counters import (
+    ANSWERED_COUNTS,
+    COUNTER_COUNT,
+    COUNTERS_BYTES,
+    NEUTRAL_COUNTS,
+    AnswerCounts,
+)
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
@@ -315,12 +321,12 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         opened.reveal(
             "session", {"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2"
         )
-    trained, sent = tmp_path / "round-1.state", tmp_path / SENT
+    trained, sent = tmp_path / "round-1.state", tmp_path / SENT_FILE
     for trace, content in ((trained, ""), (sent, '{"kind": "unmask", "round": 1, "status": "ok"}\n')):
         trace.write_text(content)
         next(tmp_path.rglob("opened.json")).write_text("damaged")
         with pytest.raises(Broken, match="too long ago"):
-            opened.reveal("session", {"cox": STEPS - 1}, models, everyone, threshold, "last")
+            opened.reveal("session", {"cox": MAX_SUMS - 1}, models, everyone, threshold, "last")
         trace.unlink()
 
 
@@ -348,7 +354,7 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
             next(site.state.rglob("opened.json")).write_text("damaged")
             file.unlink() if kept is None else write_checked(file, kept)
             with pytest.raises(Broken, match="too long ago"):
-                OpenedSums(file.parent).reveal("session", {"cox": STEPS - 1}, {"cox": "cox"}, everyone, 4, "last")
+                OpenedSums(file.parent).reveal("session", {"cox": MAX_SUMS - 1}, {"cox": "cox"}, everyone, 4, "last")
         masked = Client(site).answers
         masked._cox.begin()  # of a site that has a state, a record cannot be whole
         assert not file.exists()
@@ -364,11 +370,11 @@ def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
     site = Client(here.sites[0]).answers._cox
     answer = site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
     assert not answer.vector.any()
-    assert answer.counters == NEUTRAL
+    assert answer.counters == NEUTRAL_COUNTS
     assert "one row has more than 50%" in capsys.readouterr().err
     answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
     assert answer.vector.any()
-    assert answer.counters == ANSWERED
+    assert answer.counters == ANSWERED_COUNTS
     for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
         with pytest.raises(PublicReason, match=f"^step {step} .* was answered already, at other coefficients$"):
             site.vector(CoxStep(step=step, beta=beta))
@@ -430,7 +436,7 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
         if masked and b'"question":{' not in arrays_of(message)[0]:
             return reply
         [vector] = arrays_of(reply)
-        start, end = (64, len(vector) - WIDTH) if masked else (0, len(vector) - 8 * COUNTERS)
+        start, end = (64, len(vector) - COUNTERS_BYTES) if masked else (0, len(vector) - 8 * COUNTER_COUNT)
         numbers = np.frombuffer(vector[start:end], "<u8") + np.uint64(2**50)
         return changed(reply, 0, arrays=[vector[:start] + numbers.tobytes() + vector[end:]])
 
@@ -526,13 +532,13 @@ def test_a_site_that_never_answers_ends_the_regression(
 def test_other_rows_than_those_of_the_first_step_are_no_answer(tmp_path: Path, masked: bool) -> None:
     here = deployed(tmp_path, {"stratify": True}, masked=masked)
     site = Client(here.sites[0]).answers._cox
-    assert site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3))).counters == ANSWERED
+    assert site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3))).counters == ANSWERED_COUNTS
     table = rossi()
     table.loc[0, "prio"] = 19
     table.to_csv(tmp_path / "all.csv", index=False)
     site = Client(here.sites[0]).answers._cox
     answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
-    assert answer.counters == NEUTRAL
+    assert answer.counters == NEUTRAL_COUNTS
     assert not answer.vector.any()
 
 
@@ -564,7 +570,7 @@ def test_what_a_plain_site_answers_shows_only_in_its_sums(tmp_path: Path, cox: d
     asked = [
         CoxStep(step=int(k), beta=(*(draws.uniform(-1, 1, size=3) * scale).tolist(),))
         for scale in (0, 0.1, 10.0, 1e3, 1e200, 1e307, 1e308)
-        for k in draws.integers(STEPS, size=6)
+        for k in draws.integers(MAX_SUMS, size=6)
     ]
     wrong = [
         b"{}",
@@ -597,28 +603,28 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
     for c in range(5):
         session.vector(c, terms, None)
     assert session.vectors.keys() == {*range(5)}
-    signed = secure.write({c: vector[:64] for c, vector in session.vectors.items()})
+    signed = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items()})
     assert session.ask(0, "unmask", signed) is None  # without counters
     for c in range(5):
         session.count(c)
     assert session.counts(terms) == (able, 5 - able)
-    sent = {c: vector[-WIDTH:] for c, vector in session.vectors.items()}
-    shown = secure.write(session.shown)
+    sent = {c: vector[-COUNTERS_BYTES:] for c, vector in session.vectors.items()}
+    shown = secure.join_parts(session.shown)
     mine = dict[int, bytes]()
     for c in range(5):
         numbers = np.array([5 if c == 0 else 0, 0], dtype="<u8").tobytes()
         mine[c] = signing_key_of((c + 1) % 5).sign(numbers) + numbers
-    few = secure.write({c: vector[:64] for c, vector in session.vectors.items() if c})
+    few = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items() if c})
     for message, counted in (
-        (signed, secure.write(mine)), (signed, secure.write({c: sent[c] for c in range(4)})), (signed, b""),
-        (few, secure.write({c: sent[c] for c in range(1, 5)})),
+        (signed, secure.join_parts(mine)), (signed, secure.join_parts({c: sent[c] for c in range(4)})), (signed, b""),
+        (few, secure.join_parts({c: sent[c] for c in range(1, 5)})),
     ):  # fmt: skip
         assert [session.ask(c, "unmask", message, counted, shown) for c in range(1, 5)] == [None] * 4
-    assert [session.ask(c, "unmask", signed, secure.write(sent), made) for c in (1, 2) for made in (b"", b"x")] == [
-        None
-    ] * 4
+    assert [
+        session.ask(c, "unmask", signed, secure.join_parts(sent), made) for c in (1, 2) for made in (b"", b"x")
+    ] == [None] * 4
     assert session.ask(1, "count", few) is None
-    told = [session.ask(c, "unmask", signed, secure.write(sent), shown) for c in range(5)]
+    told = [session.ask(c, "unmask", signed, secure.join_parts(sent), shown) for c in range(5)]
     assert (told == [None] * 5) is (able < 3)
 
 
@@ -663,7 +669,7 @@ def test_a_dishonest_server_guesses_what_a_site_has(tmp_path: Path) -> None:
     seen = []
     for k, (beta, place) in enumerate(zip(questions(500), truth, strict=True)):
         watched.sites[0] = variants[place]
-        seen.append(watched.question(k % STEPS, beta))
+        seen.append(watched.question(k % MAX_SUMS, beta))
     votes = dict[object, list[int]]()
     right = 0
     for k, (what, place) in enumerate(zip(seen, truth, strict=True)):

@@ -24,7 +24,7 @@ from fedloom.lab.experiment import read
 from fedloom_sites.deploy.ops import join, keys
 from fedloom_sites.deploy.ops import run as service
 from fedloom_sites.deploy.ops.commands import command
-from fedloom_sites.deploy.ops.directory import Location, compose, gate, renew, units, write
+from fedloom_sites.deploy.ops.directory import Location, compose, gate, renew, units, write_directory
 from fedloom_sites.deploy.ops.loopback import check_certificate
 from fedloom_sites.deploy.ops.plan import _names, plan
 from fedloom_sites.deploy.settings import check_fingerprint, read_server, read_site, text_of
@@ -126,24 +126,24 @@ def test_clients_whose_names_differ_in_case_only_are_numbered():
 def test_sites_with_data_of_their_own(experiment, tmp_path):
     planned = plan(experiment(), 5, own_data=True)
     assert (len(planned.sites), planned.share) == (5, "all")
-    write(planned, tmp_path / "own", Location())
+    write_directory(planned, tmp_path / "own", Location())
     assert read_site(tmp_path / "own" / "sites" / "site-4" / "site.toml").clients == 5
 
 
 def test_a_quorum_beyond_the_sites_is_refused(planned, tmp_path):
     with pytest.raises(ConfigError, match="quorum must be at most the 3 sites, got 4"):
-        write(planned, tmp_path / "new", Location(quorum=4))
+        write_directory(planned, tmp_path / "new", Location(quorum=4))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, monkeypatch):
     before = (ready / "authority" / "ca.key").read_bytes()
     with pytest.raises(ConfigError, match="belongs to a deployment"):
-        write(planned, ready, Location())
+        write_directory(planned, ready, Location())
     assert (ready / "authority" / "ca.key").read_bytes() == before
     monkeypatch.setattr(keys, "server_certificate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write(planned, ready.parent / "new", Location())
+        write_directory(planned, ready.parent / "new", Location())
     assert [p.name for p in ready.parent.iterdir()] == ["try"]
 
 
@@ -338,7 +338,7 @@ def test_a_site_starts_with_what_its_file_says_then(ready, monkeypatch):
 
 def test_two_deployments_on_a_machine_replace_nothing_of_each_other(written, planned, tmp_path):
     """Where they have a home each, as they must: units, gate and containers have names of their own."""
-    write(planned, tmp_path / "two", Location(home="/srv/heart"))
+    write_directory(planned, tmp_path / "two", Location(home="/srv/heart"))
     seen = []
     for folder in (written, tmp_path / "two"):
         names = {path.name for path in folder.rglob("*.service")}

@@ -22,7 +22,14 @@ from fedloom.errors import Stop
 from fedloom.storage import disk
 from fedloom.version import __version__
 from fedloom_sites.deploy.cox import CoxStep
-from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    PROTOCOL_VERSION,
+    REQUEST_FIELDS,
+    Kind,
+    digest_of,
+    seal,
+)
 from fedloom_sites.deploy.secure import counters, integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken
@@ -58,8 +65,13 @@ class Rogue:
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
         """What a site answers; None if it refuses."""
         blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-        head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
-        head |= {"protocol": PROTOCOL, "release": __version__, "experiment": self.here.server.fingerprint, "client": c}
+        head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
+        head |= {
+            "protocol": PROTOCOL_VERSION,
+            "release": __version__,
+            "experiment": self.here.server.fingerprint,
+            "client": c,
+        }
         reply = self.sites[c].reply(seal(head | {"kind": kind, "digest": digest_of(arrays)} | fields, arrays))
         answer, data = reply["head"], reply["arrays"]
         assert isinstance(answer, ConfigRecord)
@@ -109,7 +121,7 @@ class Session:
         name = secure.session_name(here.secure.digest(here.fingerprint), t, self.nonce)
         self.session = secure.session_of(name, here.secure.threshold, secure.read_adverts(self.adverts))
         sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
-        self.sealed = {c: secure.read(m, shares.SEALED) for c, m in sealed.items() if m is not None}
+        self.sealed = {c: secure.split_parts(m, shares.SEALED_SHARE_BYTES) for c, m in sealed.items() if m is not None}
         self.vectors = dict[int, bytes]()
         self.shown, self.has_counters = dict[int, bytes](), False
         self._counted = set[tuple[int, bytes]]()
@@ -129,7 +141,7 @@ class Session:
     ) -> None:
         """Ask a site for its masked vector."""
         inbox = {p: s[c] for p, s in self.sealed.items() if p != c and p in (peers or self.sealed)}
-        arrays = [*([] if download is None else [download]), terms.encode(), secure.write(inbox), *models]
+        arrays = [*([] if download is None else [download]), terms.encode(), secure.join_parts(inbox), *models]
         base = terms.bases.get(c, 0) if accepted is None else accepted
         answer = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
         if answer is not None:
@@ -138,16 +150,19 @@ class Session:
 
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
         """Ask a site for the shares that open the counters of those whose vector came."""
-        answer = self.ask(c, "count", secure.write({s: self.vectors[s][:64] for s in survivors or self.vectors}))
+        answer = self.ask(c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors}))
         if answer is not None:
             self.shown[c] = answer
 
     def counts(self, terms: Terms) -> tuple[int, int]:
         """The sums of the counters, opened."""
-        bound, answers = self.bound(terms), {c: secure.read(one, secure.KEY) for c, one in self.shown.items()}
+        bound, answers = (
+            self.bound(terms),
+            {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()},
+        )
         public = {c: signing_key_of(c).public_key() for c in self.vectors}
-        messages = {c: v[-counters.WIDTH :] for c, v in self.vectors.items()}
-        return counters.opened_counters(self.session, bound, [*self.sealed], messages, answers, public)[0]
+        messages = {c: v[-counters.COUNTERS_BYTES :] for c, v in self.vectors.items()}
+        return counters.open_counters(self.session, bound, [*self.sealed], messages, answers, public)[0]
 
     def bound(self, terms: Terms) -> bytes:
         return secure.bound_to(self.session, terms.digest, [*self.sealed])
@@ -158,7 +173,7 @@ class Session:
         With too few shares of the counters there is nothing to ask: no site opens a sum without them.
         """
         listed = [*(survivors or self.vectors)]
-        signed = secure.write({s: self.vectors[s][:64] for s in listed})
+        signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
         if self.has_counters:
             for s in listed:
                 if (s, signed) not in self._counted:
@@ -166,16 +181,16 @@ class Session:
                     self.count(s, survivors)
             if len(self.shown) < self.session.threshold:
                 return
-            sent = secure.write({s: self.vectors[s][-counters.WIDTH :] for s in listed})
-            answer = self.ask(c, "unmask", signed, sent, secure.write(self.shown))
+            sent = secure.join_parts({s: self.vectors[s][-counters.COUNTERS_BYTES :] for s in listed})
+            answer = self.ask(c, "unmask", signed, sent, secure.join_parts(self.shown))
         else:
             answer = self.ask(c, "unmask", signed)
         if answer is not None:
-            self.told[c] = secure.read(answer, secure.KEY)
+            self.told[c] = secure.split_parts(answer, secure.KEY_BYTES)
 
     def total(self, terms: Terms) -> np.ndarray[Any, Any]:
         """The sum of what came, without masks."""
-        bound, end = self.bound(terms), -counters.WIDTH if self.has_counters else None
+        bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
         sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
@@ -219,7 +234,7 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     assert bool((work > 0).any())
     kept = [s._memory.read(1) for s in rogue.sites]
     expected = sum(k.tensors["reply"].numpy()[:-4] for k in kept if k is not None)
-    assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), integers.BITS)), expected)
+    assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), integers.RESOLUTION_BITS)), expected)
     assert len({s[0] for s in rogue.sizes}) == 5
     assert not rogue.refused
 
@@ -538,7 +553,7 @@ def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[s
     for c in range(9):
         steps.receive(c, range(9))
         steps.masked(c)
-    lost = secure.write(dict.fromkeys(range(8), b""))
+    lost = secure.join_parts(dict.fromkeys(range(8), b""))
     half = (len(honest_ones) + 1) // 2
     signers, others = honest_ones[:half], [*honest_ones[half:], 8]
     for c in signers:
@@ -626,7 +641,7 @@ def test_survivors_of_which_one_has_samples(tmp_path: Path) -> None:
         session.vector(c, terms, download)
     assert session.vectors.keys() == {*ALL}
     survivors = (0, 1, 2)
-    lost = secure.write(dict.fromkeys(survivors, b""))
+    lost = secure.join_parts(dict.fromkeys(survivors, b""))
     for c in survivors:
         assert session.ask(c, "agree", lost) is None
         session.open(c, survivors)
@@ -657,7 +672,7 @@ def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]
         session.vector(c, terms, download)
     assert session.vectors.keys() == {*ALL}
     for c in (0, 3, 4):
-        assert session.ask(c, "agree", secure.write(dict.fromkeys((0, 3, 4), b""))) is None
+        assert session.ask(c, "agree", secure.join_parts(dict.fromkeys((0, 3, 4), b""))) is None
     assert all("client 0 has" in reason for reason in rogue.refused)
     for c in ALL:
         session.open(c)

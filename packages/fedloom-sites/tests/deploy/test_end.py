@@ -20,11 +20,18 @@ from fedloom.errors import CheckpointError, RunDirError, Stop
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.audit import SENT, Audit, lines_of, verify_log
-from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
+from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of, verify_log
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    PROTOCOL_VERSION,
+    REQUEST_FIELDS,
+    Kind,
+    digest_of,
+    seal,
+)
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger, Spent
-from fedloom_sites.deploy.site.state import MODEL, Generation, Rewound, SiteState
+from fedloom_sites.deploy.site.state import MODEL_FILE, Generation, Rewound, SiteState
 from tests.deploy.scene import FIRST, Scene, scene
 from tests.deploy.sessions import losing, secured
 from tests.deploy.test_faults_in_runs import personal
@@ -39,8 +46,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
     """Status and reason of a site's answer to a message that is made up."""
     blank: dict[type, Any] = {int: 0, float: 1.0, bool: False, bytes: b"", str: "", list: []}
-    head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
-    head |= {"protocol": PROTOCOL, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
+    head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
+    head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
     head |= {"client": client.site.client, "digest": digest_of(arrays)} | fields
     answer = client.reply(seal(head, arrays))["head"]
     assert isinstance(answer, ConfigRecord)
@@ -52,7 +59,7 @@ def download(client: Client) -> bytes:
     return client.trainer.forms.write_down(job.down(server, 1, client.trainer.ids), server)
 
 
-NOTES = ("lock", SENT, "asked.json")
+NOTES = ("lock", SENT_FILE, "asked.json")
 """Files that a refused message may change."""
 
 
@@ -133,7 +140,7 @@ def test_the_last_accepted_state_outlives_a_server_that_claims_others(tmp_path: 
 def test_the_model_of_a_lost_state_is_kept(tmp_path: Path) -> None:
     here = scene(tmp_path, "ditto", **SMALL)
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
-    [file] = here.sites[1].state.rglob(MODEL)
+    [file] = here.sites[1].state.rglob(MODEL_FILE)
     before = load_file(file)["rows"]
     for path in here.sites[1].state.glob("*/round-*"):
         path.unlink()
@@ -276,7 +283,7 @@ def test_logs_of_a_run_hold_and_count_what_left(tmp_path: Path) -> None:
         assert here.serve() is Stop.DONE
         assert verify_log(here.server.audit).lines == len(here.audit())
         for site in here.sites:
-            [log] = site.state.glob(f"*/{SENT}")
+            [log] = site.state.glob(f"*/{SENT_FILE}")
             assert verify_log(log).lines > 3
             trained = [x for x in lines_of(log) if x["kind"] in ("train", "masked")]
             assert trained
@@ -434,7 +441,7 @@ def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedavg", **SMALL | {"evaluate": {"every": 1}})
     assert here.serve() is Stop.DONE
     for site in here.sites:
-        [file] = site.state.rglob(SENT)
+        [file] = site.state.rglob(SENT_FILE)
         sent = lines_of(file)
         accepted = here.audit("accepted", client=site.client)
         assert [(x["kind"], x["round"], x["digest"]) for x in sent] == [
@@ -444,7 +451,7 @@ def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
         assert {x["kind"] for x in sent if x["numbers"]} == {"train", "score"}
     client = here.clients()[0]
     assert ask(client, "train", b"", round=99)[0] == "refused"
-    last = lines_of(client._memory.folder / SENT)[-1]
+    last = lines_of(client._memory.folder / SENT_FILE)[-1]
     assert (last["status"], last["bytes"], last["round"]) == ("refused", 0, 99)
 
 
@@ -460,13 +467,13 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
         assert ask(client, "hello") == ("refused", "no space left on the disk")
 
     def forbidden(step: str, path: Path) -> None:
-        if step == "create" and path.name in ("ledger.jsonl", SENT):
+        if step == "create" and path.name in ("ledger.jsonl", SENT_FILE):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(disk, "hook", forbidden)
     status, reason = ask(here.clients()[1], "hello")
     assert status == "refused"
-    assert f"{SENT} could not be written: Permission denied; " in reason
+    assert f"{SENT_FILE} could not be written: Permission denied; " in reason
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site")
     with pytest.raises(CheckpointError, match=r"ledger\.jsonl could not be written: Permission denied; "):
         book.release(1)

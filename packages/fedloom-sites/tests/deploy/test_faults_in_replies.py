@@ -22,7 +22,7 @@ from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import ARRAYS, FIGURES, HEAD, METRICS, Pending
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, HEAD_RECORD, MAX_FIGURES, METRICS_RECORD, Pending
 from fedloom_sites.deploy.protocol.rejected import Rejected
 from tests.deploy.grid import outside_flower, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
@@ -47,14 +47,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def upload(reply: Message) -> bytes:
-    return next(iter(reply.content[ARRAYS].values())).data
+    return next(iter(reply.content[ARRAYS_RECORD].values())).data
 
 
 def with_rows(value: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float64) -> Bend:
     """A reply whose only field w is another."""
 
     def bend(reply: Message) -> Message:
-        layout = Layout.from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
+        layout = Layout.create_from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
         codec = Codec(layout, {"dw": Field((layout.d,), torch.float64)})
         w = value(codec.decode(upload(reply))["dw"]).to(dtype)
         return changed(reply, BAD, arrays=[Codec(layout, {"dw": Field(tuple(w.shape), w.dtype)}).encode({"dw": w})])
@@ -63,7 +63,7 @@ def with_rows(value: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype 
 
 
 def renamed(reply: Message) -> Message:
-    layout = Layout.from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
+    layout = Layout.create_from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
     w = Codec(layout, {"dw": Field((layout.d,), torch.float64)}).decode(upload(reply))["dw"]
     return changed(reply, BAD, arrays=[Codec(layout, {"v": Field((layout.d,), torch.float64)}).encode({"v": w})])
 
@@ -82,7 +82,7 @@ def with_array(**fields: Any) -> Bend:
     def bend(reply: Message) -> Message:
         def edit(records: RecordDict) -> None:
             honest = {"dtype": "uint8", "shape": (len(upload(reply)),), "stype": "fedloom.wire", "data": upload(reply)}
-            records[ARRAYS] = ArrayRecord(array_dict={"0": Array(**{**honest, **fields})})
+            records[ARRAYS_RECORD] = ArrayRecord(array_dict={"0": Array(**{**honest, **fields})})
 
         return changed(reply, BAD, edit=edit)
 
@@ -101,7 +101,7 @@ def with_records(**records: Any) -> Bend:
 
 def without_field(reply: Message) -> Message:
     def edit(records: RecordDict) -> None:
-        records[HEAD] = ConfigRecord({k: v for k, v in records[HEAD].items() if k != "nonce"})
+        records[HEAD_RECORD] = ConfigRecord({k: v for k, v in records[HEAD_RECORD].items() if k != "nonce"})
 
     return changed(reply, BAD, edit=edit)
 
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[int, Bend]] = {
     "4 scaled and flipped": (11, with_rows(lambda w: -1e300 * (w + 1))),
     "5 no array": (5, with_arrays()),
     "5 a second array": (5, lambda reply: changed(reply, BAD, arrays=[upload(reply), upload(reply)])),
-    "5 renamed array": (3, with_records(**{ARRAYS: ArrayRecord(array_dict={"w": Array(np.zeros(3))})})),
+    "5 renamed array": (3, with_records(**{ARRAYS_RECORD: ArrayRecord(array_dict={"w": Array(np.zeros(3))})})),
     "5 renamed field": (6, renamed),
     "6 nothing": (6, with_arrays(b"")),
     "6 garbage": (6, with_arrays(bytes(range(256)) * 20)),
@@ -152,8 +152,8 @@ CASES: dict[str, tuple[int, Bend]] = {
     "7 gigabytes in the description": (3, with_array(shape=(2_000_000_000,))),
     "7 terabytes in a header": (6, with_arrays(npy((450_000_000_000,)))),
     "8 oversized": (3, with_arrays(bytes(3_000_000))),
-    "8 many metrics": (3, lambda reply: changed(reply, BAD, metrics={f"m{k}": 0.0 for k in range(FIGURES + 1)})),
-    "8 a list of metrics": (3, with_records(**{METRICS: MetricRecord({"m": [0.0] * 10_000})})),
+    "8 many metrics": (3, lambda reply: changed(reply, BAD, metrics={f"m{k}": 0.0 for k in range(MAX_FIGURES + 1)})),
+    "8 a list of metrics": (3, with_records(**{METRICS_RECORD: MetricRecord({"m": [0.0] * 10_000})})),
     "8 a long list in the head": (3, with_head(work=[1] * 200_000)),
     "9 negative": (9, with_head(samples=-5)),
     "9 zero": (9, with_head(samples=0)),
@@ -172,8 +172,8 @@ CASES: dict[str, tuple[int, Bend]] = {
     "a missing field": (3, without_field),
     "a further field": (3, with_head(extra=1)),
     "a further record": (3, with_records(more=ConfigRecord({}))),
-    "no head": (3, with_records(**{HEAD: None})),
-    "a head of arrays": (3, with_records(**{HEAD: ArrayRecord()})),
+    "no head": (3, with_records(**{HEAD_RECORD: None})),
+    "a head of arrays": (3, with_records(**{HEAD_RECORD: ArrayRecord()})),
 }
 
 
@@ -181,7 +181,7 @@ def run(here: Scene, bend: Bend, kind: str = "train", **settings: Any) -> Stop:
     """Run with one client whose replies to a kind of message are bent."""
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        return bend(reply) if node == FIRST + BAD and message.content[HEAD]["kind"] == kind else reply
+        return bend(reply) if node == FIRST + BAD and message.content[HEAD_RECORD]["kind"] == kind else reply
 
     return here.serve(here.grid(fault), **({"quorum": 2, "norm_bound": 100.0, "message_limit": 1_000_000} | settings))
 
@@ -242,7 +242,7 @@ def test_the_model_is_as_if_the_bad_client_were_not_there(tmp_path: Path) -> Non
 
 def test_a_weight_below_zero_is_rejected(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedskip", **SMALL)
-    layout = Layout.from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
+    layout = Layout.create_from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
     codec = Codec(layout, {"w": Field((layout.d,), torch.float64), "seen": Field((1,), torch.float64)})
 
     def bend(reply: Message) -> Message:
@@ -344,7 +344,7 @@ def test_a_late_reply_has_no_effect(tmp_path: Path) -> None:  # 12
     kept: list[Message] = []
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        if node == FIRST + BAD and message.content[HEAD]["kind"] == "train":
+        if node == FIRST + BAD and message.content[HEAD_RECORD]["kind"] == "train":
             grid.late += kept
             kept[:] = [reply]
             return None
@@ -376,7 +376,7 @@ def test_an_answer_in_anothers_name_is_rejected(tmp_path: Path) -> None:  # 13
     seen: dict[int, Message] = {}
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        if message.content[HEAD]["kind"] != "train" or node != FIRST:
+        if message.content[HEAD_RECORD]["kind"] != "train" or node != FIRST:
             return reply
         seen[node] = reply
         head = {"client": 0, "nonce": bytes(16)}

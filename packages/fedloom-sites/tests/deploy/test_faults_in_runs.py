@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
 from fedloom.storage import disk
 from fedloom_sites.deploy.ops.status import status_of
-from fedloom_sites.deploy.protocol.envelope import HEAD
+from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import read_server, read_site
 from fedloom_sites.deploy.site import trainer as trainer_module
@@ -72,7 +72,7 @@ def loses(*, client: int, rounds: set[int], kind: str = "train") -> Callable[[in
     """Replies of a client that never arrive."""
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         return None if node == FIRST + client and head["kind"] == kind and head["round"] in rounds else reply
 
     return fault
@@ -86,7 +86,7 @@ def killing(round: int, kind: str) -> Callable[[int, Message, Message], Any]:
     """The server dies when the last site's reply of a round arrives."""
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         if head["kind"] == kind and head["round"] == round and node == FIRST + 2:
             raise Killed
         return reply
@@ -123,8 +123,8 @@ def test_a_client_that_was_not_heard_is_as_if_not_sampled(tmp_path: Path) -> Non
     node, real = FIRST + LOST, grid.nodes[FIRST + LOST]
 
     def absent(message: Message) -> Message:
-        head = message.content[HEAD]
-        grid.fault = lambda n, m, r: None if (n, m.content[HEAD]["round"]) == (node, 2) else r
+        head = message.content[HEAD_RECORD]
+        grid.fault = lambda n, m, r: None if (n, m.content[HEAD_RECORD]["round"]) == (node, 2) else r
         asked = head["kind"] == "train" and head["round"] == 2
         return message if asked else real(message)  # its disk is never touched in round 2
 
@@ -139,7 +139,11 @@ def test_a_node_that_is_killed_and_comes_back(tmp_path: Path, whole: Scene) -> N
     grid = here.grid()
 
     def fault(node: int, message: Message, reply: Message) -> Any:
-        if message.content[HEAD]["round"] == 2 and message.content[HEAD]["kind"] == "train" and node == FIRST + LOST:
+        if (
+            message.content[HEAD_RECORD]["round"] == 2
+            and message.content[HEAD_RECORD]["kind"] == "train"
+            and node == FIRST + LOST
+        ):
             del grid.nodes[node]
             grid.nodes[FIRST + 50] = Client(here.sites[LOST]).answer
             return None
@@ -477,7 +481,7 @@ def test_numbers_of_samples_do_not_change_in_a_run(tmp_path: Path) -> None:
 
     def grown(message: Message) -> Message:
         reply = honest(message)
-        hello = message.content[HEAD]["kind"] == "hello"
+        hello = message.content[HEAD_RECORD]["kind"] == "hello"
         return changed(reply, LOST, head={"sizes": [500, 0, 0]}) if hello else reply
 
     grid.nodes[FIRST + LOST] = grown
@@ -495,7 +499,7 @@ def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypa
     grid = here.grid()
 
     def anew(message: Message) -> Message:  # Flower starts a process for every message
-        if message.content[HEAD]["round"] == 3:
+        if message.content[HEAD_RECORD]["round"] == 3:
             lines = table.splitlines()
             own.write_text("\n".join([*lines[:-1], lines[-1].replace(lines[-1].split(",")[0], "0.125")]) + "\n")
         return Client(here.sites[LOST]).answer(message)
@@ -508,7 +512,7 @@ def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypa
         assert {r["round"] for r in here.audit("rejected", kind="train", client=LOST)} == {3, 4}
         assert all(sentence in r["reason"] for r in here.audit("rejected", client=LOST))
         own.write_text(table)
-        assert grid.nodes[FIRST + LOST](grid.sent[0]).content[HEAD]["status"] == "ok"
+        assert grid.nodes[FIRST + LOST](grid.sent[0]).content[HEAD_RECORD]["status"] == "ok"
     else:
         [told] = [r for r in here.audit("accepted", client=LOST) if sentence in r.get("reason", "")]
         assert (told["round"], told["site"]) == (3, "site-1")

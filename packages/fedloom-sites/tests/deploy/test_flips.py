@@ -97,7 +97,7 @@ def test_a_run_directory(times: int, finished: Path, tmp_path: Path, record_prop
     """The page has the same figures or there is none; the next run has the same files, or names what is damaged."""
 
     def page(run: Path) -> str:
-        report.write([run], tmp_path / "report.html", charts=False)
+        report.write_report([run], tmp_path / "report.html", charts=False)
         return (tmp_path / "report.html").read_text()
 
     copy, tried = tmp_path / "out", 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import Stop, WireError
 from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import ARRAYS, HEAD, METRICS, Pending
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, HEAD_RECORD, METRICS_RECORD, Pending
 from fedloom_sites.deploy.protocol.rejected import Rejected
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import wire
@@ -43,12 +43,12 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pe
         grid = here.grid()
         assert here.serve(grid) is Stop.DONE
     [(checks, reply, asked)] = found
-    message = next(m for m in grid.sent if m.content[HEAD]["nonce"] == asked.nonce)
+    message = next(m for m in grid.sent if m.content[HEAD_RECORD]["nonce"] == asked.nonce)
     return checks, reply, asked, Client(here.sites[BAD]), message
 
 
 def upload(reply: Message) -> bytes:
-    return next(iter(reply.content[ARRAYS].values())).data
+    return next(iter(reply.content[ARRAYS_RECORD].values())).data
 
 
 def is_rejected(checks: Checks, reply: Message, asked: Pending) -> bool:
@@ -117,7 +117,7 @@ heads = st.dictionaries(names, scalars | lists, max_size=6)
 def test_heads_with_any_values(heard: Any, change: dict[str, Any]) -> None:
     """Some fields of the head replaced or added, and signed; what changes nothing is accepted."""
     checks, reply, asked, *_ = heard
-    honest = {k: v for k, v in reply.content[HEAD].items() if k != "signature"}
+    honest = {k: v for k, v in reply.content[HEAD_RECORD].items() if k != "signature"}
     told = {**honest, **{k: v for k, v in change.items() if k != "signature"}}
     bent = changed(reply, BAD, head={k: v for k, v in change.items() if k != "signature"})
     free = {"reason": told["reason"], "work": told["work"]}  # what a site may say as it likes
@@ -145,7 +145,10 @@ records = (
 @settings(max_examples=300)
 @given(
     change=st.dictionaries(
-        st.sampled_from([HEAD, ARRAYS, METRICS]) | names, st.none() | records, min_size=1, max_size=3
+        st.sampled_from([HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD]) | names,
+        st.none() | records,
+        min_size=1,
+        max_size=3,
     )
 )
 def test_records_of_any_structure(heard: Any, change: dict[str, Any]) -> None:
@@ -155,16 +158,22 @@ def test_records_of_any_structure(heard: Any, change: dict[str, Any]) -> None:
         return RecordDict({k: v for k, v in {**sealed, **change}.items() if v is not None})
 
     bent = changed(reply, BAD, edit=edit)
-    if dict(bent.content) == dict(reply.content) or change == {METRICS: None}:
+    if dict(bent.content) == dict(reply.content) or change == {METRICS_RECORD: None}:
         return
-    same_but_metrics = {k: bent.content.get(k) for k in (HEAD, ARRAYS)} == {k: reply.content[k] for k in (HEAD, ARRAYS)}
-    if same_but_metrics and set(bent.content) == {HEAD, ARRAYS, METRICS} and not bent.content[METRICS]:
+    same_but_metrics = {k: bent.content.get(k) for k in (HEAD_RECORD, ARRAYS_RECORD)} == {
+        k: reply.content[k] for k in (HEAD_RECORD, ARRAYS_RECORD)
+    }
+    if (
+        same_but_metrics
+        and set(bent.content) == {HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD}
+        and not bent.content[METRICS_RECORD]
+    ):
         return  # no metric at all is what was signed
     assert is_rejected(checks, wire(bent), asked)
 
 
 @settings(max_examples=100)
-@given(change=st.dictionaries(st.sampled_from([HEAD, ARRAYS]) | names, st.none() | records, max_size=3))
+@given(change=st.dictionaries(st.sampled_from([HEAD_RECORD, ARRAYS_RECORD]) | names, st.none() | records, max_size=3))
 def test_a_site_answers_any_message(heard: Any, change: dict[str, Any]) -> None:
     """Whatever the server, or who stands in its place, sends: a signed refusal, or the reply that was kept."""
     *_, client, message = heard
@@ -172,7 +181,7 @@ def test_a_site_answers_any_message(heard: Any, change: dict[str, Any]) -> None:
     bent = Message(content, reply_to=message)
     bent.metadata.__dict__["_message_id"] = "bent"
     reply = client.answer(bent)
-    head = reply.content[HEAD]
+    head = reply.content[HEAD_RECORD]
     assert head["status"] in ("ok", "refused")
     if content != message.content:
         assert head["status"] == "refused", change

@@ -23,15 +23,15 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.lab.experiment import parse
 from fedloom.lab.report.groups import group_tables, groups_csv
-from fedloom.lab.report.numbers import leading_metric, rows_of
+from fedloom.lab.report.numbers import leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
-from fedloom.rundir import FEDERATION
+from fedloom.rundir import FEDERATION_CLIENT
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import Secure, text_of
 from fedloom_sites.deploy.site.groups import SiteGroups
-from fedloom_sites.deploy.site.models import figures, importances, module_of, owned, used
+from fedloom_sites.deploy.site.models import importances, module_of, owned, score_site_model, used
 from tests.commands import call
 from tests.deploy.scene import Scene, scene
 
@@ -103,7 +103,9 @@ def test_groups_are_those_of_the_simulation(task: str, tmp_path: Path) -> None:
     assert here.serve() is Stop.DONE
     scores, simulated = recorded(here), wanted(here)
     assert {key for key in set(simulated) - set(scores) if not math.isnan(simulated[key])} == {
-        (client, *rest, metric) for client, *rest, metric in simulated if client == FEDERATION and metric in RANKED
+        (client, *rest, metric)
+        for client, *rest, metric in simulated
+        if client == FEDERATION_CLIENT and metric in RANKED
     }
     for key, value in scores.items():
         assert value == pytest.approx(simulated[key], abs=1e-10), key
@@ -114,8 +116,8 @@ def test_masked_groups_are_those_of_all_sites_together(task: str, tmp_path: Path
     here = deployed(tmp_path, task=task, masked=True)
     assert here.serve() is Stop.DONE
     scores, simulated = recorded(here), wanted(here)
-    assert {client for client, *_ in scores} == {FEDERATION}
-    assert {key for key in simulated if key[0] == FEDERATION and key[3] not in RANKED} == set(scores)
+    assert {client for client, *_ in scores} == {FEDERATION_CLIENT}
+    assert {key for key in simulated if key[0] == FEDERATION_CLIENT and key[3] not in RANKED} == set(scores)
     for key, value in scores.items():
         assert value == pytest.approx(simulated[key], abs=1e-9), key
 
@@ -155,7 +157,7 @@ def test_a_group_with_few_of_a_class_is_not_published(masked: bool, few: int, tm
         assert ("sex=f" in members) is (site.site.client != 1)
     counts = {key[0]: value for key, value in recorded(here).items() if key[1:] == ("personal", "sex=f", "samples")}
     assert 1 not in counts
-    assert (FEDERATION in counts) is not masked  # without one of the sites, its patients would be what is left
+    assert (FEDERATION_CLIENT in counts) is not masked  # without one of the sites, its patients would be what is left
 
 
 def test_of_any_sites_neither_a_sum_nor_its_rest_is_of_fewer_than_three() -> None:
@@ -230,7 +232,7 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
         assert (column, metric) == (row["column"], row["metric"])
         assert (mean, spread) == pytest.approx((row["value"], row["spread"]), abs=1e-10)
     (one,) = owned(site.state)
-    scores = figures(one)
+    scores = score_site_model(one)
     assert {"auroc", "loss"} <= scores.keys()
     assert scores == pytest.approx({name: float(run.final(kind, name)[2]) for name in scores}, abs=1e-10)
     assert used(site.state).module().state_dict().keys() == module_of(one).state_dict().keys()
@@ -267,7 +269,7 @@ def test_the_report_shows_them(masked: bool, tmp_path: Path) -> None:
     here = deployed(tmp_path, masked=masked)
     assert here.serve() is Stop.DONE
     runs = read_runs([here.server.results])
-    shown = group_tables(runs, rows_of(runs), leading_metric(runs))
+    shown = group_tables(runs, method_rows(runs), leading_metric(runs))
     for words in ("sex=f", "age&gt;=60", "Accuracy" if masked else "AUROC", "All sites"):
         assert words in shown, words
     with io.StringIO(groups_csv(runs)) as lines:

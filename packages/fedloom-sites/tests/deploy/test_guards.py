@@ -13,13 +13,22 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedloom.data import PARTS
+from fedloom.data import DATA_PARTS
 from fedloom.errors import ConfigError, RunStopped, Stop, WireError
 from fedloom.rows.aggregate import Krum
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, Pending, Reply, Request, unseal
+from fedloom_sites.deploy.protocol.envelope import (
+    HEAD_LIMIT,
+    HEAD_RECORD,
+    REPLY_FIELDS,
+    STATUS_FIELDS,
+    Pending,
+    Reply,
+    Request,
+    unseal,
+)
 from fedloom_sites.deploy.protocol.rejected import Rejected
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.site.client import Client
@@ -123,11 +132,11 @@ def test_a_site_may_have_a_large_vocabulary(here: Scene) -> None:
     transport.exchange(0, [Request("hello", None, node=FIRST)], 1, 0.2)
     reply = Client(here.sites[0]).answer(grid.sent[-1])
     words = [f"w{k}" for k in range(20_000)]
-    read = unseal(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLIED, STATUS, 1)
+    read = unseal(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLY_FIELDS, STATUS_FIELDS, 1)
     assert read.head["vocabulary"] == words
     for head in ({"reason": "x" * 20_000}, {"sizes": [0] * HEAD_LIMIT}):
         with pytest.raises(WireError, match="long|at most"):
-            unseal(changed(reply, 0, head=head).content, REPLIED, STATUS, 1)
+            unseal(changed(reply, 0, head=head).content, REPLY_FIELDS, STATUS_FIELDS, 1)
 
 
 @pytest.mark.parametrize("sizes", [[-1, 0, 0], [1, 2], [10**9, 0, 0], [1.0, 0.0, 0.0]])
@@ -208,9 +217,9 @@ def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence:
     transport, grid, _ = hello(here)
     transport.exchange(0, [Request("hello", BAD, node=FIRST + BAD)], 1, 0.2)
     message = grid.sent[-1]
-    head = {**message.content[HEAD], field: value}
-    message.content = RecordDict({**message.content, HEAD: ConfigRecord(head)})
-    answer = Client(here.sites[BAD]).answer(message).content[HEAD]
+    head = {**message.content[HEAD_RECORD], field: value}
+    message.content = RecordDict({**message.content, HEAD_RECORD: ConfigRecord(head)})
+    answer = Client(here.sites[BAD]).answer(message).content[HEAD_RECORD]
     assert answer["status"] == "refused"
     assert sentence in answer["reason"]
 
@@ -224,7 +233,7 @@ def test_a_site_file_of_another_release(here: Scene) -> None:  # 34
     """All that the server sends is of its own release."""
     transport, grid, _ = hello(here)
     transport.exchange(0, [Request("hello", BAD, node=FIRST + BAD)], 1, 0.2)
-    answer = Client(here.sites[BAD].with_(version="9.9.9")).answer(grid.sent[-1]).content[HEAD]
+    answer = Client(here.sites[BAD].with_(version="9.9.9")).answer(grid.sent[-1]).content[HEAD_RECORD]
     assert answer["status"] == "refused"
     assert f"fedloom is {__version__} here, the experiment runs 9.9.9" in answer["reason"]
 
@@ -234,7 +243,7 @@ def test_a_candidate_that_does_not_answer_is_drawn_last(tmp_path: Path) -> None:
     here = scene(tmp_path, {"algorithm": "fedavg", "sampler": asks}, **FEW)
 
     def lost(node: int, message: Message, reply: Message) -> Message | None:
-        return None if node == FIRST + BAD and message.content[HEAD]["kind"] == "ask" else reply
+        return None if node == FIRST + BAD and message.content[HEAD_RECORD]["kind"] == "ask" else reply
 
     assert here.serve(here.grid(lost), quorum=2) is Stop.DONE
     assert {x["client"] for x in here.audit("accepted", kind="train")} == {0, 2}
@@ -247,7 +256,7 @@ def test_too_few_for_the_rule_stops_before_the_rule_is_asked(
     here = scene(tmp_path, "fedavg", **five)
 
     def lost(node: int, message: Message, reply: Message) -> Message | None:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         return None if node == FIRST + BAD and (head["kind"], head["round"]) == ("train", 2) else reply
 
     asked: list[bool] = []
@@ -282,7 +291,7 @@ def test_claimed_samples_cost_no_memory(here: Scene) -> None:  # 9
     most = torch.full((here.server.clients, 3), here.server.examples_limit)
     fed = federation_of(here.server.samples, most)
     assert fed.sizes("test").tolist() == most[:, 2].tolist()
-    assert sum(fed.parts[part].index.untyped_storage().nbytes() for part in PARTS) < 100
+    assert sum(fed.parts[part].index.untyped_storage().nbytes() for part in DATA_PARTS) < 100
 
 
 def test_a_refusal_of_our_own_is_not_tried_again(

@@ -19,11 +19,11 @@ from fedloom_sites.deploy.ops.status import lines, status_of, table
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import read_server
-from fedloom_sites.deploy.site.handover import LOCK, LOG, hand_over
+from fedloom_sites.deploy.site.handover import SITE_LOG_FILE, SOCKET_LOCK_FILE, hand_over
 from fedloom_sites.deploy.site.ledger import Ledger, Spent
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import outside_flower
-from tests.deploy.test_members import Location, grid, plan, read, write
+from tests.deploy.test_members import Location, grid, plan, read, write_directory
 
 pytestmark = pytest.mark.attack("hostile directories")
 
@@ -42,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "d"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _fd: None)
-        write(plan(make_experiment(rounds=1), 3), folder, Location())
+        write_directory(plan(make_experiment(rounds=1), 3), folder, Location())
         assert serve(grid(folder, range(3)), read(folder), lambda _: None) is Stop.DONE
     return folder
 
@@ -149,11 +149,11 @@ def test_what_a_message_is_handed_over_by_may_be_anything(kind: str, tmp_path: P
     state = tmp_path / "state" / "ab"
     state.mkdir(parents=True)
     if CONTENTS[kind] is None:  # as a log or a lock, other contents do no harm
-        put(state / LOG, kind)
-        with pytest.raises(ConfigError, match=f"cannot write {state / LOG}"):
+        put(state / SITE_LOG_FILE, kind)
+        with pytest.raises(ConfigError, match=f"cannot write {state / SITE_LOG_FILE}"):
             hand_over(file, b"", os.getpid())
-        put(state / LOCK, kind)
-        with pytest.raises(ConfigError, match=f"cannot write {state / LOCK}"):
+        put(state / SOCKET_LOCK_FILE, kind)
+        with pytest.raises(ConfigError, match=f"cannot write {state / SOCKET_LOCK_FILE}"):
             hand_over(file, b"", os.getpid())
 
 

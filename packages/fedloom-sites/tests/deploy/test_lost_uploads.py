@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.engine.result import Result
 from fedloom.errors import Stop
-from fedloom_sites.deploy.protocol.envelope import HEAD
+from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.site.state import models
 from tests.deploy.scene import FIRST, Scene, scene
 
@@ -62,7 +62,7 @@ def losing(late: list[Message], *, arrives: bool) -> Callable[[int, Message, Mes
     held: list[Message] = []
 
     def fault(node: int, message: Message, reply: Message) -> Message | None:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         if head["kind"] == "train" and head["round"] == ROUND + 1 and held and arrives:
             late.append(held.pop())
         if (node, head["kind"], head["round"]) == (FIRST + LOST, "train", ROUND):

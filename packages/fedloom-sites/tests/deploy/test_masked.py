@@ -34,13 +34,20 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.status import lines, status_of
-from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    PROTOCOL_VERSION,
+    REQUEST_FIELDS,
+    Kind,
+    digest_of,
+    seal,
+)
 from fedloom_sites.deploy.secure import integers, opened, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.counters import WIDTH
+from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.sums import ATTEMPTS
+from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
 from fedloom_sites.deploy.secure.terms import Terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Secure
@@ -67,7 +74,7 @@ def test_masked_is_plain(name: str, tmp_path: Path) -> None:
     here = secured(tmp_path, name)
     assert here.serve() is Stop.DONE
     result = here.simulate()
-    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
     if "global" in result.models.kinds():
         torch.testing.assert_close(here.model(), result.models.rows("global"), **close)
     if "personal" in result.models.kinds():
@@ -83,7 +90,7 @@ def test_weights_and_samples(weights: str, tmp_path: Path) -> None:
     here = secured(tmp_path, "fedavg", weights=weights)
     assert here.serve() is Stop.DONE
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
 
 
 GONE = (0, 2)
@@ -109,7 +116,7 @@ def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, b
     """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
     here, wanted = secured(tmp_path, name, rounds=3), plain(name, step not in ("count", "unmask"))
     assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
-    torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
+    torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
     for mine, theirs in zip(here.sites, wanted.sites, strict=True):
         for a, b in zip(models(mine.state), models(theirs.state), strict=True):
             torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
@@ -148,7 +155,9 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
                     [f.flatten() for f in clients[0].trainer.forms.read_down(arrays_of(message)[0])]
                 )
             if kind == "unmask":
-                asked.setdefault(t, set()).add(frozenset(secure.read(arrays_of(message)[0], secure.SIGNATURE)))
+                asked.setdefault(t, set()).add(
+                    frozenset(secure.split_parts(arrays_of(message)[0], secure.SIGNATURE_BYTES))
+                )
             return lose(node, message, reply)
 
         assert here.serve(here.grid(look, clients), **settings) is Stop.DONE
@@ -188,7 +197,7 @@ def test_too_many_drop_outs_stop_the_round_and_it_can_go_on(step: str, tmp_path:
     assert here.summary()["runs"][0]["rounds"] == 1
     assert here.serve() is Stop.DONE
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
 
 
 def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
@@ -203,7 +212,7 @@ def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
 
 def never_told(here: Scene, t: int, more: dict[tuple[int, str], Collection[int]] | None = None) -> None:
     """The answers of the last step are lost as often as they are asked for; the sites have told all the same."""
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         assert here.serve(here.grid(losing({(t, "unmask"): range(5), **(more or {})}))) is Stop.TOO_FEW
 
 
@@ -218,7 +227,7 @@ def test_a_sum_that_was_asked_for_is_told_by_a_threshold_of_its_sites(tmp_path: 
     plain = scene(tmp_path / "plain", "flame", **{**SMALL, "rounds": 4})
     plain = plain._replace(server=plain.server.with_(quorum=3))
     assert plain.serve(plain.grid(losing({(3, "train"): [4], (4, "train"): [4]}))) is Stop.DONE
-    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
+    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
     assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4, 4, 2]
 
 
@@ -240,7 +249,7 @@ def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
     assert here.serve(grid) is Stop.DONE
     assert not [m for m in grid.sent if m.content["head"]["round"] == 2 and kind_of(m) in (*STEPS, "tally")]
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
 
 
 def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path) -> None:
@@ -306,7 +315,7 @@ def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
 
 def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sums it remembers the newest, and has no part in an older one."""
-    monkeypatch.setattr(opened, "REMEMBERED", 2)
+    monkeypatch.setattr(opened, "REMEMBERED_SUMS", 2)
     here = secured(tmp_path, "fedavg", rounds=6)
     clients = here.clients()
     assert here.serve(here.grid(None, clients)) is Stop.DONE
@@ -381,9 +390,9 @@ def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) 
         return None if kind_of(message) == "masked" and node - FIRST == 3 else reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE
-    parts = [(c + 1, secure.read(m, 32)) for c, m in told]
+    parts = [(c + 1, secure.split_parts(m, 32)) for c, m in told]
     for owner in range(5):
-        found = shares.joined([(k, p[owner]) for k, p in parts[:3]])
+        found = shares.combine_shares([(k, p[owner]) for k, p in parts[:3]])
         _, masking, seed, _ = secrets[owner]
         assert found.hex() == (masking if owner == 3 else seed)
 
@@ -436,9 +445,9 @@ def spoiling(t: int, place: slice, add: int) -> Any:
         if kind_of(message) != "masked" or node != FIRST or message.content["head"]["round"] != t:
             return reply
         data = arrays_of(reply)[0]
-        vector = np.frombuffer(data[64:-WIDTH], dtype="<u8").copy()
+        vector = np.frombuffer(data[64:-COUNTERS_BYTES], dtype="<u8").copy()
         vector[place] += np.uint64(add)
-        return changed(reply, 0, arrays=[data[:64] + vector.tobytes() + data[-WIDTH:]])
+        return changed(reply, 0, arrays=[data[:64] + vector.tobytes() + data[-COUNTERS_BYTES:]])
 
     return spoil
 
@@ -474,7 +483,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     assert 0 < float(moved.norm()) <= 1e-3 * (1 + 1e-6)
     assert float(torch.cosine_similarity(moved, free, 0)) > 0.9  # a mean of unit vectors in place of the mean
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
-    assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.BITS))) is Stop.DONE
+    assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.RESOLUTION_BITS))) is Stop.DONE
     [line] = here.audit("given up")
     assert "the most it can be" in line["reason"]
 
@@ -766,7 +775,7 @@ def test_the_threshold_is_a_majority() -> None:
 def test_thresholds_by_the_number_of_sites() -> None:
     """At least three and a majority; by default room for fewer than a third of the sites on the server's side."""
     for n in range(3, 101):
-        least, usual = secure.least_threshold(n), secure.safe_threshold(n)
+        least, usual = secure.min_threshold(n), secure.safe_threshold(n)
         assert 3 <= least <= usual <= n
         assert 2 * least > n
         assert 3 * usual > 2 * n
@@ -789,11 +798,11 @@ def secured_keys() -> Any:
 
 
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
-    from fedloom_sites.deploy.ops.directory import Location, write
+    from fedloom_sites.deploy.ops.directory import Location, write_directory
     from fedloom_sites.deploy.ops.plan import plan
     from fedloom_sites.deploy.settings import read_server, read_site
 
-    write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
+    write_directory(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
     server = read_server(tmp_path / "out" / "server" / "server.toml")
     assert server.secure is not None
     assert (server.secure.threshold, server.quorum, server.secure.norm_bound) == (3, 3, server.norm_bound)
@@ -866,14 +875,18 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "shares came of sites that did not advertise",
         lambda s: (
             s.sites[0].shares(1, s.nonce, without(s.adverts, 4)),
-            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (1, 2, 4)}), TERMS, EQUAL),
+            s.sites[0].receive(
+                1, s.nonce, secure.join_parts({c: bytes(shares.SEALED_SHARE_BYTES) for c in (1, 2, 4)}), TERMS, EQUAL
+            ),
         ),
     ),
     "its own share from the server": (
         "shares came of sites that did not advertise",
         lambda s: (
             s.shared(),
-            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (0, 1, 2)}), TERMS, EQUAL),
+            s.sites[0].receive(
+                1, s.nonce, secure.join_parts({c: bytes(shares.SEALED_SHARE_BYTES) for c in (0, 1, 2)}), TERMS, EQUAL
+            ),
         ),
     ),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
@@ -905,7 +918,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "has signed that the sum is of other sites",
         lambda s: (
             *(s.receive(0, range(5)), s.masked(0)),
-            s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
+            s.sites[0].agree(1, s.nonce, secure.join_parts(dict.fromkeys(range(4), b""))),
             s.reveal(0, range(5)),
         ),
     ),
@@ -913,19 +926,19 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (
             *(s.receive(0, range(5)), s.masked(0)),
-            *(s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(k), b""))) for k in (4, 3)),
+            *(s.sites[0].agree(1, s.nonce, secure.join_parts(dict.fromkeys(range(k), b""))) for k in (4, 3)),
         ),
     ),
     "a list to sign after the shares were said": (
         "has not come to this step",
         lambda s: (
             *(s.receive(0, range(5)), s.masked(0), s.reveal(0, range(5))),
-            s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
+            s.sites[0].agree(1, s.nonce, secure.join_parts(dict.fromkeys(range(4), b""))),
         ),
     ),
     "an accusation that nobody signed": (
         "the accusation is not signed by it",
-        lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.write({1: bytes(64)}))),
+        lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.join_parts({1: bytes(64)}))),
     ),
     "a second sum": (
         "cannot change",
@@ -953,8 +966,8 @@ REFUSED: dict[str, tuple[str, Any]] = {
 def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
     """What a site answers to a message that its own server would not send."""
     blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-    head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
-    head |= {"protocol": PROTOCOL, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
+    head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
+    head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
     message = Message(seal(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query")
     answer = here.clients()[0].answer(message).content["head"]
     return str(answer["status"]), str(answer["reason"])
@@ -1011,7 +1024,7 @@ def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
     for c in range(5):
         steps.receive(c, range(5))
     total = sum(np.frombuffer(steps.masked(c), dtype="<u8", offset=64) for c in range(4))
-    told = {c: secure.read(steps.reveal(c, range(4)), secure.KEY) for c in range(3)}
+    told = {c: secure.split_parts(steps.reveal(c, range(4)), secure.KEY_BYTES) for c in range(3)}
     session, salt = steps.session(), secure.bound_to(steps.session(), TERMS.digest, range(5))
     secrets, wrong = shares.restored(session, range(5), range(4), told)
     assert not wrong

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
-from fedloom_sites.deploy.audit import SENT, lines_of
+from fedloom_sites.deploy.audit import SENT_FILE, lines_of
 from fedloom_sites.deploy.ops import members
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.members import add, keys_digest, proposed, remove, take
 from fedloom_sites.deploy.ops.plan import plan
@@ -49,7 +49,9 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     outside_flower()
     folder = tmp_path_factory.mktemp("members") / "d"
     experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "keep": 30})
-    write(plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location())
+    write_directory(
+        plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location()
+    )
     assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
     return folder, request.param
 
@@ -121,7 +123,7 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
     (tmp_path / "amsel.csv").write_text("age,ill\n" + "\n".join(f"{30 + k},{k % 2}" for k in range(40)))
     table = {"source": str(tmp_path / "amsel.csv"), "label": "ill"}
     document = {"data": table, "partition": {"kind": "iid", "clients": 2}, "method": [{"algorithm": "fedavg"}]}
-    write(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
+    write_directory(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
     file = tmp_path / "d" / "sites" / "site-0" / "site.toml"
     before = tomllib.loads(file.read_text())
     own = {"path": table["source"], "missing": ["-9"], "factors": {"age": 12.0}, "separator": ","}
@@ -132,7 +134,7 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
 
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
-    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}
+    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
     apply(ready, add(ready, "new", Location()), approving=())
     assert serve(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
     fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
@@ -152,7 +154,7 @@ def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple
     forged = read_server(change.folder / "server" / "server.toml")
     old = read(ready)
     rogue = old.with_(clients=4, sites=forged.sites, secure=forged.secure, quorum=3, checkpoints=ready / "rogue")
-    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}
+    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
     assert serve(grid(ready, range(3)), rogue, lambda _: None) is Stop.TOO_FEW
     fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
     assert not [line for line in fresh if line["kind"] in ("shares", "masked", "unmask") and line["status"] == "ok"]
@@ -172,9 +174,9 @@ BENT = {
 
 
 def edit(change: Path, bend: Any) -> None:
-    proposal = json.loads((change / members.CHANGE).read_text())
+    proposal = json.loads((change / members.AGREEMENT_FILE).read_text())
     bend(proposal)
-    (change / members.CHANGE).write_text(json.dumps(proposal))
+    (change / members.AGREEMENT_FILE).write_text(json.dumps(proposal))
 
 
 @pytest.mark.parametrize("sentence", BENT)
@@ -203,7 +205,7 @@ ODD = (b"", b"\xff", b"[" * 100_000, b"[1]", b"null", b"{}", b"method = 3", b"me
 
 def test_a_new_agreement_may_be_anything(ready: Path) -> None:
     approval = add(ready, "new", Location()).folder / "approval"
-    for path in (approval / "experiment.toml", approval / members.CHANGE):
+    for path in (approval / "experiment.toml", approval / members.AGREEMENT_FILE):
         content = path.read_bytes()
         for odd in ODD:
             path.write_bytes(odd)
@@ -214,7 +216,7 @@ def test_a_new_agreement_may_be_anything(ready: Path) -> None:
 
 
 def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, check = add(ready, "new", Location()), members.check_digest
+    change, check = add(ready, "new", Location()), members.check_approved_digest
     names = ("experiment.toml", "weights.safetensors")
     sent = {name: (change.folder / "approval" / name).read_bytes() for name in names}
 
@@ -224,7 +226,7 @@ def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monk
         for name in names:
             (change.folder / "approval" / name).write_text("name = 'other'\n")
 
-    monkeypatch.setattr(members, "check_digest", swap)
+    monkeypatch.setattr(members, "check_approved_digest", swap)
     site = ready / "sites" / "site-0"
     assert take(site, change.folder / "approval", change.digest).digest == change.digest
     assert {name: (site / name).read_bytes() for name in names} == sent
@@ -305,7 +307,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     save_file(state, weights)
     experiment = make_experiment(rounds=1, model={"kind": "softmax", "weights": str(weights)})
     folder = tmp_path / "d"
-    write(plan(experiment, 3), folder, Location())
+    write_directory(plan(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
     assert bool((clients[0].trainer._run[1].x == 0.25).all())
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Error, Message
 
 from fedloom.errors import Stop
-from fedloom_sites.deploy.protocol.envelope import HEAD
+from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
 
@@ -36,7 +36,7 @@ def silent(when: Callable[[str, int], bool]) -> Delay:
     """The mute node's replies to messages of a kind and round never arrive."""
 
     def delay(node: int, message: Message) -> float:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         return math.inf if node == FIRST + MUTE and when(str(head["kind"]), int(head["round"])) else 0.0
 
     return delay
@@ -67,7 +67,7 @@ def test_a_mute_node_of_an_earlier_run_is_named_by_its_site(tmp_path: Path, cloc
         here,
         clock,
         lambda _node, message: (
-            math.inf if kind.get(message.content[HEAD]["kind"]) == message.content[HEAD]["round"] else 0
+            math.inf if kind.get(message.content[HEAD_RECORD]["kind"]) == message.content[HEAD_RECORD]["round"] else 0
         ),
     )
     assert here.serve(grid, **WAIT) is Stop.TOO_FEW
@@ -106,7 +106,7 @@ def test_a_node_that_is_back_is_waited_for_again(tmp_path: Path, clock: Clock) -
     here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 8, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         if head["kind"] != "train":
             return 0.0
         slow = {2: math.inf, 3: 60.0, 4: 60.0, 5: 60.0, 6: 60.0, 7: 60.0, 8: 60.0}.get(int(head["round"]), 0.0)
@@ -125,7 +125,7 @@ def test_a_greeting_that_is_answered_late_counts(tmp_path: Path, clock: Clock) -
     here = scene(tmp_path, "fedavg", **{**FEW, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:
-        hello = message.content[HEAD]["kind"] == "hello"
+        hello = message.content[HEAD_RECORD]["kind"] == "hello"
         return 700.0 if hello and node == FIRST + MUTE else 0.0 if hello else 60.0
 
     assert here.serve(timed(here, clock, delay), **WAIT) is Stop.DONE
@@ -157,7 +157,7 @@ def test_a_site_with_another_node_replaces_its_mute_one(tmp_path: Path, clock: C
     real = grid.nodes[FIRST + MUTE]
 
     def delay(node: int, message: Message) -> float:
-        if message.content[HEAD]["round"] == 3:
+        if message.content[HEAD_RECORD]["round"] == 3:
             grid.nodes[FIRST + 50] = real
         return silent(lambda kind, round: round >= 2)(node, message)
 
@@ -173,7 +173,7 @@ def test_a_mute_site_counts_as_absent_after_some_rounds_until_it_answers_a_greet
     here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 9, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:
-        kind, round = message.content[HEAD]["kind"], int(message.content[HEAD]["round"])
+        kind, round = message.content[HEAD_RECORD]["kind"], int(message.content[HEAD_RECORD]["round"])
         if node != FIRST + MUTE:
             return 60.0 if kind == "train" else 0.0
         if kind == "hello":
@@ -182,7 +182,7 @@ def test_a_mute_site_counts_as_absent_after_some_rounds_until_it_answers_a_greet
 
     grid = timed(here, clock, delay)
     assert here.serve(grid, **WAIT, absent_after=3) is Stop.DONE
-    sent = [m.content[HEAD] for m in grid.sent if m.metadata.dst_node_id == FIRST + MUTE]
+    sent = [m.content[HEAD_RECORD] for m in grid.sent if m.metadata.dst_node_id == FIRST + MUTE]
     assert [h["round"] for h in sent if h["kind"] == "train"] == [1, 2, 3, 4, 7, 8, 9]
     assert [h["kind"] for h in sent].count("hello") == 2
     assert {r["round"] for r in here.audit("accepted", kind="train", client=MUTE)} == {1, 7, 8, 9}
@@ -194,7 +194,7 @@ def late(seconds: float, usual: float, when: Callable[[str], bool]) -> Delay:
     """One site answers some messages so many seconds after they were sent, the others after the usual time."""
 
     def delay(node: int, message: Message) -> float:
-        kind = str(message.content[HEAD]["kind"])
+        kind = str(message.content[HEAD_RECORD]["kind"])
         return seconds if node == FIRST + MUTE and when(kind) else usual
 
     return delay
@@ -225,7 +225,7 @@ def test_slow_sites_do_not_set_the_pace(pattern: str, slow: int, tmp_path: Path,
     here = scene(tmp_path, "fedavg", **{**FEW, "partition": cut, "rounds": ROUNDS, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:
-        head = message.content[HEAD]
+        head = message.content[HEAD_RECORD]
         if head["kind"] == "hello" or node - FIRST >= slow:
             return 0.0 if head["kind"] == "hello" else USUAL
         return PATTERNS[pattern](node - FIRST, int(head["round"]))
@@ -267,7 +267,7 @@ def test_a_site_that_is_in_time_again_counts_at_once(tmp_path: Path, clock: Cloc
     here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 8, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:
-        t, kind = int(message.content[HEAD]["round"]), message.content[HEAD]["kind"]
+        t, kind = int(message.content[HEAD_RECORD]["round"]), message.content[HEAD_RECORD]["kind"]
         if node != FIRST + MUTE or kind != "train":
             return USUAL
         return {1: 601.0, 2: 601.0, 7: 300.0}.get(t, 30.0)

@@ -65,8 +65,8 @@ def test_the_noise_is_gaussian(clip: float, sigma: float) -> None:
 
 def test_coarse_noise_has_the_discrete_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """P(k) proportional to exp(-k^2 / (2 t^2)) (Canonne, Kamath, Steinke, Definition 1), by a chi-squared test."""
-    monkeypatch.setattr(noise, "_FINE", 1)  # a clip of one step
-    monkeypatch.setattr(noise, "_WIDE", 1)
+    monkeypatch.setattr(noise, "_CLIP_BITS", 1)  # a clip of one step
+    monkeypatch.setattr(noise, "_SUM_BITS", 1)
     exponent, scale, _ = noise._grid(1.0, 0.75)
     n = 20_000
     k = (noisy_sum(zeros(n), 1.0, 0.75) / 2.0**exponent).long()
@@ -99,10 +99,10 @@ def test_the_scale_over_the_bound_is_the_multiplier(clip: float, sigma: float) -
     exponent, scale, bound = noise._grid(clip, sigma)
     assert bound * Fraction(sigma) ** 2 <= Fraction(scale) ** 2
     assert bound * Fraction(4) ** exponent <= Fraction(clip) ** 2
-    assert bound <= 4**noise._FINE
-    assert scale <= 2.0**noise._WIDE
+    assert bound <= 4**noise._CLIP_BITS
+    assert scale <= 2.0**noise._SUM_BITS
     fine = Fraction(clip) / Fraction(2) ** exponent
-    assert fine >= 2 ** (noise._FINE - 1) or scale >= 2.0 ** (noise._WIDE - 2)  # no coarser than it must be
+    assert fine >= 2 ** (noise._CLIP_BITS - 1) or scale >= 2.0 ** (noise._SUM_BITS - 2)  # no coarser than it must be
 
 
 @given(

@@ -131,7 +131,7 @@ def is_taken(name: str, parts: dict[str, Any]) -> bool:
     """Whether a simulation takes the parts, as far as that follows from the method."""
     made: Any = REGISTRY[name]()
     try:
-        setting = Setting.of(made, **parts)
+        setting = Setting.create(made, **parts)
         check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
         if setting.mixer is not None:
             check_mixer(setting.method, setting.mixer, setting.aggregator)

@@ -18,7 +18,7 @@ from fedloom_sites.deploy.ops.commands import command, environment
 from fedloom_sites.deploy.ops.processes import Process, ProcessError
 from fedloom_sites.deploy.settings import read_site
 from fedloom_sites.deploy.site import pinned
-from fedloom_sites.deploy.site.pinned import NOT_LET_IN, PROGRAM, SECRET, start_executor
+from fedloom_sites.deploy.site.pinned import CLIENT_PROGRAM, NOT_LET_IN, SECRET_OPTION, start_executor
 
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
         seen.write_text(json.dumps({**known, "own parent": os.getppid()}))
 
     monkeypatch.setattr(run_superexec, "run_superexec", write)
-    os.waitpid(start_executor(["flower-supernode", "--port", "9094", SECRET, str(folder / "secret")], folder), 0)
+    os.waitpid(start_executor(["flower-supernode", "--port", "9094", SECRET_OPTION, str(folder / "secret")], folder), 0)
     arguments: dict[str, Any] = json.loads(seen.read_text())
     return arguments
 
@@ -52,13 +52,13 @@ def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(
     here = os.getpid()
     assert given == {"address": "127.0.0.1:9094", "insecure": True, "parent_pid": here, "own parent": here}
     assert first == str(tmp_path / "bin")
-    assert stat.S_IMODE((Path(first) / PROGRAM).stat().st_mode) == 0o700
+    assert stat.S_IMODE((Path(first) / CLIENT_PROGRAM).stat().st_mode) == 0o700
 
 
 def test_the_program_of_a_task_is_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, tmp_path)
     shown = subprocess.run(
-        [tmp_path / "bin" / PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=60
+        [tmp_path / "bin" / CLIENT_PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=60
     )
     assert "with the app that is installed here" in " ".join(shown.stdout.split())
 
@@ -77,7 +77,7 @@ def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.Mo
         monkeypatch.setattr(run_clientapp, name, getattr(run_clientapp, name))
     monkeypatch.setattr(run_clientapp, "run_clientapp", task)
     words = ["--runtime-api-address", "127.0.0.1:9", "--token", "abc", "--parent-pid", "7", "--insecure"]
-    monkeypatch.setattr(sys, "argv", [PROGRAM, *words])
+    monkeypatch.setattr(sys, "argv", [CLIENT_PROGRAM, *words])
     pinned.main()
     assert seen == [client_app, "127.0.0.1:9", "abc", {"insecure": True, "parent_pid": 7}]
 
@@ -87,7 +87,7 @@ def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
     [file, *_] = sorted(written.glob("sites/*/site.toml"))
     made = command("supernode", read_site(file), file=file)
     assert made[made.index("--isolation") + 1] == "process"
-    secret = Path(made[made.index(SECRET) + 1])
+    secret = Path(made[made.index(SECRET_OPTION) + 1])
     assert secret.parent == file.parent / "state"
     assert not secret.exists()
 

@@ -14,7 +14,7 @@ import torch
 from flwr.app import Message
 
 from fedloom.algorithms import FedAvg
-from fedloom.data.input_spec import FACTS
+from fedloom.data.input_spec import COMPARED_FACTS
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
@@ -23,7 +23,7 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.noise import ReleasedNoise, released
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
+from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, STATUS_FIELDS, digest_of, seal
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger
@@ -208,8 +208,8 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
             assert not reply.content.get("metrics")
             assert head["reason"] == ""
             assert len(reply.content.get("arrays", ())) == (kind == "train")
-            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", "figures", *FACTS})
-            assert set(head) == {*COMMON, *STATUS, *own}
+            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", "figures", *COMPARED_FACTS})
+            assert set(head) == {*COMMON_FIELDS, *STATUS_FIELDS, *own}
             assert head.get("figures", "") == ""
             if kind == "train":
                 assert head["work"] == [0, 0, 0]
@@ -230,7 +230,8 @@ def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
         here = scene(tmp_path / word / str(how is LOCAL), "fedavg", **SMALL, **how)
         site = Client(here.sites[0])
         head = {
-            "protocol": PROTOCOL, "release": __version__, "experiment": here.sites[0].fingerprint, "kind": "ask",
+            "protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.sites[0].fingerprint, "kind":
+                "ask",
             "round": 1, "client": 0, "nonce": b"0" * 16, "digest": digest_of([b"x"]),
         }  # fmt: skip
         question = Message(seal(head, [b"x"]), dst_node_id=100, message_type="query", ttl=9.0)

@@ -62,7 +62,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedloom_sites.deploy.ops.reaper.GRACE", 0.3)
+    monkeypatch.setattr("fedloom_sites.deploy.ops.reaper.GROUP_GRACE_SECONDS", 0.3)
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
@@ -131,12 +131,12 @@ def test_without_its_reaper_the_block_ends_them_itself(tmp_path):
 
 
 def test_the_end_comes_as_soon_as_they_have_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(reaper, "GRACE", 600.0)
+    monkeypatch.setattr(reaper, "GROUP_GRACE_SECONDS", 600.0)
     before = time.monotonic()
     with Processes() as processes:
         for name in ("one", "two", "three"):
             processes.start(name, ["sleep", "1000"], {}, tmp_path / f"{name}.log")
-    assert time.monotonic() - before < reaper.GRACE / 5
+    assert time.monotonic() - before < reaper.GROUP_GRACE_SECONDS / 5
 
 
 def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.lab.experiment import read
-from fedloom_sites.deploy.audit import SENT, lines_of, verify_log
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import run_all
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.server.run import finished
@@ -30,7 +30,7 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "oracle": "looped"}}
     folder = tmp_path / "try"
-    write(plan(experiment(rounds=1, **tables), 3, secure_aggregation=masked), folder, Location())
+    write_directory(plan(experiment(rounds=1, **tables), 3, secure_aggregation=masked), folder, Location())
     said = list[str]()
     here = run_all(folder, said.append)
     assert finished(here.server) is Stop.DONE, said
@@ -40,7 +40,7 @@ def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: An
     torch.testing.assert_close(model, known.models.rows("global"), rtol=0, atol=1e-8)
     assert verify_log(here.server.audit).lines == len(lines_of(here.server.audit))
     for site in here.sites.values():
-        [log] = site.state.glob(f"*/{SENT}")
+        [log] = site.state.glob(f"*/{SENT_FILE}")
         assert verify_log(log).lines
         assert KINDS[masked] <= {line["kind"] for line in lines_of(log)}
         assert not (KINDS[not masked] - KINDS[masked]) & {line["kind"] for line in lines_of(log)}

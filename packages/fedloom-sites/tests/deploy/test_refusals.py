@@ -29,11 +29,11 @@ from fedloom.lab.experiment import parse
 from fedloom.seeds import numpy_generator
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, digest_of, seal
+from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, REQUEST_FIELDS, digest_of, seal
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.counters import WIDTH
+from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
@@ -185,17 +185,17 @@ class Generated:
             self._vector, self._stage = last, "unmask"
             return (
                 draw.choice(("count", "count", "agree")),
-                [secure.write(dict.fromkeys(range(SITES), last[:64]))],
+                [secure.join_parts(dict.fromkeys(range(SITES), last[:64]))],
                 fields,
             )
         self._stage = "keys"
-        counted = secure.write(dict.fromkeys(range(SITES), self._vector[-WIDTH:]))
-        return "unmask", [secure.write(dict.fromkeys(range(SITES), self._vector[:64])), counted, last], fields
+        counted = secure.join_parts(dict.fromkeys(range(SITES), self._vector[-COUNTERS_BYTES:]))
+        return "unmask", [secure.join_parts(dict.fromkeys(range(SITES), self._vector[:64])), counted, last], fields
 
     def _masked(self, fields: dict[str, Any]) -> tuple[str, list[bytes], dict[str, Any]]:
         draw, t, trains = self._draw, self._round, self._draw.random() < 0.8
         sent = {c: m.shares(t, self._nonce, self._adverts) for c, m in self._others.items()}
-        inbox = secure.write({c: secure.read(m, shares.SEALED)[0] for c, m in sent.items()})
+        inbox = secure.join_parts({c: secure.split_parts(m, shares.SEALED_SHARE_BYTES)[0] for c, m in sent.items()})
         download = self._download()
         model = self._client.trainer.forms.write_models(self._down, self._job.algorithm.global_model(self._server))
         scored = draw.choice((-1, t - 1)) if trains else t
@@ -263,8 +263,8 @@ def transcripts(here: Scene, changes: list[Callable[[Tensor], Tensor]], count: i
             server = Generated(here._replace(folder=here.folder / f"server-{k}"), client, seed)
             for _ in range(count):
                 kind, arrays, fields = server.message(last)
-                head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
-                head |= {"protocol": PROTOCOL, "release": __version__, "experiment": here.server.fingerprint}
+                head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
+                head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint}
                 known = {name: value for name, value in fields.items() if name in head}
                 content = seal(head | {"kind": kind, "digest": digest_of(arrays)} | known, arrays)
                 with recorded(client.site.state) as files:
@@ -308,7 +308,7 @@ def test_what_a_site_answers_depends_on_messages_alone(name: str, count: int, tm
 QUESTIONS = 400
 MOST_RIGHT = 0.58
 """Of 400 fair coins at most 58 % are guessed right, but once in 1,600 times (a binomial's tail)."""
-ANSWER = 64 + 8 * (1510 + 4) + WIDTH
+ANSWER = 64 + 8 * (1510 + 4) + COUNTERS_BYTES
 """Bytes of a vector of the model with its counters, under masks."""
 
 
@@ -439,7 +439,7 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
     assert not rogue.refused
-    assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + WIDTH
+    assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + COUNTERS_BYTES
 
 
 @pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, secure.Broken])
@@ -577,8 +577,8 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
         session.open(c)
     assert not session.told
     assert any("2 sites have answered from their samples" in reason for reason in rogue.refused)
-    honest = {c: vector[-WIDTH:] for c, vector in session.vectors.items()}
-    signed = secure.write({c: vector[:64] for c, vector in session.vectors.items()})
-    for made in (honest | {2: honest[0]}, honest | {3: bytes(WIDTH)}, {c: honest[c] for c in (0, 1, 2)}):
-        assert session.ask(1, "unmask", signed, secure.write(made), secure.write(session.shown)) is None
+    honest = {c: vector[-COUNTERS_BYTES:] for c, vector in session.vectors.items()}
+    signed = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items()})
+    for made in (honest | {2: honest[0]}, honest | {3: bytes(COUNTERS_BYTES)}, {c: honest[c] for c in (0, 1, 2)}):
+        assert session.ask(1, "unmask", signed, secure.join_parts(made), secure.join_parts(session.shown)) is None
     assert session.ask(1, "unmask", signed) is None

@@ -87,9 +87,9 @@ def test_fewer_shares_than_the_threshold_give_another_secret() -> None:
     sites, session = ready(range(5), 3)
     own = held(sites, session, range(5))
     parts = [(c + 1, own[c][0][:32]) for c in range(5)]
-    assert shares.joined(parts[:3]) == sites[0].secrets.seed
-    assert shares.joined(parts[2:]) == sites[0].secrets.seed
-    assert shares.joined(parts[:2]) != sites[0].secrets.seed
+    assert shares.combine_shares(parts[:3]) == sites[0].secrets.seed
+    assert shares.combine_shares(parts[2:]) == sites[0].secrets.seed
+    assert shares.combine_shares(parts[:2]) != sites[0].secrets.seed
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,7 +98,7 @@ def test_sums_of_numbers_are_right_to_the_resolution(rows: list[list[float]]) ->
     encoded = [integers.encode(np.array(row))[0] for row in rows]
     found = integers.decode(np.sum(encoded, axis=0, dtype=np.uint64), len(rows))
     exact = np.array(rows).sum(0)
-    assert np.abs(found - exact).max() <= len(rows) * (2.0 ** -(integers.BITS + 1) + 1e-15 * 2**14)
+    assert np.abs(found - exact).max() <= len(rows) * (2.0 ** -(integers.RESOLUTION_BITS + 1) + 1e-15 * 2**14)
 
 
 def test_numbers_out_of_range_are_clipped_and_counted() -> None:
@@ -114,8 +114,8 @@ def test_a_sum_with_a_mask_on_it_is_out_of_range() -> None:
     noise = secure.stream(bytes(32), 100)
     with pytest.raises(Refused, match="out of range"):
         integers.decode(noise, 100)
-    edge = np.array([int(2 * 3 * integers.RANGE) << integers.BITS], dtype=np.int64)
-    assert integers.decode(edge.view(np.uint64), 3) == 6 * integers.RANGE
+    edge = np.array([int(2 * 3 * integers.MAX_NUMBER) << integers.RESOLUTION_BITS], dtype=np.int64)
+    assert integers.decode(edge.view(np.uint64), 3) == 6 * integers.MAX_NUMBER
     for beyond in (edge + 1, -edge - 1):
         with pytest.raises(Refused, match="out of range"):
             integers.decode(beyond.view(np.uint64), 3)
@@ -237,7 +237,7 @@ def test_who_is_to_blame_for_a_share_that_does_not_decrypt() -> None:
     sites, session = ready(range(3), 2)
     good = shares.share(session, 0, sites[0].secrets, sites[0].signing)
     for body in (os.urandom(124), good[1][:44] + os.urandom(80)):
-        sealed = body + sites[0].signing.sign(shares._sent(session, 0, 1, body))
+        sealed = body + sites[0].signing.sign(shares._share_header(session, 0, 1, body))
         with pytest.raises(shares.Unreadable):
             opened(sites, session, 1, 0, sealed)
         for key in (shares.one_time_key(session, sites[0].secrets, 1), os.urandom(32)):
@@ -263,10 +263,10 @@ def test_shares_join_to_what_was_split(data: st.DataObject, n: int, secret: byte
     threshold = data.draw(st.integers(2, min(n, 12)))
     places = data.draw(st.lists(st.integers(1, n), min_size=threshold, max_size=threshold, unique=True))
     halves = [dict(Shamir.split(threshold, n, secret[k : k + 16])) for k in (0, 16)]
-    assert shares.joined([(k, halves[0][k] + halves[1][k]) for k in places]) == secret
+    assert shares.combine_shares([(k, halves[0][k] + halves[1][k]) for k in places]) == secret
     wrong = [(k, data.draw(st.binary(min_size=32, max_size=32))) for k in places]
     combined = [Shamir.combine([(k, both[a : a + 16]) for k, both in wrong]) for a in (0, 16)]
-    assert shares.joined(wrong) == b"".join(combined)
+    assert shares.combine_shares(wrong) == b"".join(combined)
 
 
 def test_never_both_shares_of_a_site() -> None:
@@ -332,11 +332,11 @@ def test_a_sum_needs_a_threshold_of_signatures_of_itself() -> None:
 
 def test_lists_of_parts() -> None:
     parts = {3: b"abcd", 1: b"efgh"}
-    assert secure.read(secure.write(parts), 4) == {1: b"efgh", 3: b"abcd"}
-    one = secure.write({1: b"efgh"})
-    for wrong in (b"x", one + one, secure.write({3: b"abcd"}) + one, one * 101):
+    assert secure.split_parts(secure.join_parts(parts), 4) == {1: b"efgh", 3: b"abcd"}
+    one = secure.join_parts({1: b"efgh"})
+    for wrong in (b"x", one + one, secure.join_parts({3: b"abcd"}) + one, one * 101):
         with pytest.raises(WireError):
-            secure.read(wrong, 4)
+            secure.split_parts(wrong, 4)
 
 
 ELEMENTS = st.integers(0, 2**128 - 1)
@@ -360,5 +360,5 @@ def test_shares_are_joined_as_the_library_combines_them(data: st.DataObject, n: 
     halves = [dict(Shamir.split(threshold, n, secret[k : k + 16], ssss=False)) for k in (0, 16)]
     places = data.draw(st.permutations(range(1, n + 1)))[:threshold]
     parts = [(k, halves[0][k] + halves[1][k]) for k in places]
-    assert shares.joined(parts) == secret
+    assert shares.combine_shares(parts) == secret
     assert Shamir.combine([(k, halves[0][k]) for k in places], ssss=False) == secret[:16]

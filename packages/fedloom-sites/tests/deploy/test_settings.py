@@ -17,7 +17,7 @@ from fedloom_sites.deploy.settings import (
     read_site,
     text_of,
 )
-from fedloom_sites.deploy.site.handover import folder_of
+from fedloom_sites.deploy.site.handover import state_folder
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"
 SCHEMA = {"task": "binary", "shape": (26,), "classes": ("healthy", "disease")}
@@ -72,7 +72,7 @@ def test_who_answers_reads_a_site_file_as_who_checks_it(change, tmp_path):
     """Also as an editor of Windows saves it: other ends of lines, a byte order mark."""
     path = tmp_path / "site.toml"
     path.write_text(text_of(site(tmp_path)).replace(*change), newline="")
-    assert folder_of(path) == read_site(path).folder
+    assert state_folder(path) == read_site(path).folder
 
 
 @pytest.mark.parametrize("name", ["state", "node_key"])

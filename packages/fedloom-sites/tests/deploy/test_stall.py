@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import ProcessError, Processes
@@ -27,7 +27,9 @@ MOMENT = 10.0
 def three(experiment, tmp_path_factory):
     """A server that knows three sites; the first two are there."""
     folder = tmp_path_factory.mktemp("stall") / "try"
-    write(plan(experiment("fedavg", rounds=ROUNDS, evaluate={"every": ROUNDS}), 3), folder, Location(quorum=3))
+    write_directory(
+        plan(experiment("fedavg", rounds=ROUNDS, evaluate={"every": ROUNDS}), 3), folder, Location(quorum=3)
+    )
     with Processes() as processes:
         here = Loopback(folder, processes)
         here.start_server()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import ConfigError, Stop
 from fedloom.lab.cli import app
-from fedloom.lab.report.page import write
+from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage.locks import lock
@@ -113,7 +113,7 @@ def test_privacy_spent_is_that_of_the_accountant(tmp_path):
     [run] = read_runs([here.server.results])
     [spent] = [points for key, points in run.totals.items() if key.metric == "epsilon"]
     assert spent.value.tolist() == pytest.approx([epsilon(noise, t) for t in (0, 2, 3)])
-    page = write([here.server.results], tmp_path / "page.html", charts=False).read_text()
+    page = write_report([here.server.results], tmp_path / "page.html", charts=False).read_text()
     section = page[page.index('<section id="privacy"') :]
     section = section[: section.index("</section>")]
     assert "other-1-epsilon" in section  # the chart
@@ -243,7 +243,7 @@ def test_the_report_reads_results_as_a_run(tmp_path: Path):
     assert {name: site.accepted for name, site in run.summary.sites.items()} == {
         n: r["accepted"] for n, r in table.items()
     }
-    page = write([here.server.results], tmp_path / "page.html").read_text()
+    page = write_report([here.server.results], tmp_path / "page.html").read_text()
     assert 'id="sites"' in page
     assert "-1 training samples, " in page
     own = torch.tensor([r["loss"] for r in table["site-0"]["scores"]])

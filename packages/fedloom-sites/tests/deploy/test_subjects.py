@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from fedloom.data.federation import PARTS
+from fedloom.data.federation import DATA_PARTS
 from fedloom.errors import DataError
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.code import read_agreed
@@ -65,7 +65,7 @@ def test_a_site_splits_its_own_rows_by_patient(
     site = read_site(home / "site.toml")
     fed = site_federation(read_agreed(site), site)
     design = fed.data.design
-    here = {part: {*design.units[fed.indices(part, site.client).numpy()].tolist()} for part in PARTS}
+    here = {part: {*design.units[fed.indices(part, site.client).numpy()].tolist()} for part in DATA_PARTS}
     assert here["train"]
     assert here["test"]
     assert not here["train"] & here["test"]

@@ -14,8 +14,8 @@ import pytest
 from fedloom.errors import Stop
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.changes import CHANGES, Changes, reweighted
-from fedloom_sites.deploy.secure.counters import ANSWERED, NEUTRAL
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
+from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
@@ -109,13 +109,15 @@ class Federation:
         counted = kind != "scores"
         try:
             adverts = secure.write_adverts([secure.read_adverts(members[c].keys(t, nonce))[0] for c in present])
-            sealed = {c: secure.read(members[c].shares(t, nonce, adverts), shares.SEALED) for c in present}
-            inbox = {c: secure.write({p: sealed[p][c] for p in present if p != c}) for c in present}
+            sealed = {
+                c: secure.split_parts(members[c].shares(t, nonce, adverts), shares.SEALED_SHARE_BYTES) for c in present
+            }
+            inbox = {c: secure.join_parts({p: sealed[p][c] for p in present if p != c}) for c in present}
             vectors = dict[int, bytes]()
             for c in present:
                 members[c].receive(t, nonce, inbox[c], terms, weights)
                 is_neutral = c in neutral or (kind == "uploads" and members[c].stays_neutral)
-                answer = NEUTRAL if is_neutral else ANSWERED
+                answer = NEUTRAL_COUNTS if is_neutral else ANSWERED_COUNTS
                 counts = answer if counted and any(weights[c]) else (0, 0) if counted else ()
                 vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
         except Broken as error:
@@ -124,12 +126,15 @@ class Federation:
         told = set[int]()
         signed = {c: vectors[c][:64] for c in arrived}
         if {*arrived} != {*present}:
-            listed = secure.write(dict.fromkeys(sorted(arrived), b""))
+            listed = secure.join_parts(dict.fromkeys(sorted(arrived), b""))
             signed = {c: self._ask(lambda c=c: members[c].agree(t, nonce, listed)) or bytes(64) for c in arrived}
-        message = secure.write(signed)
+        message = secure.join_parts(signed)
         shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived} if counted else {}
         answers = {c: one for c, one in shown.items() if one}
-        sent = [secure.write({c: vectors[c][-counters.WIDTH :] for c in arrived}), secure.write(answers)]
+        sent = [
+            secure.join_parts({c: vectors[c][-counters.COUNTERS_BYTES :] for c in arrived}),
+            secure.join_parts(answers),
+        ]
         if counted and len(answers) >= THRESHOLD:
             self._keep("counters", arrived)
         for c in arrived:
@@ -179,7 +184,7 @@ KINDS = ("uploads", "uploads", "scores", "cox")
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("changes", [0, CHANGES])
+@pytest.mark.parametrize("changes", [0, MAX_CHANGES])
 def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_path: Path) -> None:
     """50 random rounds in two experiments: sites drop out, join late, have no samples, and answer neutrally.
 
@@ -242,7 +247,7 @@ def test_a_site_that_turns_neutral_too_often_stays_neutral(tmp_path: Path) -> No
         assert fed.sum("uploads", range(5), range(5), [4] if t % 2 else [])
     record = read_checked(fed.settings[4].memory_folder / "opened.json")
     assert record is not None
-    assert (record["neutral"], record["turns"]) == (True, CHANGES - 1)
+    assert (record["neutral"], record["turns"]) == (True, MAX_CHANGES - 1)
     assert all(not (read_checked(s.memory_folder / "opened.json") or {})["turns"] for s in fed.settings[:4])
     with_it = [("uploads", 4) in row for row in fed.rows if ("uploads", 0) in row]
     assert with_it == [True, False, True, *[False] * 9]

@@ -18,7 +18,7 @@ from fedloom.rows.layout import Layout
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import read_site
 from fedloom_sites.deploy.site.local_data import site_federation
-from fedloom_sites.deploy.site.models import export, figures, module_of, owned, used
+from fedloom_sites.deploy.site.models import export_state_dict, module_of, owned, score_site_model, used
 from fedloom_sites.deploy.site.state import SiteState
 
 
@@ -65,7 +65,7 @@ def kept(ready):
     """A deployment whose site-1 has a model after round 7."""
     site = read_site(ready / "sites" / "site-1" / "site.toml")
     module = read(site.experiment).common.model.build(site.samples.shape, site.samples.outputs, 3)
-    layout = Layout.of(module)
+    layout = Layout.create(module)
     row = torch.arange(layout.d, dtype=torch.float32) / layout.d
     SiteState(site.state, site.fingerprint, site.client).keep_model(row, layout.header(), 7, "personal")
     return ready, row, module
@@ -77,9 +77,9 @@ def test_a_sites_model_is_found_loaded_and_exported(kept, tmp_path):
     assert owned(folder / "sites" / "site-1") == [one]
     assert owned(folder / "sites" / "site-2") == []
     assert (one.site.site, one.model.round, one.model.kind) == ("site-1", 7, "personal")
-    assert torch.equal(Layout.of(module).vector(module_of(one)), row)
-    module.load_state_dict(load_file(export(one, tmp_path / "out")))
-    assert torch.equal(Layout.of(module).vector(module), row)
+    assert torch.equal(Layout.create(module).vector(module_of(one)), row)
+    module.load_state_dict(load_file(export_state_dict(one, tmp_path / "out")))
+    assert torch.equal(Layout.create(module).vector(module), row)
 
 
 def test_a_sites_model_is_scored_on_its_own_test_part(kept):
@@ -89,7 +89,7 @@ def test_a_sites_model_is_scored_on_its_own_test_part(kept):
     index = fed.indices("test", 1)
     hits = module_of(one)(fed.fetch(index)).argmax(1) == fed.targets(index)
     assert len(index) > 5
-    assert figures(one)["accuracy"] == pytest.approx(hits.double().mean().item())
+    assert score_site_model(one)["accuracy"] == pytest.approx(hits.double().mean().item())
 
 
 def test_a_model_of_another_experiment_is_not_shown(kept):
@@ -124,7 +124,11 @@ def test_the_command(kept, tmp_path):
         owned(tmp_path)
 
 
-USES = {"figures": lambda one: figures(one), "module_of": module_of, "used": lambda one: used(one.site.state.parent)}
+USES = {
+    "figures": lambda one: score_site_model(one),
+    "module_of": module_of,
+    "used": lambda one: used(one.site.state.parent),
+}
 
 
 @pytest.mark.parametrize("use", USES)

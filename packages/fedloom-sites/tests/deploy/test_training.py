@@ -13,16 +13,16 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.lab.experiment import read
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback, run_all
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.secure import integers
-from fedloom_sites.deploy.server.run import FINISHED, serve
+from fedloom_sites.deploy.server.run import FINISHED_HINT, serve
 from fedloom_sites.deploy.settings import read_server, read_site, text_of
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.models import figures, owned
+from fedloom_sites.deploy.site.models import owned, score_site_model
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
@@ -38,7 +38,7 @@ def deployment(experiment, method, folder, rounds=2):
     made = experiment(
         method, rounds=rounds, partition={"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 60}, **tables
     )
-    write(plan(made, 3), folder, Location(quorum=3))
+    write_directory(plan(made, 3), folder, Location(quorum=3))
     return folder
 
 
@@ -104,11 +104,11 @@ def test_a_real_network_gives_what_a_simulation_gives(network, experiment, metho
     assert {row["site"] for row in table} == {"site-0", "site-1", "site-2"}
     for one in found:
         row = next(r for r in table if (r["site"], r["model"]) == (one.site.site, kind))
-        assert figures(one)["accuracy"] == pytest.approx(row["accuracy"], abs=1e-6)
+        assert score_site_model(one)["accuracy"] == pytest.approx(row["accuracy"], abs=1e-6)
     files = [network.server.results / "metrics.parquet", network.server.audit, *(one.model.path for one in found)]
     before = [file.read_bytes() for file in files]
     run_all(folder, lines.append)  # every round is there already: nothing starts, and nothing is written
-    assert lines[-1] == FINISHED
+    assert lines[-1] == FINISHED_HINT
     assert [file.read_bytes() for file in files] == before
 
 
@@ -117,7 +117,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     engine = {"dtype": "float64", "oracle": "looped"}
     made = experiment("flame", rounds=2, clients=4, evaluate={"every": 2}, engine=engine)
     folder = tmp_path / "try"
-    write(plan(made, 4, secure_aggregation=True), folder, Location(quorum=3))
+    write_directory(plan(made, 4, secure_aggregation=True), folder, Location(quorum=3))
     file = folder / "server" / "server.toml"
     file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
     said, killed = [], []
@@ -141,7 +141,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     assert (row["round"], row["sites"]) == (2, 3)
 
     plain = tmp_path / "plain"
-    write(plan(made, 4), plain, Location(quorum=3))
+    write_directory(plan(made, 4), plain, Location(quorum=3))
     outside_flower()
     clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(4)]
 
@@ -152,7 +152,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
     grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
     assert serve(grid, server, lambda _: None) is Stop.DONE
-    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
     theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
     torch.testing.assert_close(mine, theirs, **close)
     for a, b in zip(owned(folder)[:3], owned(plain), strict=False):

@@ -20,7 +20,16 @@ from fedloom.errors import ConfigError, Stop
 from fedloom.storage.locks import hold
 from fedloom_sites.deploy.settings import text_of
 from fedloom_sites.deploy.site import handover
-from fedloom_sites.deploy.site.handover import LOCK, LOG, MAGIC, NoAnswer, folder_of, hand_over, key_of, place
+from fedloom_sites.deploy.site.handover import (
+    HANDOVER_MAGIC,
+    SITE_LOG_FILE,
+    SOCKET_LOCK_FILE,
+    NoAnswer,
+    hand_over,
+    key_of,
+    place,
+    state_folder,
+)
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
 
@@ -123,7 +132,7 @@ def test_the_same_bits_from_one_process_per_site_also_after_kills(tmp_path, owne
 
 def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started_anew(tmp_path, owner, monkeypatch):
     """At once: in a small part of what it may take, here an hour."""
-    monkeypatch.setattr(handover, "PATIENCE", 3600.0)
+    monkeypatch.setattr(handover, "START_SECONDS", 3600.0)
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
@@ -136,16 +145,16 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
         assert head(asked.result(600))["status"] == "ok"
     [second] = processes(file)
     assert second != first
-    spare = place(folder_of(file)).with_name("taker.sock")  # on the disk where it will lie
+    spare = place(state_folder(file)).with_name("taker.sock")  # on the disk where it will lie
     listener = _taker(spare, key_of(file))
     os.kill(second, signal.SIGKILL)
     assert gone(second)
-    place(folder_of(file)).unlink()
-    spare.rename(place(folder_of(file)))
+    place(state_folder(file)).unlink()
+    spare.rename(place(state_folder(file)))
     start = time.monotonic()
     with pytest.raises(NoAnswer, match="ended before it answered"):
         hand_over(file, content, owner.pid)
-    assert time.monotonic() - start < handover.PATIENCE / 30
+    assert time.monotonic() - start < handover.START_SECONDS / 30
     listener.result()
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     [third] = processes(file)
@@ -160,7 +169,7 @@ def _taker(path, key):
 
     def take():
         line, _ = listener.accept()
-        assert line.recv(len(MAGIC) + len(key)) == MAGIC + key
+        assert line.recv(len(HANDOVER_MAGIC) + len(key)) == HANDOVER_MAGIC + key
         line.sendall(handover.SAME_SITE)
         line.recv(8)
         line.close()
@@ -184,7 +193,7 @@ def test_messages_that_race_get_one_process(tmp_path, owner):
         one.stdin.close()
     assert [one.wait(600) for one in racing] == [0] * 4
     assert len(processes(file)) == 1
-    assert (folder_of(file) / LOG).read_text() == ""
+    assert (state_folder(file) / SITE_LOG_FILE).read_text() == ""
 
 
 def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
@@ -199,8 +208,8 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
     owner.kill()
     owner.wait()
     assert gone(second)
-    with open(folder_of(file) / LOCK) as lock:
-        assert waited(lambda: hold(lock.fileno(), folder_of(file) / LOCK))
+    with open(state_folder(file) / SOCKET_LOCK_FILE) as lock:
+        assert waited(lambda: hold(lock.fileno(), state_folder(file) / SOCKET_LOCK_FILE))
 
 
 def test_another_version_has_another_key(tmp_path, monkeypatch):
@@ -278,16 +287,21 @@ def test_only_whole_messages_within_the_limit_from_this_user(tmp_path, owner, mo
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     hand_over(file, content, owner.pid)
-    path = place(folder_of(file))
+    path = place(state_folder(file))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    for sent in (b"", b"nonsense" * 8, MAGIC + key_of(file)[:5], MAGIC + key_of(file) + (99).to_bytes(8, "big") + b"x"):
+    for sent in (
+        b"",
+        b"nonsense" * 8,
+        HANDOVER_MAGIC + key_of(file)[:5],
+        HANDOVER_MAGIC + key_of(file) + (99).to_bytes(8, "big") + b"x",
+    ):
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(str(path))
             line.sendall(sent)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
-        line.sendall(MAGIC + key_of(file) + (1 << 62).to_bytes(8, "big"))
-        assert handover.receive(line, 2) == handover.SAME_SITE + handover.ERROR
+        line.sendall(HANDOVER_MAGIC + key_of(file) + (1 << 62).to_bytes(8, "big"))
+        assert handover.receive(line, 2) == handover.SAME_SITE + handover.ERROR_REPLY
         assert b"at most" in handover.receive_sized(line)
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     assert len(processes(file)) == 1
@@ -333,10 +347,10 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     file.write_text("no_such_setting = 1\n" + file.read_text())
-    monkeypatch.setattr(handover, "PATIENCE", 1.0)
-    with pytest.raises(NoAnswer, match=LOG):
+    monkeypatch.setattr(handover, "START_SECONDS", 1.0)
+    with pytest.raises(NoAnswer, match=SITE_LOG_FILE):
         hand_over(file, content, owner.pid)
-    assert waited(lambda: "no_such_setting" in (folder_of(file) / LOG).read_text())
+    assert waited(lambda: "no_such_setting" in (state_folder(file) / SITE_LOG_FILE).read_text())
 
 
 def test_a_message_names_the_process_that_all_of_a_site_end_with(monkeypatch):
@@ -345,5 +359,5 @@ def test_a_message_names_the_process_that_all_of_a_site_end_with(monkeypatch):
     assert handover._owner() == os.getpid()
     monkeypatch.setattr(os, "getppid", lambda: 77)
     assert handover._owner() == 77
-    monkeypatch.setenv(handover.OWNER, "1")  # in a container it is the first process itself
+    monkeypatch.setenv(handover.OWNER_VARIABLE, "1")  # in a container it is the first process itself
     assert handover._owner() == 1

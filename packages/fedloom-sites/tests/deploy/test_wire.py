@@ -17,7 +17,7 @@ from flwr.app.message.arraychunk import ArrayChunk
 from safetensors.torch import load_file
 
 from fedloom_sites.deploy.ops.commands import command
-from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
@@ -56,7 +56,7 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     goes on with the other two sites, and takes the victim's reply in round 3.
     """
     folder = tmp_path / "try"
-    write(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2))
+    write_directory(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2))
     with Processes() as processes, ExitStack() as stack:
         here, sites, nodes, clients = joined(folder, processes, stack)
         liar_as_victim = Client(sites[VICTIM].model_copy(update={"state": tmp_path / "liar"}))
@@ -152,7 +152,7 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
     After round 1, which is honest, the server's processes idle at what they have; the peak is 300 MB more at most.
     """
     folder, kinds = tmp_path / "try", {}
-    write(plan(experiment("fedavg", rounds=3, clients=5, weights="uniform"), 5), folder, Location(quorum=2))
+    write_directory(plan(experiment("fedavg", rounds=3, clients=5, weights="uniform"), 5), folder, Location(quorum=2))
     settings = folder / "server" / "server.toml"
     settings.write_text(text_of(read_server(settings).with_(deadline=150.0, patience=20.0)))
     peak = Peak()

@@ -32,7 +32,7 @@ from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, LayoutError, RunStopped
 from fedloom_sites.flower import documents
-from fedloom_sites.flower.records import HEAD
+from fedloom_sites.flower.records import VALUES_RECORD
 from tests.deploy.grid import outside_flower
 from tests.flower.app import App
 
@@ -197,7 +197,7 @@ def test_the_loss_of_one_full_step_is_that_of_torch() -> None:
 
 def lost(node: int, rounds: tuple[int, ...]) -> Any:
     def fault(at: int, message: Message, reply: Message) -> Message | None:
-        kind, t = message.metadata.message_type, message.content.get(HEAD, {}).get("round")
+        kind, t = message.metadata.message_type, message.content.get(VALUES_RECORD, {}).get("round")
         return None if at == node and kind == "train" and t in rounds else reply
 
     return fault
@@ -236,7 +236,7 @@ def test_a_node_that_lost_its_state_says_so_and_begins_anew(capsys: pytest.Captu
     app = App(local, 3)
 
     def fault(node: int, message: Message, reply: Message) -> Message:
-        if node == 102 and message.metadata.message_type == "train" and message.content[HEAD]["round"] == 2:
+        if node == 102 and message.metadata.message_type == "train" and message.content[VALUES_RECORD]["round"] == 2:
             app.restart(102, local, forget=True)
         return reply
 
@@ -254,10 +254,18 @@ BENT: dict[str, Any] = {
     "not finite": lambda content: content.__setitem__(
         "up", ArrayRecord({k: v * float("nan") for k, v in content["up"].to_torch_state_dict().items()})
     ),
-    "another round": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "round": 99})),
-    "another client": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "client": 0})),
-    "another release": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "release": "0"})),
-    "impossible work": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "work": [-1, 0, 0]})),
+    "another round": lambda content: content.__setitem__(
+        VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "round": 99})
+    ),
+    "another client": lambda content: content.__setitem__(
+        VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "client": 0})
+    ),
+    "another release": lambda content: content.__setitem__(
+        VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "release": "0"})
+    ),
+    "impossible work": lambda content: content.__setitem__(
+        VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "work": [-1, 0, 0]})
+    ),
     "nothing": lambda content: [content.pop(name) for name in list(content)],
 }
 
@@ -420,7 +428,7 @@ def test_a_strategy_scores_the_parts_and_clients_that_it_names() -> None:
 
 
 def _trains(message: Message, t: int) -> bool:
-    return message.metadata.message_type == "train" and message.content[HEAD]["round"] == t
+    return message.metadata.message_type == "train" and message.content[VALUES_RECORD]["round"] == t
 
 
 def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -573,7 +581,7 @@ def test_a_strategy_of_flower_has_its_like(name: str) -> None:
             ff.Strategy("fedavg", Net(), **{option: 1})
 
 
-@pytest.mark.parametrize("cure", documents.CURES["strategies"].values())
+@pytest.mark.parametrize("cure", documents.REPLACEMENT_HINTS["strategies"].values())
 def test_what_is_named_in_the_place_of_a_strategy_is_one(cure: str) -> None:
     call = ast.parse(cure.replace("...", "1.0"), mode="eval").body
     assert isinstance(call, ast.Call)
@@ -794,8 +802,8 @@ def test_a_round_that_every_node_refuses_ends_the_run() -> None:
     """Asking again cannot help: the initial arrays are no result."""
 
     def fault(node: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and message.content[HEAD]["round"] >= 2:
-            reply.content[HEAD] = ConfigRecord({**reply.content[HEAD], "error": "the loss is a sum"})
+        if message.metadata.message_type == "train" and message.content[VALUES_RECORD]["round"] >= 2:
+            reply.content[VALUES_RECORD] = ConfigRecord({**reply.content[VALUES_RECORD], "error": "the loss is a sum"})
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)

@@ -19,7 +19,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from fedloom_sites.deploy.ops.commands import PROGRAMS, environment
+from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, environment
 from fedloom_sites.deploy.ops.processes import Process, Processes, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
@@ -55,7 +55,7 @@ class Link:
                 self._await(self._start(f"node-{k}", "flower-supernode", *words), "SuperNode ID")
 
     def _start(self, name: str, program: str, *words: str) -> Process:
-        command, variables = [str(PROGRAMS / program), *words], environment(self.folder / name, threads=1)
+        command, variables = [str(PROGRAMS_FOLDER / program), *words], environment(self.folder / name, threads=1)
         return self._processes.start(name, command, variables, self.folder / f"{name}.log")
 
     def _await(self, process: Process, text: str) -> None:
@@ -134,7 +134,9 @@ recipe.execute(SimEnv(num_clients={nodes}, num_threads={nodes}, workspace_root={
 def test_the_example_runs_under_nvflare(tmp_path: Path) -> None:
     """NVFlare 2.9 starts Flower with an option that newer releases of Flower refuse."""
     pytest.importorskip("nvflare", reason="needs nvflare, in an environment of its own")
-    usage = subprocess.run([PROGRAMS / "flower-superlink", "--help"], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run(
+        [PROGRAMS_FOLDER / "flower-superlink", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     if "--serverappio-api-address" not in usage:
         pytest.skip(f"flwr {version('flwr')} cannot be started by nvflare {version('nvflare')}")
     script = NVFLARE.format(rounds=ROUNDS, nodes=NODES, app=str(FOLDER), folder=str(tmp_path / "workspace"))

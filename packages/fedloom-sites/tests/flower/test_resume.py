@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fedloom_sites.flower as ff
 from fedloom.errors import CheckpointError, ConfigError
-from fedloom_sites.flower.members import RUN
-from fedloom_sites.flower.records import HEAD
+from fedloom_sites.flower.members import RUN_FILE
+from fedloom_sites.flower.records import VALUES_RECORD
 from tests.flower.app import App
 
 CHOICES: dict[str, Any] = {"local": {"lr": 0.1, "batch_size": 4}, "engine": {"dtype": "float64"}, "wait": 0.1}
@@ -51,7 +51,7 @@ class Nodes:
         return ff.Local(net(), samples(k), testset=samples(10 + k), folder=self.folder)
 
     def fault(self, _node: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "evaluate" and message.content[HEAD]["round"] == self.dies:
+        if message.metadata.message_type == "evaluate" and message.content[VALUES_RECORD]["round"] == self.dies:
             raise Died
         return reply
 
@@ -163,11 +163,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         ff.Strategy("ditto", net(5), folder=tmp_path, **CHOICES).start(
             nodes.app.grid, ArrayRecord(net(5).state_dict()), 2
         )
-    content = json.loads((tmp_path / RUN).read_text())
+    content = json.loads((tmp_path / RUN_FILE).read_text())
     content["members"]["sizes"][1] = [5, 0, 19]
-    (tmp_path / RUN).write_text(json.dumps(content))
+    (tmp_path / RUN_FILE).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"node 101: its samples are 10/0/20 of \[4\] .* before they were 5/0/19 of"):
         nodes.start("ditto", tmp_path, 2, min_nodes=3)
-    (tmp_path / RUN).write_text("{")
+    (tmp_path / RUN_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=r"run\.json is damaged"):
         nodes.start("ditto", tmp_path, 2)

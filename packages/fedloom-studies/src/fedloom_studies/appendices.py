@@ -9,14 +9,14 @@ from pathlib import Path
 from fedloom.outputs import FileKind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
-HEADS = (b"#", b"<", b"-")
-"""How a page of Markdown that these commands write may begin: with a heading, a tag, or a head of its own."""
-DOCS, PAGES = Path("docs"), Path("studies") / "pages"
+PAGE_STARTS = (b"#", b"<", b"-")
+"""First bytes of a Markdown page that these commands write: a heading, a tag, or front matter."""
+DOCS_FOLDER, PAGES_FOLDER = Path("docs"), Path("studies") / "pages"
 """Folders of pages and of appendices in a checkout."""
 
 
 def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | bytes]]) -> None:
-    """Write a page, and its appendices into a folder beside it; those of a checkout's docs go into studies/pages.
+    """Write a page, and its appendices into a folder beside it. Those of a checkout's docs go into studies/pages.
 
     Args:
         page: the file of the page.
@@ -29,8 +29,8 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
             page, a file in the folder.
     """
     beside = page.resolve().parent
-    in_checkout = beside == DOCS.resolve() and PAGES.is_dir()
-    appendices = (PAGES.resolve() if in_checkout else beside) / folder
+    in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()
+    appendices = (PAGES_FOLDER.resolve() if in_checkout else beside) / folder
     check_page(page)
     forth, back = os.path.relpath(appendices, beside), os.path.relpath(beside, appendices)
     files = list[tuple[Path, bytes]]()
@@ -53,13 +53,13 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
 
 def check_page(page: Path) -> None:
-    """Refuse a page that must not be written, before any work; its first line is looked at when the new one is known.
+    """Refuse a page that must not be written, before any work. Its first line is looked at when the new one is known.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.
     """
     check_output_file(
-        page, FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS)
+        page, FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in PAGE_STARTS)
     )
 
 

@@ -15,14 +15,14 @@ from typing import Any
 from fedloom.errors import RunDirError, check_folder
 from fedloom.storage import hold, make_folder, release, write_atomic
 
-RECORDED = Path(__file__).parent / "results"
-"""Records that the wheel brings; a checkout has them in ``studies/results``."""
-CHECKOUT = Path("studies") / "results"
+RECORDS_FOLDER = Path(__file__).parent / "results"
+"""Records that the wheel brings. A checkout has them in ``studies/results``."""
+CHECKOUT_FOLDER = Path("studies") / "results"
 NEW_RESULTS = Path("runs") / "results"
 """Folder of the records of someone who has no checkout."""
 
 
-def folder_of(results: Path | None) -> Path:
+def choose_folder(results: Path | None) -> Path:
     """Choose the folder of records: the one that is named, else the checkout's, else ``runs/results``.
 
     ``runs/results`` begins with the records that the wheel brings.
@@ -30,14 +30,14 @@ def folder_of(results: Path | None) -> Path:
     Raises:
         RunDirError: it can be no folder.
     """
-    if results is not None or CHECKOUT.is_dir():
-        check_folder(results or CHECKOUT)
-        return results or CHECKOUT
-    if not NEW_RESULTS.is_dir() and RECORDED.is_dir():
+    if results is not None or CHECKOUT_FOLDER.is_dir():
+        check_folder(results or CHECKOUT_FOLDER)
+        return results or CHECKOUT_FOLDER
+    if not NEW_RESULTS.is_dir() and RECORDS_FOLDER.is_dir():
         draft = NEW_RESULTS.with_name(f".{NEW_RESULTS.name}.{secrets.token_hex(4)}")
         try:
             make_folder(draft)
-            for file in RECORDED.iterdir():
+            for file in RECORDS_FOLDER.iterdir():
                 write_atomic(draft / file.name, file.read_bytes())
             with suppress(OSError):  # another process was the first
                 draft.rename(NEW_RESULTS)
@@ -47,10 +47,10 @@ def folder_of(results: Path | None) -> Path:
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a file, each a new dictionary; a record that was merged twice comes twice, in order.
+    """Read the records of a file, each a new dictionary. A record that was merged twice comes twice, in order.
 
     Raises:
-        RunDirError: a line is not a record; names the file and the line.
+        RunDirError: a line is not a record. Names the file and the line.
     """
     try:
         state = file.stat()
@@ -64,7 +64,7 @@ def records(file: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _parsed(file: Path, *_state: int) -> list[Any]:
-    """The lines of a file in this state, parsed."""
+    """Parse the lines of a file in its current state."""
     lines = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
@@ -75,7 +75,7 @@ def _parsed(file: Path, *_state: int) -> list[Any]:
 
 
 def read_document(file: Path, kind: type, cure: str = "delete it and run it again") -> dict[str, Any]:
-    """Read a file of one dictionary, whose values are of a kind; it is empty where there is no file.
+    """Read a file of one dictionary with values of one kind. Return {} without a file.
 
     Raises:
         RunDirError: the file is damaged.
@@ -92,21 +92,21 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
 
 
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
-    """The error of a line that cannot be used."""
+    """Build the error for a line that cannot be used."""
     return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
-    """Write a record in the place of the one with the same fields ``key``; lines are sorted by these fields."""
+    """Write a record in the place of the one with the same fields ``key``. Lines are sorted by these fields."""
     make_folder(file.parent)
-    with alone(file.parent):
+    with lock_folder(file.parent):
         by_key = {tuple(r.get(k, "") for k in key): r for r in records(file)}
         by_key[tuple(record[k] for k in key)] = dict(record)
         write_atomic(file, "".join(json.dumps(r) + "\n" for _, r in sorted(by_key.items())).encode())
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process, or thread, changes what it has read in a folder.
 
     Raises:

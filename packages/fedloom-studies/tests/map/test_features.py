@@ -37,7 +37,7 @@ def test_an_image_without_contrast_has_the_features_of_a_patch_of_zeros() -> Non
 def test_an_image_has_the_same_features_in_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted, whole = encoder(), images(7)
     together = fitted(whole)
-    monkeypatch.setattr(features, "BLOCK", 2)
+    monkeypatch.setattr(features, "BLOCK_IMAGES", 2)
     torch.testing.assert_close(fitted(whole), together, atol=1e-6, rtol=1e-5)
 
 
@@ -60,7 +60,7 @@ def test_patches_are_normalised_and_whitened_by_numpy_s_formulas() -> None:
 def test_the_data_have_the_official_test_images_and_their_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "IMAGES", 8)
+    monkeypatch.setattr(features, "FITTED_IMAGES", 8)
     random = np.random.default_rng(0)
     for folder, file, label_bytes, n in (
         ("cifar-10-batches-bin", "data_batch_1.bin", 1, 6),
@@ -72,7 +72,7 @@ def test_the_data_have_the_official_test_images_and_their_classes(
         rows[:, :label_bytes] = np.arange(n)[:, None] % 10
         (tmp_path / folder / file).write_bytes(rows.tobytes())
     data = Cifar10Features().load(tmp_path)
-    assert data.x.shape == (9, 8 * features.PATCHES)
+    assert data.x.shape == (9, 8 * features.PATCH_COUNT)
     assert data.y.tolist() == list(range(9))
     assert data.x.isfinite().all()
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").unlink()

@@ -32,27 +32,35 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
-from fedloom.lab.experiment.cards import METHODS
+from fedloom.lab.experiment.cards import COUNTED_METHODS
 from fedloom.lab.report import MODERATED_LEVEL, prior_of
-from fedloom.lab.tune import with_params
+from fedloom.lab.tune import replace_params
 from fedloom_studies.map import references
 from fedloom_studies.map.budget import GradientBudget
 from fedloom_studies.map.equal import changes_in_words, compare
-from fedloom_studies.map.judge import POWER, WANTED, SetupVerdict, groups, judge, overall, ranked
+from fedloom_studies.map.judge import (
+    DETECTABLE_GAIN,
+    DETECTION_PROBABILITY,
+    SetupVerdict,
+    groups,
+    judge,
+    overall,
+    ranked,
+)
 from fedloom_studies.map.measure import due, estimates
 from fedloom_studies.map.page import pages, tabled
 from fedloom_studies.map.records import (
-    DONE,
-    FAILED,
+    DONE_STATUS,
+    FAILED_STATUS,
     NOT_APPLICABLE,
-    REUSED,
+    REUSED_STATUS,
     CellRecord,
     Series,
-    read,
-    with_reused,
-    write,
+    fill_reused,
+    read_records,
+    record_cell,
 )
-from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of, setups
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, setups
 from fedloom_studies.map.statements import advice, recommended, sentences
 from tests import commands, recomputed
 
@@ -140,7 +148,7 @@ def record(setup: Setup, method: str, means: list[float], **more: object) -> Cel
         )
         for seed, mean in enumerate(means)
     }
-    made = CellRecord(setup.name, method, "rounds", "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
+    made = CellRecord(setup.name, method, "rounds", "p", "s", {}, DONE_STATUS, "", 1.0, "2026-01-01", "c", "m",
                   metric="accuracy", model="global", seeds=seeds)  # fmt: skip
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -182,7 +190,7 @@ def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
     setup = FULL["iid"]
     costly = record(setup, "ditto", [0.8] * 5)
     costly = replace(costly, seeds={s: one._replace(gradients=[0.0, 800.0, 1600.0]) for s, one in costly.seeds.items()})
-    known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in MARKS[:2]}}
+    known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}}
     found = judge(setup, known).of("ditto")
     assert found is not None
     assert found.figures["mean_at_fedavg_work"].mean == pytest.approx(0.72)
@@ -208,7 +216,7 @@ def test_fewer_seeds_than_five_decide_nothing() -> None:
 
 def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> None:
     setup = FULL["iid"]
-    marks = {("iid", m): record(setup, m, [0.5, 0.51, 0.52, 0.5, 0.51]) for m in MARKS[:2]}
+    marks = {("iid", m): record(setup, m, [0.5, 0.51, 0.52, 0.5, 0.51]) for m in REFERENCE_METHODS[:2]}
     ditto = record(setup, "ditto", [0.8, 0.82, 0.81, 0.8, 0.83])
     for again, confirmed in (({}, None), (ditto.seeds, True)):
         both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
@@ -326,9 +334,9 @@ def test_the_planned_seeds_show_the_gain_with_its_probability() -> None:
     assert prior is not None
     degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))
     error = np.sqrt(s2 / n * rng.chisquare(degrees, 40_000) / degrees)
-    shown = np.abs(rng.normal(WANTED, math.sqrt(s2 / n), 40_000)) / error
+    shown = np.abs(rng.normal(DETECTABLE_GAIN, math.sqrt(s2 / n), 40_000)) / error
     power = (shown >= stats.t.isf(MODERATED_LEVEL / members / 2, degrees)).mean()
-    assert POWER - 0.01 <= power <= POWER + 0.15  # whole seeds
+    assert DETECTION_PROBABILITY - 0.01 <= power <= DETECTION_PROBABILITY + 0.15  # whole seeds
 
 
 class Recomputed:
@@ -462,13 +470,13 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
     tuned = [
         {r["method"] for r in rows if r["setup"] == name and r["mean"] is not None} for name in run if FULL[name].ranks
     ]
-    assert [int(ranked_[1]), int(ranked_[2])] == [len({*METHODS}.intersection(*tuned)), len(tuned)]
+    assert [int(ranked_[1]), int(ranked_[2])] == [len({*COUNTED_METHODS}.intersection(*tuned)), len(tuned)]
 
 
 @pytest.mark.parametrize("draw", range(6))
 def test_sentences_are_those_of_scipy_and_statsmodels_on_any_records(draw: int) -> None:
     rng, setup = np.random.default_rng(draw), FULL["labels"]
-    names = ["local", "fedavg", "centralized", *[m for m in REGISTRY if m not in MARKS][:12]]
+    names = ["local", "fedavg", "centralized", *[m for m in REGISTRY if m not in REFERENCE_METHODS][:12]]
     centres, common = rng.uniform(0.55, 0.85, len(names)), rng.normal(0, 0.03, 5)
     cells = {
         (setup.name, m): record(setup, m, (centre + common + rng.normal(0, 0.02, 5)).tolist())
@@ -506,7 +514,7 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
-    setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in MARKS[:2]}
+    setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}
     records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE, reason="no norms", seeds={})
     files = dict(pages({"iid": setup}, records))
     table = pq.read_table(_file(tmp_path, files["map.parquet"]))
@@ -569,7 +577,7 @@ def test_sections_of_equal_gradients_in_the_repository_state_what_their_rows_giv
         text = (ROOT / "studies" / "pages" / "map" / f"{name}.md").read_text().split("## At equal gradients")[1]
         checked_change(text, before, after)
         if name not in lines:
-            assert not {*MARKS[:2]} <= {row["method"] for row in after if row["mean"] is not None}
+            assert not {*REFERENCE_METHODS[:2]} <= {row["method"] for row in after if row["mean"] is not None}
             continue
         checked(text, after)
         fresh, change = Recomputed(after), RecomputedChange(before, after)
@@ -584,7 +592,7 @@ def test_sections_of_equal_gradients_in_the_repository_state_what_their_rows_giv
 
 def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg() -> None:
     budgets = {(r["setup"], r["seed"]): r["gradients"] for r in recorded_rows() if r["method"] == "fedavg"}
-    records = read(ROOT / "studies" / "results" / "map-full.jsonl", "gradients")
+    records = read_records(ROOT / "studies" / "results" / "map-full.jsonl", "gradients")
     dearer = set()
     for (setup, method), cell in records.items():
         for seed, series in cell.seeds.items():  # a first round that takes more than all is the least that there is
@@ -617,7 +625,7 @@ def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_re
             first["labels", m] = replace(first["labels", m], seeds=dear)
         other = (np.array(means) + rng.choice([0.0, -0.1, 0.05]) + rng.normal(0, 0.01, 5)).tolist()
         again = record(setup, m, other, protocol="gradients")
-        alike = record(setup, m, [], protocol="gradients", status=REUSED, reason="the same runs", seeds={})
+        alike = record(setup, m, [], protocol="gradients", status=REUSED_STATUS, reason="the same runs", seeds={})
         second["labels", m] = alike if m in ("fedavg", "local") else again
     both = compare(judge(setup, first), first, second)
     before, after = tabled([both.rounds]).to_pylist(), tabled([both.gradients]).to_pylist()
@@ -633,17 +641,19 @@ def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_re
 def test_what_is_reused_follows_the_record_at_equal_rounds_and_is_left_out_without_it() -> None:
     setup = FULL["iid"]
     reused = {
-        ("iid", "fedavg"): record(setup, "fedavg", [], protocol="gradients", status=REUSED, seeds={}, minutes=0.1)
+        ("iid", "fedavg"): record(
+            setup, "fedavg", [], protocol="gradients", status=REUSED_STATUS, seeds={}, minutes=0.1
+        )
     }
     first = {("iid", "fedavg"): record(setup, "fedavg", [0.7] * 5)}
-    whole = with_reused(reused, first)["iid", "fedavg"]
+    whole = fill_reused(reused, first)["iid", "fedavg"]
     assert (whole.status, whole.protocol, whole.minutes, whole.seeds) == (
-        DONE,
+        DONE_STATUS,
         "gradients",
         0.1,
         first["iid", "fedavg"].seeds,
     )
-    assert with_reused(reused, {}) == {}
+    assert fill_reused(reused, {}) == {}
     assert (
         "Not run: every method. Command: `fedloom map --protocol gradients --setup iid`"
         in dict(pages({"iid": setup}, first))["iid.md"]
@@ -654,8 +664,12 @@ def test_runs_of_equal_gradients_have_the_rounds_of_their_budget_and_equal_runs_
     words = ("--setup", "iid", "--method", "perfedavg")
     called(*words)
     called(*words, "--protocol", "gradients")
-    first, second = read(RECORDS), read(RECORDS, "gradients")
-    assert {m: r.status for (_, m), r in second.items()} == {"local": REUSED, "fedavg": REUSED, "perfedavg": DONE}
+    first, second = read_records(RECORDS), read_records(RECORDS, "gradients")
+    assert {m: r.status for (_, m), r in second.items()} == {
+        "local": REUSED_STATUS,
+        "fedavg": REUSED_STATUS,
+        "perfedavg": DONE_STATUS,
+    }
     assert len(second["iid", "perfedavg"].trials) == 2
     rounds = [cells["iid", "perfedavg"].seeds["0"].rounds[-1] for cells in (first, second)]
     assert rounds == [2, 1]  # a round takes four times the gradients of FedAvg's
@@ -673,7 +687,7 @@ def test_the_rounds_that_a_budget_buys_bring_the_gradients_nearest_to_those_of_f
     cell = Cell(setup, "fedavg-ft", protocol="gradients")
     samples = {}
     for rounds in (budget.rounds(cell, {"epochs": 2}, 0), 3, 5):
-        document = with_params({**cell.document, "seeds": [0]}, 0, {"epochs": 2}, rounds=rounds)
+        document = replace_params({**cell.document, "seeds": [0]}, 0, {"epochs": 2}, rounds=rounds)
         plan = parse(document)
         (run,) = [simulate(plan.methods[0].setting.with_(rounds=rounds), plan.partition(plan.source.read(None), 0))]
         samples[rounds] = float(run.state.records.last("", "", "samples_backward")[0])
@@ -699,7 +713,7 @@ def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_cli
     document = {**FULL["hospitals"].document, **small}
     setup = replace(FULL["hospitals"], name="small", document=document, seeds=(3,))
     fitted = {record.method: record for record in references.measure(setup, None)}
-    assert list(fitted) == [name for name, *_ in references.names()]
+    assert list(fitted) == [name for name, *_ in references.reference_names()]
     plan = parse({**document, "method": [{"algorithm": "fedavg"}]})
     fed = plan.partition(plan.source.read(None), 3)
     x, y = fed.data.x.flatten(1).numpy() / 16, fed.data.y.numpy()
@@ -718,7 +732,7 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     means = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     records = {("hospitals", m): record(setup, m, mean) for m, mean in means.items()}
     assert "Reference models: not run" in dict(pages({"hospitals": setup}, records))["hospitals.md"]
-    names = [name for name, *_ in references.names()]
+    names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
     assert "client alone, which is random forest, per client" in page
@@ -761,14 +775,14 @@ SOME = ("fedbn", "flame")
 def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
     words = [word for method in methods for word in ("--method", method)]
     called(*words)
-    found = read(RECORDS)
-    wanted = {*methods, *MARKS[:2]} if methods else REGISTRY.keys()
+    found = read_records(RECORDS)
+    wanted = {*methods, *REFERENCE_METHODS[:2]} if methods else REGISTRY.keys()
     assert found.keys() == {(setup, method) for setup in SMOKE for method in wanted}
     refused = {key for key, r in found.items() if r.status == NOT_APPLICABLE}
     assert refused == {("iid", "fedbn"), ("labels", "fedbn")}
     for key in found.keys() - refused:
         r = found[key]
-        assert (r.status, r.reason) == (DONE, "")
+        assert (r.status, r.reason) == (DONE_STATUS, "")
         assert len(r.trials) == 2
         assert r.seeds.keys() == {"0"}
         assert len(r.seeds["0"].clients) == 20
@@ -782,7 +796,7 @@ def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
 def recorded(place: str, run: Callable[..., object], *words: str) -> dict[tuple[str, str], Any]:
     """Records of three cells without their times."""
     run("--setup", "iid", "--method", "flame", "--out", f"runs/{place}", "--results", place, *words)
-    return {key: replace(r, minutes=0.0, machine="") for key, r in read(Path(place, "map-smoke.jsonl")).items()}
+    return {key: replace(r, minutes=0.0, machine="") for key, r in read_records(Path(place, "map-smoke.jsonl")).items()}
 
 
 def apart(*words: str) -> None:
@@ -812,7 +826,7 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
     Path("space.toml").write_text('"local.lr" = [0.05, 0.1]\n')
     output = called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
     assert "of 3" in output
-    found = read(RECORDS)
+    found = read_records(RECORDS)
     assert found.keys() == {("iid", m) for m in ("local", "fedavg", "mine:Half")}
     assert {values["local.lr"] for values, _ in found["iid", "mine:Half"].trials} == {0.05, 0.1}
     before = RECORDS.read_bytes()
@@ -821,7 +835,7 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
     assert RECORDS.read_bytes() == before
     own(here, **{"down.x)), rows": "down.x) * 1), rows"})  # other code, the same figures: a seed confirms the record
     called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
-    confirmed = read(RECORDS)["iid", "mine:Half"]
+    confirmed = read_records(RECORDS)["iid", "mine:Half"]
     assert confirmed == replace(found["iid", "mine:Half"], source=confirmed.source)
     assert confirmed.source != found["iid", "mine:Half"].source
     before = RECORDS.read_bytes()
@@ -839,10 +853,10 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
 def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Path) -> None:
     own(here, "1e30")
     called("--method", "mine:Half", "--method", "mine:Refuses", "--setup", "iid")
-    found = read(RECORDS)
-    assert found["iid", "mine:Half"].status == FAILED
+    found = read_records(RECORDS)
+    assert found["iid", "mine:Half"].status == FAILED_STATUS
     assert "no trial completed" in found["iid", "mine:Half"].reason
-    assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED)
+    assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED_STATUS)
     assert "wants no such clients" in found["iid", "mine:Refuses"].reason
     called("--page", "map.md")
     assert "- mine:Half: failed: no trial completed" in Path("map/iid.md").read_text()
@@ -878,7 +892,7 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
 def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--method", "fedprox", "--setup", "iid")
     called(*words)
-    whole = read(RECORDS)
+    whole = read_records(RECORDS)
     shutil.rmtree("runs")
     commands.reading_takes_a_second(monkeypatch)
     assert "the same command resumes" in called(*words, "--budget", "10s", code=130)
@@ -886,7 +900,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
         result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "50s"])
         if result.exit_code == 0:
             break
-    parts = read(RECORDS)
+    parts = read_records(RECORDS)
     assert parts.keys() == whole.keys()
     for key, record in parts.items():
         assert (record.chosen, record.trials, record.seeds) == (whole[key].chosen, whole[key].trials, whole[key].seeds)
@@ -896,9 +910,9 @@ def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: p
     one = {name: replace(setup, trials=1) for name, setup in setups("smoke").items()}
     monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: one)
     called("--method", "fedprox", "--method", "fedbn", "--setup", "iid")
-    found = read(RECORDS)
+    found = read_records(RECORDS)
     record = found["iid", "fedprox"]
-    assert (record.status, record.chosen, [*map(tuple, record.trials)]) == (DONE, {}, [({}, None)])
+    assert (record.status, record.chosen, [*map(tuple, record.trials)]) == (DONE_STATUS, {}, [({}, None)])
     assert found["iid", "fedbn"].status == NOT_APPLICABLE
     assert not list(Path("runs").rglob("tune-*"))
     plain = parse(Cell(one["iid"], "fedprox").document, "plain")
@@ -915,16 +929,16 @@ def test_records_of_several_machines_merge_line_by_line(here: Path) -> None:
         lines |= {x for x in Path(name, RECORDS.name).read_text().splitlines() if json.loads(x)["method"] == method}
     RECORDS.parent.mkdir(parents=True)
     RECORDS.write_text("\n".join(lines))
-    found = read(RECORDS)
+    found = read_records(RECORDS)
     assert found.keys() == {("iid", "fedavg"), ("iid", "local")}
     assert judge(SMOKE["iid"], found).reference
 
 
 def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
     called("--method", "fedavg", "--setup", "iid")
-    before = read(RECORDS)
+    before = read_records(RECORDS)
     called("--method", "fedavg", "--setup", "iid", "--again")
-    after = read(RECORDS)
+    after = read_records(RECORDS)
     for key, record in after.items():
         assert record.again.keys() == {"10"}
         assert replace(record, again={}, minutes=0) == replace(before[key], minutes=0)
@@ -934,9 +948,9 @@ def test_a_record_is_written_and_read_alike(tmp_path: Path) -> None:
     one = record(FULL["iid"], "fedavg", [0.5, 0.6], chosen={"local.lr": 0.1}, trials=[({"local.lr": 0.1}, 0.5)])
     other = record(FULL["iid"], "local", [0.5, 0.6])
     for each in (other, one, other):
-        write(each, tmp_path / "map.jsonl")
-    assert [method for _, method in read(tmp_path / "map.jsonl")] == ["fedavg", "local"]
-    found = read(tmp_path / "map.jsonl")["iid", "fedavg"]
+        record_cell(each, tmp_path / "map.jsonl")
+    assert [method for _, method in read_records(tmp_path / "map.jsonl")] == ["fedavg", "local"]
+    found = read_records(tmp_path / "map.jsonl")["iid", "fedavg"]
     assert json.loads(json.dumps(found.__dict__)) == json.loads(json.dumps(one.__dict__))
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @contextmanager
 def without_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.lab.report.write", lambda runs, out, **_: out)
+        patch.setattr("fedloom.lab.report.write_report", lambda runs, out, **_: out)
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables
 
 TINY = {
     "rounds": 4,
@@ -37,7 +37,7 @@ def tiny() -> Recipe:
 def with_claim(**claim: object) -> Recipe:
     table = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global"], **claim}
     table = {k: v for k, v in table.items() if v is not None}
-    return make_recipe("tiny", merged(TINY, {"paper": {"claims": [table]}}))
+    return make_recipe("tiny", merge_tables(TINY, {"paper": {"claims": [table]}}))
 
 
 def numbers(**by_reference: list[float]) -> dict[str, dict[str, dict[str, float | None]]]:

@@ -25,9 +25,9 @@ from fedloom.lab.experiment.events import Event, Listener
 from fedloom.lab.tune.search import space_of
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import Recipe, estimate, recipe, recipes, reproduce
-from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions, open_methods, rounds_of, search_of
-from fedloom_studies.reproduce.execute import PROTOCOL, experiment
-from fedloom_studies.reproduce.recipe import SCALES, make_recipe, merged
+from fedloom_studies.reproduce.choices import candidates, edge_keys, extensions, open_methods, rounds_of, search_of
+from fedloom_studies.reproduce.execute import PROTOCOL_FILE, experiment
+from fedloom_studies.reproduce.recipe import RECIPE_SCALES, make_recipe, merge_tables
 from tests.commands import in_a_fork
 
 ALL = recipes()
@@ -39,7 +39,7 @@ METHODS = [
 
 
 def grid(**more: Any) -> Recipe:
-    return make_recipe("tiny", merged(TINY, {"method": METHODS, "choose": {"rounds": 3}, **more}))
+    return make_recipe("tiny", merge_tables(TINY, {"method": METHODS, "choose": {"rounds": 3}, **more}))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
 def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: str) -> None:
-    for scale in SCALES:
+    for scale in RECIPE_SCALES:
         for document in ALL[name].at(scale).values():
             if not open_methods(document, {}):
                 continue
@@ -86,7 +86,7 @@ def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.Monkey
     monkeypatch.setattr(estimate, "_gradients", lambda method, _samples: float(method.algorithm != "flame"))
     runs = 4 * (4 + 2)  # clients, and rounds of fedavg and ditto per seed
     trials = 4 * (3 * 3 + 3 * 2)
-    one = merged(TINY, {"method": METHODS, "choose": {"rounds": 3}, "seeds": [3, 4], "variants": ["few"]})
+    one = merge_tables(TINY, {"method": METHODS, "choose": {"rounds": 3}, "seeds": [3, 4], "variants": ["few"]})
     assert estimate.minutes(make_recipe("tiny", one), "full") == 2 * runs + trials
 
 
@@ -229,9 +229,9 @@ def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int
     found = [method for further in extensions(document, known) for method in further["method"]]
     if 0 < place < 4:
         assert found == []
-        assert at_an_edge(**known["fedavg"]) == []
+        assert edge_keys(**known["fedavg"]) == []
     else:
-        assert at_an_edge(**known["fedavg"]) == ["local.lr"]
+        assert edge_keys(**known["fedavg"]) == ["local.lr"]
         beyond = grid[place] * 3 ** (1 if place else -1)
         assert found[0]["choose"]["local.lr"] == [pytest.approx(beyond, rel=0.005)]
 
@@ -244,7 +244,7 @@ def test_no_grid_goes_on_where_the_method_may_not() -> None:
 
 def test_a_search_is_extended_twice_at_most_and_resumes(tmp_path: Path) -> None:
     small = [{"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.0002]}}, {"algorithm": "flame", "lam": 1.0}]
-    one = make_recipe("tiny", merged(TINY, {"method": small, "choose": {"extend": 2}, "variants": ["few"]}))
+    one = make_recipe("tiny", merge_tables(TINY, {"method": small, "choose": {"extend": 2}, "variants": ["few"]}))
     done = reproduce(one, "full", tmp_path, seeds=[3])
     assert done is not None
     choice = done.choices["few"]["fedavg"]
@@ -274,7 +274,7 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
         RunDirError, match=r"variant 'few' has changed since it was run in .*few and .*choose/few; delete"
     ):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
-    (tmp_path / PROTOCOL).unlink()  # as an earlier version left the folder
+    (tmp_path / PROTOCOL_FILE).unlink()  # as an earlier version left the folder
     with pytest.raises(RunDirError, match="holds another search: tune.space.fedavg.local.lr was"):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
 
@@ -282,7 +282,7 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
 def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path) -> None:
     recipe, results, out = tiny(), tmp_path / "results", tmp_path / "out"
     reproduce(recipe, "laptop", out, results=results)
-    changed = make_recipe("tiny", merged(TINY, {"variant": {"many": {"partition": {"clients": 5}}}}))
+    changed = make_recipe("tiny", merge_tables(TINY, {"variant": {"many": {"partition": {"clients": 5}}}}))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     with pytest.raises(RunDirError, match=r"variant 'many' has changed since it was run in .*many; delete that"):
         reproduce(changed, "laptop", out, results=results, seeds=[7, 8])
@@ -294,12 +294,12 @@ def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path)
     (out / "choose" / "once").mkdir(parents=True)  # trials of the first variant are none of the second's
     shared = {"choose": {"once": True}, "variant": {"many": {"partition": {"clients": 5}}}}
     with pytest.raises(RunDirError, match=r"variant 'few' has changed .*few and .*once; delete that"):
-        reproduce(make_recipe("tiny", merged(TINY, shared)), "laptop", out, results=results)
+        reproduce(make_recipe("tiny", merge_tables(TINY, shared)), "laptop", out, results=results)
     shutil.rmtree(out / "few")
     shutil.rmtree(out / "many")
-    (out / PROTOCOL).write_text(json.dumps({"many": {"": "0123456789abcdef"}}))
-    assert reproduce(make_recipe("tiny", merged(TINY, shared)), "laptop", out, results=results) is not None
-    (out / PROTOCOL).write_text("{")
+    (out / PROTOCOL_FILE).write_text(json.dumps({"many": {"": "0123456789abcdef"}}))
+    assert reproduce(make_recipe("tiny", merge_tables(TINY, shared)), "laptop", out, results=results) is not None
+    (out / PROTOCOL_FILE).write_text("{")
     with pytest.raises(RunDirError, match=r"protocol.json is damaged"):
         reproduce(changed, "laptop", out, results=results)
 

@@ -44,7 +44,7 @@ def test_one_round_takes_no_method_to_the_optimum(
 
 def test_the_optimum_is_a_fixed_point_of_every_proximal_step(composite: Any) -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
-    layout = Layout.of(torch.nn.Linear(3, 1, bias=False))
+    layout = Layout.create(torch.nn.Linear(3, 1, bias=False))
     problem = composite.Composite(x, (x[:, :1] > 0.1).double(), L1, 0.1, layout)
     optimum = problem.optimum(0.5)
     assert all(problem.kkt(optimum, step) < 1e-8 for step in (0.1, 1.0, 3.0))

@@ -15,9 +15,9 @@ from small_recipe import TINY, tiny
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions
-from fedloom_studies.reproduce.recipe import make_recipe, merged
-from fedloom_studies.store import CHECKOUT
+from fedloom_studies.reproduce.choices import candidates, edge_keys, extensions
+from fedloom_studies.reproduce.recipe import make_recipe, merge_tables
+from fedloom_studies.store import CHECKOUT_FOLDER
 
 ALL = recipes()
 KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}
@@ -33,7 +33,7 @@ def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[fl
     }
     chosen = max(texts, key=lambda text: texts[text])
     choice = {"chosen": chosen, "values": dict(zip(KEYS, best, strict=True)), "scores": texts}
-    edges = [key for key in at_an_edge(chosen, texts) if (key, choice["values"][key]) != ("tau", 1.0)]  # tau is <= 1
+    edges = [key for key in edge_keys(chosen, texts) if (key, choice["values"][key]) != ("tau", 1.0)]  # tau is <= 1
     found = [
         text
         for further in extensions(document, {"fiaelt": choice})
@@ -49,7 +49,7 @@ def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[fl
         assert moved <= set(edges)
     first = document | {"choose": {"extend": 2}}
     old = [m["choose"] for further in extensions(first, {"fiaelt": choice}) for m in further["method"]]
-    edge = next(iter(at_an_edge(chosen, texts)), None)
+    edge = next(iter(edge_keys(chosen, texts)), None)
     assert old == [] or [key for key in KEYS if old[0][key] != KEYS[key]] == [edge]  # as recorded recipes went on
 
 
@@ -57,7 +57,7 @@ def test_all_keys_of_a_search_go_on_and_their_trials_are_counted(tmp_path: Path)
     grid = {"local.lr": [0.0001, 0.0002], "server_lr": [0.5, 0.6]}
     small = [{"algorithm": "fedavg", "choose": grid}, {"algorithm": "flame", "lam": 1.0}]
     choose = {"extend": 2, "edges": "every", "metric": "accuracy/weighted"}
-    one = make_recipe("tiny", merged(TINY, {"method": small, "choose": choose, "variants": ["few"]}))
+    one = make_recipe("tiny", merge_tables(TINY, {"method": small, "choose": choose, "variants": ["few"]}))
     done = reproduce(one, "full", tmp_path, seeds=[3])
     assert done is not None
     choice = done.choices["few"]["fedavg"]
@@ -94,7 +94,7 @@ def tried(methods: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["equitable-table2-mnist-fair", "fedacs-figure1-fair", "fiaelt-synthetic-fair"])
 def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
-    done = summaries.read(Path(__file__).parents[4] / CHECKOUT, name, "laptop")
+    done = summaries.read_summary(Path(__file__).parents[4] / CHECKOUT_FOLDER, name, "laptop")
     assert done is not None
     if done.protocol != ALL[name].protocol("laptop"):
         pytest.skip("the recipe has changed since it was run")
@@ -156,8 +156,8 @@ def test_multiples_go_on_at_their_edges_as_numbers_do() -> None:
     choice = {"chosen": "local.lr = 0.1, rho = 1x", "values": {"local.lr": 0.1, "rho": "1x"}, "scores": scores}
     grids = [m["choose"] for one in extensions(document, {"flame": choice}) for m in one["method"]]
     assert grids == [{"local.lr": [0.05], "rho": ["1x"]}, {"local.lr": [0.1, 0.05], "rho": ["2x"]}]
-    assert at_an_edge("rho = 1x", ["rho = 1x"]) == []
-    assert at_an_edge("rho = 1x", ["rho = 0.5x", "rho = 1x", "rho = 2x"]) == []
+    assert edge_keys("rho = 1x", ["rho = 1x"]) == []
+    assert edge_keys("rho = 1x", ["rho = 0.5x", "rho = 1x", "rho = 2x"]) == []
 
 
 @pytest.mark.parametrize("name", ALL)

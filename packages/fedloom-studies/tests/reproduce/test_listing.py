@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedloom import cache
-from fedloom_studies.listing import listed
+from fedloom_studies.listing import keep_listing
 from fedloom_studies.reproduce.recipe import recipes
 
 
@@ -21,7 +21,7 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
         return [["a", len(made)]]
 
     def ask(question: str = "full") -> list[object]:
-        return listed("table", question, rows, records, None)
+        return keep_listing("table", question, rows, records, None)
 
     assert ask() == ask() == [["a", 1]]
     records.mkdir()
@@ -41,13 +41,13 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
 def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedloom_studies.reproduce import estimate
     from fedloom_studies.reproduce.estimate import listing
-    from fedloom_studies.store import CHECKOUT
+    from fedloom_studies.store import CHECKOUT_FOLDER
 
     root = Path(__file__).parents[4]
     name = "fedacs-table2"
     recorded, unrecorded = (
         next(iter(listing({name: recipes()[name]}, "laptop", folder, tmp_path, estimated=True)))
-        for folder in (root / CHECKOUT, tmp_path)
+        for folder in (root / CHECKOUT_FOLDER, tmp_path)
     )
     assert recorded[:3] == unrecorded[:3]
     assert recorded[3].startswith("run, laptop scale, ")

@@ -11,7 +11,7 @@ import pytest
 from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
 from fedloom.errors import ConfigError
-from fedloom.lab.report.charts.look import INKS
+from fedloom.lab.report.charts.look import INK_COLORS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
 from fedloom_studies.reproduce import looks, papers, recipes, reproduce
@@ -19,54 +19,58 @@ from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import keep
 from fedloom_studies.reproduce.execute import verify
 from fedloom_studies.reproduce.figures import Reference
-from fedloom_studies.reproduce.judge import between, claims
-from fedloom_studies.reproduce.marks import drawn
-from fedloom_studies.reproduce.page import last, not_run, page, plot
+from fedloom_studies.reproduce.judge import claims, compare_references
+from fedloom_studies.reproduce.marks import draw_marks
+from fedloom_studies.reproduce.page import last, not_run, plot, recipe_page
 from fedloom_studies.reproduce.papers import overview, pages, sheets
-from fedloom_studies.reproduce.reasons import FOLDER
-from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
+from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
-from fedloom_studies.store import CHECKOUT
+from fedloom_studies.store import CHECKOUT_FOLDER
 
 ROOT = Path(__file__).parents[4]
 
 
 def test_a_page_says_what_was_run_and_what_was_not(finished: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     assert done is not None
-    text = page(tiny(), done)
+    text = recipe_page(tiny(), done)
     assert "| few | a |" in text
     assert f"commit {done.commit[:12]}" in text or not done.commit
     assert done.samples == {"digits": 1797}
-    assert "Not run" in page(tiny(), None)
+    assert "Not run" in recipe_page(tiny(), None)
     assert plot(tiny(), done).startswith("<svg")
     assert plot(tiny(), None) == ""
 
 
 def test_a_seed_without_a_result_changes_no_mean_of_the_work(finished: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     assert done is not None
     failed = {
         variant: {reference: by_seed | {"5": None} for reference, by_seed in of_methods.items()}
         for variant, of_methods in done.numbers.items()
     }
-    line = next(line for line in page(tiny(), done).splitlines() if line.startswith("Gradients of samples"))
-    assert line in page(tiny(), replace(done, numbers=failed)).splitlines()
+    line = next(line for line in recipe_page(tiny(), done).splitlines() if line.startswith("Gradients of samples"))
+    assert line in recipe_page(tiny(), replace(done, numbers=failed)).splitlines()
 
 
 def test_results_of_an_earlier_version_of_a_recipe_are_said_to_be_so(finished: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     now = tiny()
-    assert "earlier version" not in page(now, done)
-    assert "earlier version" in page(replace(now, document=now.document | {"rounds": 5}), done)
+    assert "earlier version" not in recipe_page(now, done)
+    assert "earlier version" in recipe_page(replace(now, document=now.document | {"rounds": 5}), done)
 
 
 def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     assert done is not None
-    assert "within" in page(tiny(), done) or "below" in page(tiny(), done) or "above" in page(tiny(), done)
-    assert "verdict |\n|---|---|---|---|---|---|\n" in page(tiny(), done)
-    unknown = page(tiny(), replace(done, samples={}))
+    assert (
+        "within" in recipe_page(tiny(), done)
+        or "below" in recipe_page(tiny(), done)
+        or "above" in recipe_page(tiny(), done)
+    )
+    assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
+    unknown = recipe_page(tiny(), replace(done, samples={}))
     assert "The size of the data was not recorded, so no cell is compared." in unknown
     assert not tiny().as_the_paper("full", {"digits": 1796})
 
@@ -75,9 +79,9 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
     for folder in ("docs", "studies/pages"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    write_pages(Path("docs/papers.md"), FOLDER, pages(recipes(), ROOT / CHECKOUT))
+    write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
-    kept = (ROOT / "studies" / "pages" / FOLDER).iterdir()
+    kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
     assert fresh == {Path("docs/papers.md"), *(file.relative_to(ROOT) for file in kept)}
     for file in fresh:
         if file.suffix == ".md":
@@ -90,7 +94,7 @@ def test_a_corrected_verdict_waits_for_its_recipe_until_that_was_run() -> None:
     known = recipes()
     waiting = {one.recipe for sheet in sheets() for one in sheet.corrected if one.recipe}
     assert waiting <= known.keys()
-    recorded = {name: last(recipe, ROOT / CHECKOUT) for name, recipe in known.items()}
+    recorded = {name: last(recipe, ROOT / CHECKOUT_FOLDER) for name, recipe in known.items()}
     run = {n: replace(s, protocol=known[n].protocol(s.scale), complete=True) for n in waiting if (s := recorded[n])}
     assert run
     for other, notes in ((dict.fromkeys(waiting), waiting), (run, waiting - run.keys())):
@@ -126,14 +130,16 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
             assert sides[0][0] in known
             for name, variant, text in (side for side in sides if len(side) > 1):
                 assert variant in known[name].variants
-                assert Reference.of(text, "accuracy").method in {label_of(m) for m in known[name].document["method"]}
+                assert Reference.create(text, "accuracy").method in {
+                    label_of(m) for m in known[name].document["method"]
+                }
     assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
     for one in known.values():
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 
 
 def generated() -> str:
-    return overview(recipes(), {name: last(one, ROOT / CHECKOUT) for name, one in recipes().items()}, {})
+    return overview(recipes(), {name: last(one, ROOT / CHECKOUT_FOLDER) for name, one in recipes().items()}, {})
 
 
 def test_the_page_opens_with_a_row_per_paper_and_ends_with_the_rules() -> None:
@@ -161,7 +167,7 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
         words = re.sub(r"!\[\]\(.+?\)|\[|\]\(.+?\)", "", cell)
         assert re.search(r"[a-z]{4}", words), cell
         assert len(words.split()) <= 9, cell
-    assert {f"papers/{name}" for name in drawn()} >= set(re.findall(r"papers/mark-[a-z]+\.svg", text))
+    assert {f"papers/{name}" for name in draw_marks()} >= set(re.findall(r"papers/mark-[a-z]+\.svg", text))
     assert all(line.count("|") <= 5 for line in text.splitlines() if line.startswith("|"))
 
 
@@ -217,7 +223,7 @@ def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkey
 
 def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"reduced": "a tenth", "claims": [{"text": "t", "higher": "flame: personal", "than": ["fedavg: global"]}]}
-    less = make_recipe("tiny", merged(TINY, {"paper": table}))
+    less = make_recipe("tiny", merge_tables(TINY, {"paper": table}))
     text = only(monkeypatch, less, as_run(less), full="tiny")
     assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
@@ -317,20 +323,20 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
 def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = [{"algorithm": "fedavg", "local": {"lr": 1e38}}, {"algorithm": "flame", "lam": 1.0}]
     claim = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global", 0.0]}
-    one = make_recipe("tiny", merged(TINY, {"method": methods, "paper": {"claims": [claim]}}))
+    one = make_recipe("tiny", merge_tables(TINY, {"method": methods, "paper": {"claims": [claim]}}))
     summary = reproduce(one, "full", tmp_path, results=tmp_path / "results")
     assert summary.complete
     assert len(summary.failures) == 4
     (of_both,) = claims(one, summary.numbers)
     assert of_both.count.endswith("; 2 without a result")
-    text = page(one, summary)
+    text = recipe_page(one, summary)
     assert "| few | b | without a result | - | - |" in text
     assert "Gradients of samples and traffic of a run (few): flame " in text
     again = {d.reference: d.size for d in verify(one, summary, tmp_path / "again")}
     assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
     of_one = one.paper.claims[0].with_(than=("fedavg: global",))
     one = replace(one, paper=one.paper.with_(claims=(of_one,)))
-    assert f"| {of_one.text} | not tested (without a result) |" in page(one, summary)
+    assert f"| {of_one.text} | not tested (without a result) |" in recipe_page(one, summary)
     text = only(monkeypatch, one, replace(summary, scale="full"))
     assert "[not tested (without a result)](papers/tiny.md)" in headline(text)
     assert "; of 1 claim 1 is not tested (without a result) |" in text
@@ -359,16 +365,16 @@ def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.M
 def test_why_and_claim_say_the_same_difference_with_the_same_interval() -> None:
     one = with_claim()
     summary = as_run(one)
-    assert between(one, *summary.numbers["few"].values()) == claims(one, summary.numbers)[0].least.look
+    assert compare_references(one, *summary.numbers["few"].values()) == claims(one, summary.numbers)[0].least.look
 
 
 def test_what_was_not_run_says_why_and_what_it_would_take(tmp_path: Path) -> None:
     assert not_run(tiny(), None) == "not run (up to 1 core-minutes)"
-    large = make_recipe("tiny", {k: v for k, v in merged(TINY, {}).items() if k != "scale"})
+    large = make_recipe("tiny", {k: v for k, v in merge_tables(TINY, {}).items() if k != "scale"})
     assert not_run(large, None) == "not run: no laptop scale"
     assert not_run(large, Need(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
     assert not_run(large, Need(60, ["x"])) == "not run: x is not there (about 60 core-minutes at full scale)"
-    text = page(large, None, Need(60, ["x"])).lower()
+    text = recipe_page(large, None, Need(60, ["x"])).lower()
     assert "not run: x is not there (about 60 core-minutes at full scale)" in text
     keep({"tiny": tiny(), "large": large}, tmp_path, None)
     ((name, need),) = needs(tmp_path).items()
@@ -382,8 +388,8 @@ def test_a_page_says_what_the_reported_round_decides() -> None:
     known = summary.numbers["few"]
     turned = {f"{name}@validation": value for name, value in zip(known, reversed(known.values()), strict=True)}
     said = "The reported round decides 1 of 1 comparisons: t: against few | fedavg: global: accuracy +20.2 points in"
-    assert said.replace("20.2", "20.20") in page(one, replace(summary, numbers={"few": known | turned}))
-    assert "The reported round decides" not in page(one, summary)
+    assert said.replace("20.2", "20.20") in recipe_page(one, replace(summary, numbers={"few": known | turned}))
+    assert "The reported round decides" not in recipe_page(one, summary)
 
 
 def luminance(colour: str) -> float:
@@ -396,7 +402,9 @@ def test_no_table_of_a_recipe_has_an_empty_column() -> None:
     """A phone has room for few."""
     tables = 0
     for name, recipe in recipes().items():
-        for block in re.findall(r"(?:^\|.*\n)+", page(recipe, last(recipe, ROOT / CHECKOUT)), re.MULTILINE):
+        for block in re.findall(
+            r"(?:^\|.*\n)+", recipe_page(recipe, last(recipe, ROOT / CHECKOUT_FOLDER)), re.MULTILINE
+        ):
             head, _, *rows = (re.split(r" (?<!\\)\|", line.strip("|")) for line in block.splitlines())
             tables += 1
             for title, *column in zip(head, *rows, strict=True):
@@ -413,16 +421,19 @@ def test_a_comparison_stands_once_on_its_page() -> None:
 
 
 def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(finished: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     assert done is not None
-    for ground, words in zip(("#ffffff", "#22272e"), INKS, strict=True):
+    for ground, words in zip(("#ffffff", "#22272e"), INK_COLORS, strict=True):
         light, dark = sorted((luminance(ground), luminance(words)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5
     figure = plot(tiny(), done)
-    assert f"<style>text{{fill:{INKS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INKS[1]}}}}}</style>" in figure
+    assert (
+        f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
+        in figure
+    )
     assert "diamond: the paper" in figure
     assert "few (%)" in figure
-    bare = make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [[], []]}}}))
+    bare = make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [[], []]}}}))
     assert "diamond" not in plot(bare, done)
     assert "95 % interval" in plot(bare, done)
     single = {v: {r: {"3": by["3"]} for r, by in known.items()} for v, known in done.numbers.items()}
@@ -434,7 +445,7 @@ def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> N
     (sheet,) = [sheet for sheet in sheets() if sheet.name == "FIAELT"]
     assert "in the near and fair recipes on synthetic data" in sheet.changed
     for name in ("fiaelt-synthetic", "fiaelt-synthetic-fair"):
-        summary = summaries.read(ROOT / CHECKOUT, name, "laptop")
+        summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
         for numbers in summary.numbers.values():
             spent = {
@@ -453,7 +464,7 @@ def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
     assert sheet.why.startswith("Of five rivals only FairFed is clearly behind in every figure that is judged")
     assert "the other four are behind on average, none of them clearly; in the last round some are ahead" in sheet.why
     for name in ("equitable-table2-mnist-published", "equitable-table2-mnist-fair"):
-        summary = summaries.read(ROOT / CHECKOUT, name, "laptop")
+        summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
         judged = claims(recipes()[name], summary.numbers)
         assert len(judged) == 6
@@ -487,8 +498,12 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
                     {n for r in sheet.row if r.claim == row.claim for n in getattr(r, mode)},
                 )
                 for name, recipe in known.items():
-                    summary, paper = last(recipe, ROOT / CHECKOUT), recipe.paper
-                    full = summary and len(summary.seeds) >= looks.LOOKS[0][0] and papers._full_length(recipe, summary)
+                    summary, paper = last(recipe, ROOT / CHECKOUT_FOLDER), recipe.paper
+                    full = (
+                        summary
+                        and len(summary.seeds) >= looks.LOOK_LEVELS[0][0]
+                        and papers._full_length(recipe, summary)
+                    )
                     same = any(sources(name) <= sources(one) for one in own) and paper.title.startswith(
                         f"{sheet.name},"
                     )
@@ -500,11 +515,11 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
 
 def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most() -> None:
     """What the page states of searches."""
-    assert "with grids of equal size for every method" in papers.HEAD
-    assert "a grid goes on where its best value is at an edge, up to twice its size" in papers.RULES.read_text()
+    assert "with grids of equal size for every method" in papers.PAPERS_TEXT
+    assert "a grid goes on where its best value is at an edge, up to twice its size" in papers.RULES_FILE.read_text()
     searched, beyond = 0, 0.0
     for name, recipe in recipes().items():
-        summary = last(recipe, ROOT / CHECKOUT)
+        summary = last(recipe, ROOT / CHECKOUT_FOLDER)
         for choices in summary.choices.values() if summary and recipe.paper.mode == "fair" else ():
             trials = [choice["trials"] for choice in choices.values()]
             assert len({one["grid"] for one in trials}) == 1, name
@@ -514,14 +529,16 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
 
 
 def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> None:
-    assert "only tables show FLAME-HM as the paper chooses it, on test data" in papers.RULES.read_text()
+    assert "only tables show FLAME-HM as the paper chooses it, on test data" in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in recipes().items():
         chosen = [d for d in recipe.at("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
         if chosen:
             paper = recipe.paper
             tested = [side for c in paper.claims if not c.construction for side in (c.subject, *c.than)]
-            models = [Reference.of(side, paper.figure).model for side in tested if isinstance(side, str)]
+            models = [Reference.create(side, paper.figure).model for side in tested if isinstance(side, str)]
             assert "hybrid" not in models, name
-            columns |= {t for t, text in paper.columns.items() if Reference.of(text, paper.figure).model == "hybrid"}
+            columns |= {
+                t for t, text in paper.columns.items() if Reference.create(text, paper.figure).model == "hybrid"
+            }
     assert {title.partition(",")[0] for title in columns} == {"FLAME-HM"}

@@ -15,16 +15,16 @@ from fedloom_studies.reproduce import TimeBudget, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import candidates, chosen, first
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.figures import Reference
-from fedloom_studies.reproduce.recipe import NOMINAL, SCALES, make_recipe, merged
+from fedloom_studies.reproduce.recipe import NOMINAL_SETS, RECIPE_SCALES, make_recipe, merge_tables
 
 ALL = recipes()
 NAMES = list(ALL)
-FULL = {source: size.train + size.test for source, size in NOMINAL.items()}
+FULL = {source: size.train + size.test for source, size in NOMINAL_SETS.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_an_experiment_at_every_scale(name: str) -> None:
-    for scale in SCALES:
+    for scale in RECIPE_SCALES:
         for document in ALL[name].at(scale).values():
             for k in range(max(len(candidates(m)) for m in document["method"])):
                 methods = [candidates(m)[min(k, len(candidates(m)) - 1)][1] for m in document["method"]]
@@ -38,7 +38,7 @@ def test_columns_and_claims_speak_of_methods_and_variants_of_the_recipe(name: st
     both = [one, *(ALL[name] for name in (one.paper.rivals,) if name)]
     methods = {label_of(m) for other in both for m in other.document["method"]}
     texts = [*one.paper.columns.values(), *(t for c in one.paper.claims for t in (c.subject, *c.than))]
-    for reference in (Reference.of(text, one.paper.figure) for text in texts if isinstance(text, str)):
+    for reference in (Reference.create(text, one.paper.figure) for text in texts if isinstance(text, str)):
         assert reference.method in methods, reference
         assert reference.model in ("global", "personal", "hybrid", "hybrid-validation", "")
         assert reference.variant in ("", *one.variants)
@@ -122,7 +122,7 @@ def test_every_recipe_runs_at_smoke_scale_on_digits(name: str, tmp_path: Path) -
     paper = ALL[name].paper
     texts = [*paper.columns.values(), *(side for c in paper.claims for side in (c.subject, *c.than))]
     own = {label_of(m) for m in ALL[name].document["method"]}  # the others are those of another record
-    references = [Reference.of(text, paper.figure) for text in texts if isinstance(text, str)]
+    references = [Reference.create(text, paper.figure) for text in texts if isinstance(text, str)]
     stated = {str(reference) for reference in references if reference.method in own}
     assert {reference for reference in stated - numbers.keys() if "factorised" not in reference} == set()
 
@@ -133,8 +133,8 @@ def test_every_recipe_runs_at_smoke_scale_on_digits(name: str, tmp_path: Path) -
 def test_a_table_that_names_another_kind_takes_the_place_of_the_base() -> None:
     base = {"partition": {"kind": "iid", "clients": 3}, "local": {"lr": 0.1, "epochs": 2}}
     change = {"partition": {"kind": "shards"}, "local": {"lr": 0.2}}
-    assert merged(base, change) == {"partition": {"kind": "shards"}, "local": {"lr": 0.2, "epochs": 2}}
-    assert merged({"partition": {"clients": 3}}, change)["partition"] == {"kind": "shards", "clients": 3}
+    assert merge_tables(base, change) == {"partition": {"kind": "shards"}, "local": {"lr": 0.2, "epochs": 2}}
+    assert merge_tables({"partition": {"clients": 3}}, change)["partition"] == {"kind": "shards", "clients": 3}
     assert base["local"]["lr"] == 0.1
 
 
@@ -157,11 +157,11 @@ def test_what_a_recipe_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'flame-table3-mnist"):
         recipe("flame-table-3-mnist")
     with pytest.raises(ConfigError, match="cells of 'few'.*1 for 2 columns"):
-        make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [0.5]}}}))
+        make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [0.5]}}}))
     with pytest.raises(ConfigError, match="give higher or lower"):
-        make_recipe("tiny", merged(TINY, {"paper": {"claims": [{"text": "t", "than": ["flame: personal"]}]}}))
+        make_recipe("tiny", merge_tables(TINY, {"paper": {"claims": [{"text": "t", "than": ["flame: personal"]}]}}))
     with pytest.raises(ConfigError, match="unknown scale 'cluster'"):
-        make_recipe("tiny", merged(TINY, {"scale": {"cluster": {}}}))
+        make_recipe("tiny", merge_tables(TINY, {"scale": {"cluster": {}}}))
 
 
 def test_what_a_base_does_not_know_may_be_stated() -> None:
@@ -213,7 +213,7 @@ def test_the_full_resnet_recipe_starts_steps_and_resumes(tmp_path: Path) -> None
         "sampler": {"clients": 2},
         "evaluate": {"every": 1000},
     }
-    made = experiment(merged(document, {**small, "rounds": 2}), "ResNet-18")
+    made = experiment(merge_tables(document, {**small, "rounds": 2}), "ResNet-18")
     quiet = lambda *_: None  # noqa: E731
     for tell, status, rounds in ((TimeBudget(0), "interrupted", 1), (quiet, "done", 2)):
         (outcome,) = Plan(made, tmp_path / "out").run(tell, page=False)

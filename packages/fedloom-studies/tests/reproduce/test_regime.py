@@ -13,11 +13,11 @@ from fedloom_studies.reproduce import looks, papers, recipes
 from fedloom_studies.reproduce.page import last
 from fedloom_studies.reproduce.papers import overview, sheets
 from fedloom_studies.reproduce.recipe import Recipe
-from fedloom_studies.reproduce.regime import FARTHEST, anchors, elsewhere
-from fedloom_studies.reproduce.summary import RecipeSummary, with_rivals
-from fedloom_studies.store import CHECKOUT
+from fedloom_studies.reproduce.regime import MAX_ANCHOR_DISTANCE, anchors, elsewhere
+from fedloom_studies.reproduce.summary import RecipeSummary, add_rivals
+from fedloom_studies.store import CHECKOUT_FOLDER
 
-RESULTS = Path(__file__).parents[4] / CHECKOUT
+RESULTS = Path(__file__).parents[4] / CHECKOUT_FOLDER
 KNOWN = recipes()
 RECORDED = {name: last(recipe, RESULTS) for name, recipe in KNOWN.items()}
 
@@ -56,7 +56,7 @@ def test_fedacs_and_fedslr_are_judged_by_the_same_rule() -> None:
                     assert cell.recipe not in far or cell.number == ""
     assert "fedacs-figure1-cifar-10-500-clients" in judged["FedACS"]
     assert "fedslr-table1-published-reduced" in judged["FedSLR"]
-    assert FARTHEST == 0.1
+    assert MAX_ANCHOR_DISTANCE == 0.1
 
 
 def test_every_row_states_its_anchors_or_that_none_is_printed() -> None:
@@ -94,8 +94,8 @@ def test_rivals_come_from_the_record_of_the_same_experiment_alone() -> None:
     assert full is not None
     own = {key: by for key, by in full.numbers["FEMNIST"].items() if key.startswith("fiaelt, beta 1, server start")}
     bare = replace(full, numbers={"FEMNIST": own})
-    assert with_rivals(KNOWN[name], bare, RESULTS).numbers == full.numbers
+    assert add_rivals(KNOWN[name], bare, RESULTS).numbers == full.numbers
     assert "fedavg: global: accuracy/weighted" in full.numbers["FEMNIST"]
     changed = replace(KNOWN[name], document=KNOWN[name].document | {"rounds": 7})
-    assert with_rivals(changed, bare, RESULTS).numbers == bare.numbers
-    assert with_rivals(KNOWN["fedacs-table1"], bare, RESULTS) is bare
+    assert add_rivals(changed, bare, RESULTS).numbers == bare.numbers
+    assert add_rivals(KNOWN["fedacs-table1"], bare, RESULTS) is bare

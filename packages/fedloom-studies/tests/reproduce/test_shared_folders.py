@@ -26,7 +26,7 @@ def test_a_record_that_is_put_while_the_recorded_ones_are_copied_stays(
         monkeypatch.setattr(store, name, path)
 
     def another() -> None:
-        store.put(store.folder_of(None) / "papers.jsonl", {"recipe": "b", "minutes": 2}, KEY)
+        store.put(store.choose_folder(None) / "papers.jsonl", {"recipe": "b", "minutes": 2}, KEY)
 
     copy, threads = store.write_atomic, list[Thread]()
 
@@ -38,7 +38,7 @@ def test_a_record_that_is_put_while_the_recorded_ones_are_copied_stays(
         copy(path, content)
 
     monkeypatch.setattr(store, "write_atomic", write_atomic)
-    assert store.folder_of(None) == results
+    assert store.choose_folder(None) == results
     assert [record["recipe"] for record in store.records(results / "papers.jsonl")] == ["a", "b"]
     assert [path.name for path in results.parent.iterdir()] == ["results"]
 
@@ -60,13 +60,13 @@ def test_two_calls_of_a_recipe_keep_what_each_other_runs(tmp_path: Path, monkeyp
     monkeypatch.setattr(execute, "read_document", read_document)
     execute._claim(tmp_path, first)
     threads[0].join()
-    digests = read(tmp_path / execute.PROTOCOL, dict)
+    digests = read(tmp_path / execute.PROTOCOL_FILE, dict)
     assert all({"flame", "fedavg"} <= variant.keys() for variant in digests.values())
 
 
 def test_the_time_of_two_processes_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(summary, "_processor", lambda: now[0])
-    with summary.counted(tmp_path, "a"), summary.counted(tmp_path, "a"):
+    with summary.count_spent_time(tmp_path, "a"), summary.count_spent_time(tmp_path, "a"):
         now[0] = 3.0
     assert summary.spent(tmp_path) == {"a": 6.0}

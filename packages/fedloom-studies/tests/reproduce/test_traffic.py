@@ -39,7 +39,7 @@ def test_the_gigabytes_of_the_papers_table_are_those_of_its_methods_messages() -
         setting, ids, whole = method.setting.resolved(), torch.arange(1), torch.ones(1, 1)
         sizes = torch.tensor([[10]])
         ctx = Ctx(0, 1, 1, ids, oracle.layout, whole, sizes, None, setting.local, 0, setting.rounds)
-        algorithm = setting.method.with_derived_options(ctx)
+        algorithm = setting.method.derive_options(ctx)
         server, template, kept = algorithm.init(oracle.layout.vector(module), ctx)
         down = algorithm.down(server, kept, ctx)
         rows = type(template)(*[row[None] for row in template])

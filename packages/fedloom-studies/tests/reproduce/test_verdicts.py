@@ -27,11 +27,11 @@ from fedloom.lab.report.reading import read_runs
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.cells import cells, within
-from fedloom_studies.reproduce.choices import CHOSEN, read_choices
+from fedloom_studies.reproduce.choices import CHOICE_FILE, read_choices
 from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.judge import JudgedClaim, at_validation, claims, papers_lead
-from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, PARTLY, POWER, UNDECIDED
-from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
+from fedloom_studies.reproduce.judge import JudgedClaim, claims, judge_at_validation, papers_lead
+from fedloom_studies.reproduce.looks import DETECTION_PROBABILITY, FAILS, HOLDS, LOOK_LEVELS, PARTLY, UNDECIDED
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables, recipes
 from fedloom_studies.store import records
 from tests import commands
 from tests.local import pretend
@@ -59,11 +59,11 @@ def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
 def test_figures_are_shown_in_units_that_people_use() -> None:
     for figure in ("accuracy", "common accuracy@mean", "accuracy/sigma", "train accuracy/weighted@validation"):
         assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
-        assert unit(figure).in_words(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
+        assert unit(figure).write_words(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
         assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
     assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
-    assert unit("samples_backward").in_words(math.log(0.5)) == "0.5 times as many gradients"
-    assert unit("bytes_up@to 0.7").in_words(math.log(2), math.log(1.25)) == "2 (1.6 to 2.5) times as many bytes"
+    assert unit("samples_backward").write_words(math.log(0.5)) == "0.5 times as many gradients"
+    assert unit("bytes_up@to 0.7").write_words(math.log(2), math.log(1.25)) == "2 (1.6 to 2.5) times as many bytes"
     assert unit("loss/variance").lead(math.log(1.2), math.nan) == "1.2 times"
     assert unit("accuracy").lead(0.01, 0.005) == unit("accuracy").difference(0.01, 0.005)
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
@@ -159,10 +159,10 @@ def test_a_rival_is_one_number_per_seed_and_its_interval_is_the_one_that_decides
     assert [rival.name for rival in one.rivals] == ["fedavg: global: accuracy", "other: global: accuracy"]
     leads = (a - b + 0.05, a - c)
     p = [stats.ttest_1samp(lead, 0).pvalue for lead in leads]
-    rejected = sum(multipletests(p, alpha=LOOKS[0][1], method="holm")[0])
+    rejected = sum(multipletests(p, alpha=LOOK_LEVELS[0][1], method="holm")[0])
     for k, (rival, lead) in enumerate(zip(one.rivals, leads, strict=True)):
         step = min(sum(q < p[k] for q in p), rejected)
-        interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOKS[0][1] / (2 - step))
+        interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOK_LEVELS[0][1] / (2 - step))
         assert rival.clear == (interval.low > 0 or interval.high < 0)
         assert rival.look.difference == pytest.approx(lead.mean())
         assert rival.look.half == pytest.approx((interval.high - interval.low) / 2)
@@ -180,7 +180,7 @@ def test_work_and_variances_are_compared_by_ratios() -> None:
     lead = np.log(theirs) - np.log(ours)
     assert one.verdict == HOLDS
     assert one.rivals[0].look.difference == pytest.approx(lead.mean())
-    assert stats.ttest_1samp(np.subtract(theirs, ours), 0).pvalue > LOOKS[0][1]
+    assert stats.ttest_1samp(np.subtract(theirs, ours), 0).pvalue > LOOK_LEVELS[0][1]
     scaled = {"few": {k: {s: 100 * v for s, v in by.items()} for k, by in known["few"].items()}}
     assert claims(with_claim(**table), scaled)[0].rivals[0].look.p == pytest.approx(one.rivals[0].look.p)
 
@@ -211,7 +211,7 @@ def test_rivals_have_holms_correction() -> None:
     """Five rivals at p = 0.0021 each are not clear together, one is."""
     lead = np.array([0.0148, 0.0088, 0.0106, 0.0136, 0.0064])
     p = float(stats.ttest_1samp(lead, 0).pvalue)
-    assert LOOKS[0][1] / 5 < p < LOOKS[0][1]
+    assert LOOK_LEVELS[0][1] / 5 < p < LOOK_LEVELS[0][1]
     for count, verdict in ((1, HOLDS), (5, UNDECIDED)):
         rivals = {f"m{k}_global": list(np.array(FAR) - lead) for k in range(count)}
         table = {"than": [f"m{k}: global" for k in range(count)]}
@@ -248,7 +248,7 @@ def test_the_rivals_are_tested_on_the_seeds_that_all_of_them_have() -> None:
     (one,) = claims(with_claim(than=["m0: global", "m1: global"]), known)
     first, second = one.rivals
     assert first.look == replace(second.look, level=first.look.level)
-    assert {first.look.level, second.look.level} == {LOOKS[0][1], LOOKS[0][1] / 2}  # of Holm's steps
+    assert {first.look.level, second.look.level} == {LOOK_LEVELS[0][1], LOOK_LEVELS[0][1] / 2}  # of Holm's steps
 
 
 def test_of_a_claim_of_equivalence_the_least_is_the_farthest_from_it() -> None:
@@ -263,14 +263,14 @@ def test_a_claim_is_judged_at_the_round_chosen_on_validation_too() -> None:
     for margin in (0.0, 0.01):
         one = with_claim(margin=margin)
         (last_round,) = claims(one, {"few": known | turned})
-        then = at_validation(one, last_round, {"few": known | turned})
+        then = judge_at_validation(one, last_round, {"few": known | turned})
         assert then is not None
         assert then.claim.margin == margin
         assert then.least.look.difference == pytest.approx(-last_round.least.look.difference)
-        assert at_validation(one, last_round, {"few": known}) is None
+        assert judge_at_validation(one, last_round, {"few": known}) is None
     fixed = with_claim(higher="flame: personal: accuracy@2", than=[0.5])
     seen = {"few": {"flame: personal: accuracy@2": known["flame: personal: accuracy"]}}
-    assert at_validation(fixed, claims(fixed, seen)[0], seen) is None
+    assert judge_at_validation(fixed, claims(fixed, seen)[0], seen) is None
 
 
 def test_single_comparisons_have_holms_correction() -> None:
@@ -279,7 +279,7 @@ def test_single_comparisons_have_holms_correction() -> None:
     table = {"than": [f"m{k}: global" for k in range(5)]}
     (judged,) = claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))
     p = sorted(stats.ttest_rel(a, np.array(r)).pvalue for r in rivals.values())
-    clear = sum(all(p[j] <= LOOKS[0][1] / (5 - j) for j in range(k + 1)) for k in range(5))
+    clear = sum(all(p[j] <= LOOK_LEVELS[0][1] / (5 - j) for j in range(k + 1)) for k in range(5))
     assert 0 < clear < 5
     assert sum(c.look.verdict == HOLDS for c in judged.comparisons) == clear
 
@@ -289,7 +289,7 @@ def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, 
     lead = list(np.random.default_rng(seed).normal(mean, 1, n))
     one = claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
     expected = UNDECIDED
-    for count, level in LOOKS:
+    for count, level in LOOK_LEVELS:
         if n >= count and expected == UNDECIDED:
             test = stats.ttest_1samp(lead[:count], 0)
             expected = UNDECIDED if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
@@ -301,7 +301,7 @@ def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, 
 
 
 def test_looks_see_the_recipes_own_seeds_first() -> None:
-    one = make_recipe("tiny", merged(TINY, {"seeds": [1, 10, 100]}))
+    one = make_recipe("tiny", merge_tables(TINY, {"seeds": [1, 10, 100]}))
     assert one.seeds(6) == [1, 10, 100, 0, 2, 3]
     assert one.ordered(["0", "10", "1", "2", "100"]) == ["1", "10", "100", "0", "2"]
     assert len(set(one.seeds(20))) == 20
@@ -312,14 +312,14 @@ def test_a_difference_called_detectable_is_decided_as_often_as_said() -> None:
     detectable = claims(one, numbers(flame_personal=list(spread)))[0].least.look.detectable
     leads = np.random.default_rng(0).normal(detectable, spread.std(ddof=1), (500, 5))
     verdicts = [claims(one, numbers(flame_personal=list(lead)))[0].verdict for lead in leads]
-    assert stats.binomtest(verdicts.count(HOLDS), len(verdicts), POWER).pvalue > 0.01
+    assert stats.binomtest(verdicts.count(HOLDS), len(verdicts), DETECTION_PROBABILITY).pvalue > 0.01
 
 
 def test_the_papers_own_margin_is_the_mean_of_its_cells() -> None:
     table = {"than": ["fedavg: global"]}
     claim = {"text": "t", "higher": "flame: personal", **table}
     printed = {"few": [[0.9, 0.01], 0.7], "many": [0.8, 0.8]}
-    one = make_recipe("tiny", merged(TINY, {"paper": {"cells": printed, "claims": [claim]}}))
+    one = make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": printed, "claims": [claim]}}))
     assert papers_lead(one, one.paper.claims[0]) == pytest.approx(0.1)
     assert math.isnan(papers_lead(tiny(), tiny().paper.claims[0]))
 
@@ -342,7 +342,7 @@ def test_figures_are_what_was_recorded(finished: Path) -> None:
         return float(np.nanmean(found))
 
     def of(text: str) -> dict[int, float]:
-        return values(run, Reference.of(text, "accuracy"))
+        return values(run, Reference.create(text, "accuracy"))
 
     for seed in (3, 4):
         assert of("flame: personal")[seed] == pytest.approx(mean(seed, 4))
@@ -363,7 +363,7 @@ def test_figures_are_what_was_recorded(finished: Path) -> None:
         with pytest.raises(ConfigError, match="after @ comes"):
             of(f"flame: personal: accuracy@{when}")
     with pytest.raises(ConfigError, match="a reference is"):
-        Reference.of("flame", "accuracy")
+        Reference.create("flame", "accuracy")
 
 
 def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
         "hybrid-validation": np.mean([max(pair, key=lambda known: known[0])[1] for pair in both]),
     }
     for model, mean in expected.items():
-        assert values(run, Reference.of(f"flame: {model}", "accuracy"))[3] == pytest.approx(mean)
+        assert values(run, Reference.create(f"flame: {model}", "accuracy"))[3] == pytest.approx(mean)
 
 
 def _per_client(table: list[dict[str, object]], seed: int) -> list[list[tuple[float, float]]]:
@@ -405,22 +405,22 @@ def _per_client(table: list[dict[str, object]], seed: int) -> list[list[tuple[fl
 
 
 def test_a_summary_is_read_as_it_was_written(finished: Path, tmp_path: Path) -> None:
-    done = summaries.read(finished / "results", "tiny", "full")
+    done = summaries.read_summary(finished / "results", "tiny", "full")
     assert done is not None
     assert done.complete
     assert done.command == "fedloom reproduce tiny --scale full --seeds 3,4 --only flame"
-    assert summaries.read(finished / "results", "tiny", "laptop") is None
-    (tmp_path / summaries.SUMMARIES).write_text('{"recipe": "tiny", "scale": "laptop"}')
+    assert summaries.read_summary(finished / "results", "tiny", "laptop") is None
+    (tmp_path / summaries.SUMMARIES_FILE).write_text('{"recipe": "tiny", "scale": "laptop"}')
     with pytest.raises(RunDirError, match="line 1, is not a record"):
-        summaries.read(tmp_path, "tiny", "laptop")
+        summaries.read_summary(tmp_path, "tiny", "laptop")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"null", b"[1]", b'{"few": "x"}', b'{"few": null}', b"[" * 100_000])
 def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: Path) -> None:
     readers: dict[str, Callable[[], object]] = {
-        summaries.SPENT: lambda: summaries.spent(tmp_path),
-        summaries.ESTIMATES: lambda: summaries.needs(tmp_path),
-        CHOSEN: lambda: read_choices(tmp_path, tiny().at("full")["few"]),
+        summaries.SPENT_FILE: lambda: summaries.spent(tmp_path),
+        summaries.ESTIMATES_FILE: lambda: summaries.needs(tmp_path),
+        CHOICE_FILE: lambda: read_choices(tmp_path, tiny().at("full")["few"]),
     }
     for name, reader in readers.items():
         (tmp_path / name).write_bytes(content)
@@ -431,14 +431,14 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
 def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.0, 107.0, 107.0, 110.0, 200.0, 230.0, 230.0, 230.0])
     monkeypatch.setattr(summaries, "_processor", lambda: next(clock))
-    spent = tmp_path / summaries.SPENT
-    with summaries.counted(tmp_path, "few") as note:
+    spent = tmp_path / summaries.SPENT_FILE
+    with summaries.count_spent_time(tmp_path, "few") as note:
         note()
         assert not spent.exists()
         note()
         assert json.loads(spent.read_text()) == {"few": 7.0}  # what a kill would leave
     assert json.loads(spent.read_text()) == {"few": 10.0}
-    with summaries.counted(tmp_path, "few") as note:
+    with summaries.count_spent_time(tmp_path, "few") as note:
         note()
     assert json.loads(spent.read_text()) == {"few": 40.0}
 
@@ -480,7 +480,7 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
     output = call("flame-table3-mnist", "--scale", "smoke", "--only", "flame", *where)
     assert "FLAME-HM" in output
     assert "handwritten digits in place of the data" in output
-    assert summaries.read(tmp_path / "results", "flame-table3-mnist", "smoke") is not None
+    assert summaries.read_summary(tmp_path / "results", "flame-table3-mnist", "smoke") is not None
     call("--page", str(tmp_path / "page.md"), "--results", str(tmp_path / "results"))
     assert "Of " in (tmp_path / "page.md").read_text()
     text = (tmp_path / "papers" / "flame-table3-mnist.md").read_text()
@@ -493,7 +493,7 @@ def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
     assert "holds no summary of flame-table3-as-published" in call("--verify", *smoke, code=2)
     call(*smoke, "--out", str(tmp_path / "out"))
     assert "seed 1: equal:" in call("--verify", *smoke)
-    file = tmp_path / "results" / summaries.SUMMARIES
+    file = tmp_path / "results" / summaries.SUMMARIES_FILE
     kept = json.loads(file.read_text())
     (by_reference,) = kept["numbers"].values()
     for change, code, words in ((1e-5, 0, "within numerical noise"), (0.1, 1, "not equal")):
@@ -511,7 +511,7 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
         assert "the same command resumes from here" in output
-        return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES)}
+        return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES_FILE)}
 
     first = stopped()
     assert 0 < len(first) < len(recipes()) / 4

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fedloom.trained.opened import open_model as open_model
 
 
-_WHERE = {
+_ATTRIBUTE_PATHS = {
     "Dataset": "fedloom.data.dataset:Dataset",
     "Engine": "fedloom.engine.setting:Engine",
     "Evaluate": "fedloom.engine.setting:Evaluate",
@@ -88,10 +88,10 @@ _WHERE = {
     "weighers": "fedloom.choose.weighers",
 }
 
-__all__ = ["__version__", *_WHERE]
+__all__ = ["__version__", *_ATTRIBUTE_PATHS]
 
 
-__getattr__ = getter(__name__, _WHERE, "methods are in fl.algorithms, models in fl.models")
+__getattr__ = getter(__name__, _ATTRIBUTE_PATHS, "methods are in fl.algorithms, models in fl.models")
 
 
 def __dir__() -> list[str]:

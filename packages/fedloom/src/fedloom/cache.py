@@ -22,7 +22,7 @@ def _head(key: str, text: bytes) -> bytes:
 
 
 def find(name: str, key: str) -> str | None:
-    """The text that was kept under a name with this key; None where there is none, or it is damaged."""
+    """Look up a cached text by name and key, or None if it is missing or damaged."""
     try:
         head, _, text = (_folder() / name).read_bytes().partition(b"\n")
         return text.decode() if head + b"\n" == _head(key, text) else None
@@ -31,7 +31,7 @@ def find(name: str, key: str) -> str | None:
 
 
 def keep(name: str, key: str, text: str) -> None:
-    """Keep a text in place of the one of this name; where the folder cannot be written, nothing is kept."""
+    """Keep a text in place of the one of this name, where the folder cannot be written, nothing is kept."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def fingerprint(places: Iterable[Path]) -> str:
     """Digest the name, size and time of every file at some places, and the versions of Python and its libraries.
 
     Args:
-        places: files, and folders with all below them; one that does not exist counts as empty.
+        places: files, and folders with all below them. One that does not exist counts as empty.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:
@@ -64,7 +64,7 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _files(folder: Path) -> Iterable[str]:
-    """The files below a folder, in a fixed order, without those that Python compiles."""
+    """List the files below a folder in a fixed order, without Python's compiled files."""
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__"})
         yield from (os.path.join(name, file) for file in sorted(files))

@@ -1,11 +1,11 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``; it changes nothing. One that returns a sentence ends the run after this round, which is
-evaluated first; the sentence is `Result.detail`. One that raises `fedloom.errors.RunStopped` ends the run at once. Any
+A callback is any ``f(state)``. It changes nothing. One that returns a sentence ends the run after this round, which is
+evaluated first. The sentence is `Result.detail`. One that raises `fedloom.errors.RunStopped` ends the run at once. Any
 other `Exception` is a warning and a note of the result: the run goes on, and calls the function after the next round.
 
 What a callback decides from ``state.records`` survives a restart, because the records of all rounds are in every
-checkpoint; a memory of its own does not. A run that a callback has ended is done: running it again gives the same
+checkpoint. A memory of its own does not. A run that a callback has ended is done: running it again gives the same
 result.
 
     history = fl.callbacks.History()
@@ -39,12 +39,14 @@ class EarlyStop(Value):
     The metric is the mean over clients. The models of the result are those of the last round, not of the best one.
     """
 
-    metric: str = Field("loss", description="which metric should improve (`fedloom.metrics.METRICS`)")
+    metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
     model: Literal["global", "personal", "hybrid"] | None = Field(
-        None, description="whose; None: the personal model, the global one where there is none"
+        None, description="model that is watched (None: the personal model, or the global model without one)"
     )
-    part: Literal["validation", "train"] = Field("validation", description="of the clients; never the test part")
-    patience: int = Field(5, ge=1, description="evaluations without an improvement")
+    part: Literal["validation", "train"] = Field(
+        "validation", description="part of the clients that is watched. Never the test part"
+    )
+    patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
     least: float = Field(0.0, ge=0, description="smallest improvement that counts")
 
     @field_validator("metric")
@@ -55,7 +57,7 @@ class EarlyStop(Value):
         return metric
 
     def __call__(self, state: State) -> str | None:
-        """The sentence that ends the run, or None."""
+        """Return the sentence that ends the run, or None."""
         models = {r.model for r in state.records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         history = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
@@ -78,28 +80,28 @@ class EarlyStop(Value):
 class VirtualTime(Value):
     """Ends a run when its clock has passed some seconds."""
 
-    seconds: float = Field(gt=0, description="virtual time, of a run with devices")
+    seconds: float = Field(gt=0, description="limit of virtual time, for a run with devices")
 
     def __call__(self, state: State) -> str | None:
-        """The sentence that ends the run, or None."""
+        """Return the sentence that ends the run, or None."""
         if state.clock is None or state.clock.now < self.seconds:
             return None
         return f"{state.clock.now:.6g} of {self.seconds:.6g} simulated seconds have passed"
 
 
 class History:
-    """The measurements so far, during the run; after a restart also what was measured before it.
+    """The measurements so far, during the run. After a restart also what was measured before it.
 
     Args:
-        show: called with this history after every evaluation; in a notebook
-            ``handle = display(display_id=True); History(show=handle.update)`` draws a curve that grows.
+        show: called with this history after every evaluation, in a notebook
+            ``handle = display(display_id=True). History(show=handle.update)`` draws a curve that grows.
     """
 
     def __init__(self, show: Callable[[History], object] | None = None) -> None:
         self._show, self._records, self.round = show, Records(), 0
 
     def __call__(self, state: State) -> None:
-        """Takes note of a round."""
+        """Record a round."""
         self._records, self.round = state.records, state.round
         if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
             self._show(self)
@@ -109,7 +111,7 @@ class History:
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
+        """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
         chart: LayerChart = display().chart(self.table(), metric, part)
         return chart
 

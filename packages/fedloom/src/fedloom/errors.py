@@ -11,7 +11,7 @@ FedloomError
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
 ├── CheckpointError               no checkpoint could be read, or none could be written
-│   └── DamagedCheckpoint         what one run has saved is damaged; other runs are not concerned
+│   └── DamagedCheckpoint         what one run has saved is damaged. Other runs are not concerned
 ├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
 │   └── ClientError               code of a client failed: round, client and stage are named
 ├── GivenUp                       a round of a deployment that changes nothing but what it cost of privacy
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # writes the same key in its own terms.
 
 Entrance = Literal["python", "file", "command", "estimator", "flower"]
-"""`simulate` and `compare`; a deployment's file; ``fedloom run`` and ``tune``; scikit-learn; a Flower app."""
+"""`simulate` and `compare`. A deployment's file. ``fedloom run`` and ``tune``; scikit-learn; a Flower app."""
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
@@ -63,7 +63,7 @@ COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Word the errors inside for an entrance; the outermost one counts, as `compare` calls `simulate`.
+    """Word the errors inside for an entrance. The outermost one counts, as `compare` calls `simulate`.
 
     Yields:
         True if it is the outermost.
@@ -171,9 +171,9 @@ class ConfigError(FedloomError, ValueError):
 
     Args:
         message: what cannot be, where, and the value that was given.
-        rule: the id of the check that failed, as ``"cohort-too-small"``; it is the same at every entrance and in every
+        rule: the id of the check that failed, as ``"cohort-too-small"``. It is the same at every entrance and in every
             release. Empty for an error that belongs to no check before the first round.
-        fix: what to do, with keys in braces (see `worded`); the message ends with it in the entrance's terms.
+        fix: what to do, with keys in braces (see `worded`). The message ends with it in the entrance's terms.
     """
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
@@ -212,7 +212,7 @@ class InvalidValue(ConfigError):
 
 
 class Refused(ConfigError):
-    """A combination that makes no sense; the message has the reason."""
+    """A combination that makes no sense. The message has the reason."""
 
 
 class PartitionError(ConfigError):
@@ -244,7 +244,7 @@ class CheckpointError(FedloomError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What a run has saved is missing in part, or is not what was written.
+    """Saved state that is incomplete or damaged.
 
     Args:
         damage: the file, and what is wrong with it.
@@ -282,7 +282,7 @@ class ClientError(CodeError):
 
 
 def cause_of(error: BaseException) -> str:
-    """An unexpected error as a sentence: what it was, and the last line of the user's code that it came through."""
+    """Describe an unexpected error: its message, and the last line of the user's code that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
@@ -292,7 +292,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def sentence_of(error: Exception) -> str:
-    """An error as a sentence; one that is not fedloom's own begins with its class."""
+    """Describe an error in a sentence. Another package's error begins with its class."""
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 
 
@@ -362,7 +362,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Why a run ended; the value is the sentence shown to people.
+    """Why a run ended. The value is the sentence shown to people.
 
     The same end has the same status in a simulation and in a deployment, and a run with the status "interrupted" is the
     only one that the same command resumes.
@@ -380,7 +380,7 @@ class Stop(Enum):
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:
         """The end in a word."""
-        return _STATUSES[self]
+        return _STOP_STATUSES[self]
 
     @property
     def resumable(self) -> bool:
@@ -388,7 +388,7 @@ class Stop(Enum):
         return self.status == "interrupted"
 
 
-_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]] = {
+_STOP_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]] = {
     Stop.DONE: "done",
     Stop.STOPPED: "done",
     Stop.INTERRUPTED: "interrupted",
@@ -418,7 +418,7 @@ class RunStopped(FedloomError):
 
 
 class GivenUp(FedloomError):
-    """A round whose sum was asked for and never revealed; to ask for a sum of other sites would reveal the difference.
+    """A round whose sum was asked for and never revealed, to ask for a sum of other sites would reveal the difference.
 
     Args:
         reason: a sentence.
@@ -430,18 +430,18 @@ class GivenUp(FedloomError):
         super().__init__(reason)
 
 
-_DIRECTIONS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 """Unicode's bidirectional control characters, by which a text looks like another one."""
 
 
 def direction_in(*names: object) -> str:
-    r"""Return what is wrong with the first name that holds a character for the direction of text; empty without one.
+    r"""Return what is wrong with the first name that holds a character for the direction of text. Empty without one.
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"
     """
     for name in map(str, names):
-        match = re.search(f"[{_DIRECTIONS}]", name)
+        match = re.search(f"[{_DIRECTION_MARKS}]", name)
         if match:
             mark = f"U+{ord(match[0]):04X}"
             return (
@@ -458,7 +458,7 @@ def printable(text: object) -> str:
     'a\\x1b[2Jb'
     """
     return re.sub(
-        rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTIONS}\u2028\u2029\ud800-\udfff]",
+        rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTION_MARKS}\u2028\u2029\ud800-\udfff]",
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-DASH = "\N{EN DASH}"
+UNKNOWN_DASH = "\N{EN DASH}"
 """Stands for a number that is not known."""
-LARGE = 1e6
-"""Means from here on are written with an exponent; totals from a thousand times more on."""
-ZERO = 1e-12
+MIN_EXPONENT_VALUE = 1e6
+"""Means from here on are written with an exponent. Totals from a thousand times more on."""
+ZERO_TOLERANCE = 1e-12
 """Means below are what is left of 0 after sums."""
-PERCENT, PLAIN = (1, 2), (0, 6)
+PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
 """The least and the most decimals of percentages, and of other figures."""
-_THIN = "\u202f"
+_THIN_SPACE = "\u202f"
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """So many significant digits, with an exponent where it is needed.
+    """Write a number with significant digits, with an exponent if needed.
 
     >>> significant(123456789.0, 3), significant(0.5), significant(0.123456)
     ('1.23e8', '0.5', '0.1235')
@@ -37,27 +37,27 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
-    """The number with so many significant digits, enough for a picture; None where it is not finite."""
+    """Round a number to significant digits, or None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def finite(value: float) -> float | None:
-    """A number for a file; None for one that is not finite."""
+    """Convert a number for a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
-    r"""So many decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
+    r"""Write a number with fixed decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
 
     >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
     ('12\u202f345.7', '+0.50', '-0.50')
     """
-    text = f"{value:,.{decimals}f}".replace(",", _THIN)
+    text = f"{value:,.{decimals}f}".replace(",", _THIN_SPACE)
     return f"+{text}" if signed and value > 0 else text
 
 
 def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
-    """A share as percent.
+    """Render a share as a percentage.
 
     >>> percent(0.3), percent(0.1234, 1)
     ('30 %', '12.3 %')
@@ -65,25 +65,27 @@ def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
     return f"{fixed(100 * share, decimals, signed=signed)} %"
 
 
-def total(value: float) -> str:
-    r"""A total: three significant digits below 100, else whole, with thin spaces between thousands.
+def write_total(value: float) -> str:
+    r"""Render a total: three significant digits below 100, else whole, with thin spaces between thousands.
 
     >>> total(99.94), total(1234567), total(2.5e9)
     ('99.9', '1\u202f234\u202f567', '2.5e9')
     """
-    if abs(value) >= 1000 * LARGE or abs(value) < 100:
+    if abs(value) >= 1000 * MIN_EXPONENT_VALUE or abs(value) < 100:
         return significant(value, 3)
     return fixed(value, 0)
 
 
-def interval(mean: float, half: float, decimals: tuple[int, int] = PLAIN, *, signed: bool = False) -> tuple[str, str]:
-    """A mean and the half width of its interval, with as many decimals as give the latter two significant digits.
+def interval(
+    mean: float, half: float, decimals: tuple[int, int] = PLAIN_DECIMALS, *, signed: bool = False
+) -> tuple[str, str]:
+    """Render a mean and its half interval, with two significant digits of the latter.
 
-    Without an interval the mean gets four significant digits and the second text is empty; without a mean both are.
+    Without an interval the mean gets four significant digits and the second text is empty, without a mean both are.
 
     Args:
         mean: the estimate.
-        half: of the width of its interval; nan where there is none.
+        half: of the width of its interval. Nan where there is none.
         decimals: the least and the most.
         signed: write a plus before a mean above 0.
 
@@ -94,9 +96,9 @@ def interval(mean: float, half: float, decimals: tuple[int, int] = PLAIN, *, sig
     """
     if not math.isfinite(mean):
         return "", ""
-    mean = 0.0 if abs(mean) < ZERO else mean
+    mean = 0.0 if abs(mean) < ZERO_TOLERANCE else mean
     plus = "+" if signed and mean > 0 else ""
-    if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= LARGE:
+    if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= MIN_EXPONENT_VALUE:
         return plus + significant(mean, 3), significant(half, 3) if math.isfinite(half) else ""
     measured = math.isfinite(half) and half > 0
     places = min(max(_decimals(half, 2) if measured else _decimals(mean, 4), decimals[0]), decimals[1])
@@ -104,7 +106,7 @@ def interval(mean: float, half: float, decimals: tuple[int, int] = PLAIN, *, sig
 
 
 def pair(mean: str, half: str) -> str:
-    """A mean and its half width as one text.
+    """Join a mean and its half width.
 
     >>> pair("91.2", "0.4"), pair("91.2", "")
     ('91.2 ± 0.4', '91.2')
@@ -113,7 +115,7 @@ def pair(mean: str, half: str) -> str:
 
 
 def factor(log: float, half: float) -> str:
-    """A ratio with its interval, from the logarithm of the ratio and the half width of its interval.
+    """Render a ratio with its interval, from the ratio's logarithm and that logarithm's half width.
 
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
@@ -130,18 +132,18 @@ def _factor(log: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """A p value as journals print it.
+    """Render a p value as journals print it.
 
     >>> p_value(0.0213), p_value(0.00004), p_value(float("nan"))
     ('0.021', '< 0.001', '–')
     """
     if not math.isfinite(p):
-        return DASH
+        return UNKNOWN_DASH
     return "< 0.001" if p < 0.001 else fixed(p, 3)
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """The first of some names, and how many more there are.
+def shorten_list(names: Sequence[str], most: int) -> str:
+    """List the first names, and count the others.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -186,7 +188,7 @@ def duration(minutes: float) -> str:
 
 
 def option(value: object, digits: int = 4) -> str:
-    """The value of an option, a number with so many significant digits.
+    """Render the value of an option, a number with some significant digits.
 
     >>> option(0.1), option("auto"), option(1 / 3)
     ('0.1', 'auto', '0.3333')

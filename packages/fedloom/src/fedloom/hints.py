@@ -31,7 +31,7 @@ SHOWN_METHODS = 6
 """Most methods that a hint names."""
 
 Hint = Callable[[str, object], str]
-"""(key, value) -> the end of a sentence that names where the key belongs; empty if nothing has it."""
+"""(key, value) -> the end of a sentence that names where the key belongs. Empty if nothing has it."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
@@ -76,12 +76,12 @@ class Places:
     """A way in for choices: the places of all keys there, and how a key is written in its place.
 
     Attributes:
-        tables: the keys of every table by kind; those of a table that names no kind come first, with an empty name.
-        plain: keys outside of tables; in Python all keywords.
+        tables: the keys of every table by kind. Those of a table that names no kind come first, with an empty name.
+        plain: keys outside of tables, in Python all keywords.
         methods: the options of every method by its name.
         keys: what may be given at this place, beside the options of a method.
         method: the place is a method's own, with its options.
-        file: keys are written as in an experiment file; else as in a call in Python.
+        file: keys are written as in an experiment file. Else as in a call in Python.
         call: how a method is given in Python, for a format of ``name``, ``key`` and ``value``.
         special: knows keys with a sentence of their own.
     """
@@ -113,12 +113,12 @@ class Places:
         return lambda key, value: self.hint(key, value, table)
 
     def hint(self, key: str, value: object, table: str = "") -> str:
-        """Name the place that a key belongs in, as the end of a sentence; empty if no place has it.
+        """Name the place that a key belongs in, as the end of a sentence. Empty if no place has it.
 
         Args:
             key: the key, which may be a name that papers and other libraries use.
             value: its value.
-            table: the table that holds it; empty outside of tables.
+            table: the table that holds it. Empty outside of tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), key))
         kinds = [
@@ -160,7 +160,7 @@ class Places:
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
-            return f"the data: give fl.Dataset.of(data, {key}={value!r})"
+            return f"the data: give fl.Dataset.create(data, {key}={value!r})"
         if table == "partition":
             kind = kind or "iid"
             return f"the partition, as fl.partition.{kind.replace('-', '_')}({key}={value!r})"
@@ -180,7 +180,7 @@ class Places:
 
 
 def _toml(value: object) -> str:
-    """Write a value as in a file; a table in the place of a name by the name that it holds."""
+    """Write a value as in a file. A table in the place of a name by the name that it holds."""
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)
     return "..." if value is None else json.dumps(value, default=str)

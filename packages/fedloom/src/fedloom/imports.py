@@ -18,25 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
-from fedloom.trust import PACKAGES, PATTERN, check_maker, check_module, check_part, here, is_path, vouch
+from fedloom.trust import IMPORT_PATH_PATTERN, OWN_PACKAGES, check_maker, check_module, check_part, here, is_path, vouch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path", "path_of",
+    "IMPORT_PATH_PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path",
+        "path_of",
     "source_of", "text_of",
 ]  # fmt: skip
 
 
-VALUES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
+VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
 """Types of values whose text is what they hold."""
-MAIN = "__main__"
+MAIN_MODULE = "__main__"
 """The module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
-    """What an import path names; the module is looked for in the current directory too.
+    """Import an object by its import path. Its module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
@@ -44,7 +45,7 @@ def find(path: str, what: str, where: str = "") -> Any:
         where: file and table, for the message.
 
     Raises:
-        ConfigError: the module cannot be imported, or has no such name; or it is refused by `fedloom.trust`.
+        ConfigError: the module cannot be imported, or has no such name. Or it is refused by `fedloom.trust`.
     """
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
@@ -69,10 +70,10 @@ def find(path: str, what: str, where: str = "") -> Any:
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
-    """What an import path names, to be called with options of a file: a subclass of ``base``, or the user's function.
+    """Import a callable for options of a file: a subclass of ``base`` or the user's function.
 
     Raises:
-        ConfigError: see `find`; or it is a function of an installed package.
+        ConfigError: see `find`. Or it is a function of an installed package.
     """
     target = find(path, what, where)
     if not (isinstance(target, type) and issubclass(target, base)):
@@ -81,7 +82,7 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
-    """The class that an import path names.
+    """Import a class by its import path.
 
     Raises:
         ConfigError: there is none, it is not a subclass of ``base``, or it lacks some of its functions.
@@ -98,19 +99,19 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
 
 
 def importable(target: object) -> str | None:
-    """The import path of a class or function in hand, which vouches for it; None if no process could import it."""
+    """Return the import path of a class or function, or None if no process could import it."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     imported: Any = sys.modules.get(module)
     for part in name.split("."):
         imported = getattr(imported, part, None)
-    if imported is not target or module == MAIN:
+    if imported is not target or module == MAIN_MODULE:
         return None
     vouch([path := f"{module}:{name}"])
     return path
 
 
 def text_of(target: Any) -> str:
-    """The text of a class and of the classes that it is made of, or of a function; its machine code without one.
+    """Return the source of a class with its bases, or of a function, without source, the bytecode.
 
     Of another object, its type and what it holds. What code uses of the script or notebook that it stands in follows:
     functions and classes as text, values as they are.
@@ -121,35 +122,35 @@ def text_of(target: Any) -> str:
         if id(code) in reached:
             continue
         reached.add(id(code))
-        texts.append(_own_text(code))
+        texts.append(_source_text(code))
         for name, used in sorted(_used(code).items()):
             if inspect.isfunction(used) or isinstance(used, type):
-                waiting += [used] if used.__module__ == MAIN else []
-            elif isinstance(used, VALUES) or type(used).__module__ in ("torch", "numpy"):
-                texts.append(f"{name}={_shown(used)}")
+                waiting += [used] if used.__module__ == MAIN_MODULE else []
+            elif isinstance(used, VALUE_TYPES) or type(used).__module__ in ("torch", "numpy"):
+                texts.append(f"{name}={_show_values(used)}")
     return "".join(texts)
 
 
-def _own_text(target: Any) -> str:
-    """The text of a class or a function, without what it uses."""
+def _source_text(target: Any) -> str:
+    """Return the source of a class or function, without the code that it calls."""
     if isinstance(target, type):
-        return "".join(map(_own_text, _functions(target))) or target.__qualname__
+        return "".join(map(_source_text, _functions(target))) or target.__qualname__
     try:
         return inspect.getsource(target)
     except (OSError, TypeError):
         code = getattr(target, "__code__", None)
         if code is None:
-            return _shown(target, f"{type(target)}", getattr(target, "__dict__", ""))
-        return _shown(code.co_code, code.co_names, code.co_consts)
+            return _show_values(target, f"{type(target)}", getattr(target, "__dict__", ""))
+        return _show_values(code.co_code, code.co_names, code.co_consts)
 
 
-def _shown(*values: object) -> str:
+def _show_values(*values: object) -> str:
     """Values as Python shows them, without their places in memory."""
     return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
 
 
 def _functions(target: Any) -> list[Any]:
-    """The functions of a class and of the classes that it is made of, but torch's; of other code, its own."""
+    """Return the functions of a class and its non-torch bases, or the function itself."""
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
         return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
@@ -158,13 +159,13 @@ def _functions(target: Any) -> list[Any]:
 
 
 def _used(target: Any) -> dict[str, Any]:
-    """What code of a script or notebook uses of it, and what functions around it hold, by name."""
+    """Return the script or notebook globals and closures that some code uses, by name."""
     kind = target if isinstance(target, type) else type(target)
-    classes = [c for c in kind.__mro__ if c.__module__ == MAIN]
+    classes = [c for c in kind.__mro__ if c.__module__ == MAIN_MODULE]
     used: dict[str, Any] = {} if kind is target else {c.__name__: c for c in classes}
-    used |= {name: v for c in classes for name, v in vars(c).items() if isinstance(v, VALUES) and name[0] != "_"}
+    used |= {name: v for c in classes for name, v in vars(c).items() if isinstance(v, VALUE_TYPES) and name[0] != "_"}
     for function in _functions(target):
-        if function.__module__ != MAIN:
+        if function.__module__ != MAIN_MODULE:
             continue
         codes = [function.__code__]
         for code in codes:
@@ -182,8 +183,8 @@ class Function:
     """A user's function.
 
     Attributes:
-        name: its import path; of one that only this process holds, in a notebook's cell say, its name and a digest.
-        call: the function; of a class, an object that it makes without arguments.
+        name: its import path, of one that only this process holds, in a notebook's cell say, its name and a digest.
+        call: the function, of a class, an object that it makes without arguments.
     """
 
     name: str
@@ -196,12 +197,12 @@ class Function:
 
     @property
     def display_name(self) -> str:
-        """What messages call it: its import path, or its name."""
+        """Return the name for messages: the import path, or the name."""
         return self.name.partition(" ")[0]
 
 
 def function(choice: Any, what: str) -> Function:
-    """A function by its import path, or as it is.
+    """Return a function, given by itself or by its import path.
 
     Raises:
         ConfigError: it is neither, or cannot be imported.
@@ -228,14 +229,14 @@ def function(choice: Any, what: str) -> Function:
 
 
 def path_of(definition: Any) -> str | None:
-    """The import path of a class of user code; None for a class of this distribution."""
-    if definition.__module__.partition(".")[0] in PACKAGES:
+    """Return the import path of a class of user code, or None for a class of this distribution."""
+    if definition.__module__.partition(".")[0] in OWN_PACKAGES:
         return None
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
 def source_of(definition: object) -> str:
-    """16 hexadecimal digits of the source of the module of user code; without it, of the code; empty for no user's."""
+    """16 hexadecimal digits of the source of the module of user code, without it, of the code. Empty for no user's."""
     if path_of(definition) is None:
         return ""
     try:

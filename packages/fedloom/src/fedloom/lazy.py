@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-DISPLAY = "fedloom.lab.report.notebook"
-"""The module that draws results for people; the library imports no module of the lab, so it has the name alone."""
+DISPLAY_MODULE = "fedloom.lab.report.notebook"
+"""The module that draws results for people. The library imports no module of the lab, so it has the name alone."""
 
 
 def display() -> Any:
     """Import the module that draws results, which is slow and needed by people only."""
-    return import_module(DISPLAY)
+    return import_module(DISPLAY_MODULE)
 
 
 def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callable[[str], object]:
@@ -48,7 +48,7 @@ def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callab
 def lister(name: str) -> Callable[[], list[str]]:
     """Make the ``__dir__`` of a module, so that tab completion offers its public names only.
 
-    These are the names of ``__all__``; of a module without it, its own classes, functions and annotated constants.
+    These are the names of ``__all__``, of a module without it, its own classes, functions and annotated constants.
     """
 
     def names() -> list[str]:

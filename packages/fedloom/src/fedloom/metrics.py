@@ -2,7 +2,7 @@
 
 Everything that shows, compares or chooses by a metric reads this one table, so that a metric means the same in a run,
 a search, a deployment and a report. Arguments ``values`` are float64 ``[n]`` with nan for clients without samples in
-the part; those are left out.
+the part. Those are left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
 
-MB = 1e6
+MEGABYTE_BYTES = 1e6
 """Bytes of a megabyte."""
 
 
 class Metric(NamedTuple):
-    """How a metric is called, shown and compared.
+    """Title, format and direction of a metric.
 
     Attributes:
         title: for people.
@@ -41,36 +41,37 @@ class Metric(NamedTuple):
     rated: bool = True
 
 
-SHARE, POSITIVE = (0.0, 1.0), (0.0, math.inf)
+SHARE_BOUNDS, POSITIVE_BOUNDS = (0.0, 1.0), (0.0, math.inf)
 
 METRICS = {
-    "accuracy": Metric("Accuracy", "%", 100.0, bounds=SHARE),
-    "balanced_accuracy": Metric("Balanced accuracy", "%", 100.0, bounds=SHARE),
-    "macro_f1": Metric("Macro F1", bounds=SHARE),
-    "macro_precision": Metric("Macro precision", bounds=SHARE),
-    "recall": Metric("Recall", bounds=SHARE),
-    "precision": Metric("Precision", bounds=SHARE),
-    "auroc": Metric("AUROC", bounds=SHARE),
-    "auprc": Metric("AUPRC", bounds=SHARE),
-    "auroc_ovr": Metric("AUROC, one against the rest", bounds=SHARE),
-    "auprc_ovr": Metric("AUPRC, one against the rest", bounds=SHARE),
-    "f1": Metric("F1", bounds=SHARE),
-    "c_index": Metric("C-index", bounds=SHARE),
+    "accuracy": Metric("Accuracy", "%", 100.0, bounds=SHARE_BOUNDS),
+    "balanced_accuracy": Metric("Balanced accuracy", "%", 100.0, bounds=SHARE_BOUNDS),
+    "macro_f1": Metric("Macro F1", bounds=SHARE_BOUNDS),
+    "macro_precision": Metric("Macro precision", bounds=SHARE_BOUNDS),
+    "recall": Metric("Recall", bounds=SHARE_BOUNDS),
+    "precision": Metric("Precision", bounds=SHARE_BOUNDS),
+    "auroc": Metric("AUROC", bounds=SHARE_BOUNDS),
+    "auprc": Metric("AUPRC", bounds=SHARE_BOUNDS),
+    "auroc_ovr": Metric("AUROC, one against the rest", bounds=SHARE_BOUNDS),
+    "auprc_ovr": Metric("AUPRC, one against the rest", bounds=SHARE_BOUNDS),
+    "f1": Metric("F1", bounds=SHARE_BOUNDS),
+    "c_index": Metric("C-index", bounds=SHARE_BOUNDS),
     "r2": Metric("R²", bounds=(-math.inf, 1.0)),
-    "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE),
+    "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE_BOUNDS),
     "calibration_slope": Metric("Calibration slope", rated=False),
     "calibration_intercept": Metric("Calibration intercept", rated=False),
-    "observed_expected": Metric("Observed / expected events", bounds=POSITIVE, rated=False),
+    "observed_expected": Metric("Observed / expected events", bounds=POSITIVE_BOUNDS, rated=False),
     "brier": Metric("Brier score", higher=False, bounds=(0.0, 2.0)),
     "perplexity": Metric("Perplexity", higher=False, bounds=(1.0, math.inf)),
-    "deviance": Metric("Poisson deviance", higher=False, bounds=POSITIVE),
-    "rmse": Metric("RMSE", higher=False, bounds=POSITIVE),
-    "mae": Metric("MAE", higher=False, bounds=POSITIVE),
+    "deviance": Metric("Poisson deviance", higher=False, bounds=POSITIVE_BOUNDS),
+    "rmse": Metric("RMSE", higher=False, bounds=POSITIVE_BOUNDS),
+    "mae": Metric("MAE", higher=False, bounds=POSITIVE_BOUNDS),
     "loss": Metric("Loss", higher=False),
 }
-"""Metrics of one client's samples (`fedloom.tasks`); recall and precision are recorded by class (`of_class`)."""
+"""Metrics of one client's samples (`fedloom.tasks`). Recall and precision are recorded by class
+(`class_metric_name`)."""
 
-TOTALS = {
+FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),
     "nmi": Metric("Cluster recovery (NMI)"),
     "nnz": Metric("Non-zero parameters", higher=False),
@@ -92,11 +93,11 @@ TOTALS = {
 }
 """Figures of the whole federation that have a proper name."""
 
-COSTS = {
+COST_FIGURES = {
     "steps": Metric("Local steps", higher=False),
     "samples_backward": Metric("Sample gradients", higher=False),
-    "bytes_up": Metric("MB up", "", 1 / MB, higher=False),
-    "bytes_down": Metric("MB down", "", 1 / MB, higher=False),
+    "bytes_up": Metric("MB up", "", 1 / MEGABYTE_BYTES, higher=False),
+    "bytes_down": Metric("MB down", "", 1 / MEGABYTE_BYTES, higher=False),
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
@@ -108,11 +109,11 @@ USER_METRICS: dict[str, Metric] = {}
 
 
 class Roles(NamedTuple):
-    """Which metric of a task decides what.
+    """Deciding metrics of a task.
 
     Attributes:
         page: leads tables and reports.
-        settings: `fedloom tune` compares settings by its mean over the clients where it is defined; AUROC needs both
+        settings: `fedloom tune` compares settings by its mean over the clients where it is defined. AUROC needs both
             classes.
         client: the hybrid model takes the better model of each client by it: accuracy of classes, as FLAME's model
             selection has it, and the loss where a class may be rare, since accuracy then ties.
@@ -123,7 +124,7 @@ class Roles(NamedTuple):
     client: str
 
 
-ROLES = {
+TASK_ROLES = {
     "binary": Roles("auroc", "auroc", "loss"),
     "imbalanced": Roles("balanced_accuracy", "balanced_accuracy", "loss"),
     "classification": Roles("accuracy", "accuracy", "accuracy"),
@@ -131,27 +132,32 @@ ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""By task; "imbalanced" are several classes whose balanced accuracy is measured. Where none was, the loss decides."""
+"""Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Else the loss decides.
+Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Else the loss decides."""
 
-SELECTION = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client)) - {"loss"}
-"""Metrics beside the loss by which something is chosen; their spread over clients is recorded."""
+SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
+    "loss"
+}
+"""Metrics beside the loss by which something is chosen. Their spread over clients is recorded."""
 
-SUMMARY = tuple(name for name in METRICS if name == "loss" or any(name in roles for roles in ROLES.values()))
-"""Metrics shown where there is room for few."""
+SUMMARY_METRICS = tuple(
+    name for name in METRICS if name == "loss" or any(name in roles for roles in TASK_ROLES.values())
+)
+"""Metrics shown if there is room for few."""
 
 
 def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
-    """The metric that decides, of those measured.
+    """Return the deciding metric among the measured ones.
 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
     ('auroc', 'loss', 'loss')
     """
-    measured = (roles for roles in ROLES.values() if roles.page in names)
+    measured = (roles for roles in TASK_ROLES.values() if roles.page in names)
     return next((leader for roles in measured if (leader := getattr(roles, role)) in names), "loss")
 
 
-def of_class(name: str, label: str) -> str:
-    """The name under which a metric of one class is recorded.
+def class_metric_name(name: str, label: str) -> str:
+    """Return the name under which a metric of one class is recorded.
 
     >>> of_class("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')
@@ -160,12 +166,15 @@ def of_class(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """The facts of a metric or a figure of the federation; an undeclared one keeps its name and is not rated."""
+    """Return the facts of a metric or federation figure. An undeclared one keeps its name and is not rated."""
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
     return (
-        METRICS.get(name) or TOTALS.get(name) or USER_METRICS.get(name) or Metric(name.replace("_", " "), rated=False)
+        METRICS.get(name)
+        or FEDERATION_FIGURES.get(name)
+        or USER_METRICS.get(name)
+        or Metric(name.replace("_", " "), rated=False)
     )
 
 
@@ -180,34 +189,34 @@ def titled(shown: Metric) -> str:
 
 
 def over_clients(name: str, values: Values, sizes: Values, centre: float | None = None) -> dict[str, float]:
-    """Figures of the federation from those of its clients, by the name under which they are recorded.
+    """Compute the federation's figures from its clients', by the name under which they are recorded.
 
     Args:
         name: the metric.
-        values: ``[n]`` by client; those with nan are left out.
+        values: ``[n]`` by client. Those with nan are left out.
         sizes: ``[n]`` samples of the clients.
         centre: value of the global model on the common test set.
     """
     low = metric(name).higher
-    figures = {"mean": mean(values), "weighted": weighted(values, sizes), "worst10": worst(values, low=low)}
+    figures = {"mean": client_mean(values), "weighted": weighted_mean(values, sizes), "worst10": worst(values, low=low)}
     if name == "loss":
         return {f"loss/{k}": v for k, v in (figures | {"variance": variance(values)}).items()} | {
             "cd": disagreement(values)
         }
-    if name in SELECTION:
+    if name in SELECTION_METRICS:
         figures |= {"variance": variance(values), "jain": jain(values)}
         figures |= {} if centre is None else {"sigma": spread(values, centre)}
         figures |= {f"decile{k}": float(decile) for k, decile in enumerate(deciles(values), 1)}
     return {f"{name}/{statistic}": value for statistic, value in figures.items()}
 
 
-def mean(values: Values) -> float:
+def client_mean(values: Values) -> float:
     """Mean over clients."""
     finite = _finite(values)
     return float(finite.mean()) if len(finite) else math.nan
 
 
-def weighted(values: Values, sizes: Values) -> float:
+def weighted_mean(values: Values, sizes: Values) -> float:
     """Mean over clients, weighted by their samples."""
     import numpy as np
 
@@ -216,7 +225,7 @@ def weighted(values: Values, sizes: Values) -> float:
 
 
 def worst(values: Values, *, low: bool) -> float:
-    """Mean over the worst tenth of the clients (at least one); ``low``: small values are bad."""
+    """Mean over the worst tenth of the clients (at least one). ``low``: small values are bad."""
     finite = _finite(values)
     finite.sort()
     count = max(1, round(len(finite) / 10))
@@ -224,7 +233,7 @@ def worst(values: Values, *, low: bool) -> float:
 
 
 def deciles(values: Values) -> Values:
-    """The nine deciles over clients."""
+    """Compute the nine deciles over clients."""
     import numpy as np
 
     finite = _finite(values)
@@ -253,7 +262,7 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
 
-    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round; records have it
+    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round. Records have it
     over all clients, whoever took part, so that rounds and methods compare.
     """
     import numpy as np
@@ -268,14 +277,14 @@ def disagreement(values: Values) -> float:
 
 
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
-    """Normalised mutual information of two labelings, in [0, 1] (Equitable-FL, Fig. 2); 1 if equal up to names."""
+    """Normalised mutual information of two labelings, in [0, 1] (Equitable-FL, Fig. 2). 1 if equal up to names."""
     from sklearn.metrics import normalized_mutual_info_score
 
     return float(normalized_mutual_info_score(planted, recovered))
 
 
 def _finite(values: Values) -> Values:
-    """A copy without what is not finite."""
+    """Copy the finite values."""
     import numpy as np
 
     return values[np.isfinite(values)]

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
 
-ARGS = "Args:"
+ARGS_HEADING = "Args:"
 """Opens the lines on options in a docstring."""
-LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 """Limits of a number in a field of pydantic, and how they are written."""
 
 
@@ -51,10 +51,10 @@ class Face(ModelMetaclass):
         """The docstring of the class, with a line for every option."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
-        if not options or (isinstance(text, str) and f"\n{ARGS}" in text):
+        if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):
             return text
         lines = [f"    {name}: {describe_option(field)}" for name, field in options.items()]
-        return "\n".join([inspect.cleandoc(text or ""), "", ARGS, *lines])
+        return "\n".join([inspect.cleandoc(text or ""), "", ARGS_HEADING, *lines])
 
     @__doc__.setter
     def __doc__(cls, value: str | None) -> None:
@@ -96,7 +96,10 @@ def plain_type(annotation: Any) -> str:
 def limits_of(field: FieldInfo) -> list[str]:
     """Return the range of an option, as ``["> 0", "<= 1"]``."""
     return [
-        f"{sign} {getattr(limit, name)}" for limit in field.metadata for name, sign in LIMITS if hasattr(limit, name)
+        f"{sign} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, sign in FIELD_LIMITS
+        if hasattr(limit, name)
     ]
 
 

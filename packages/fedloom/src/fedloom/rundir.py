@@ -2,7 +2,7 @@
 
 The paths of folders and files that a caller gives are checked here too.
 
-A simulation and a deployment write one; reports, opened runs and `watch` read it; all by these names and values, and
+A simulation and a deployment write one. Reports, opened runs and `watch` read it. All by these names and values, and
 none of them needs torch.
 """
 
@@ -20,49 +20,55 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedloom.errors import ConfigError, RunDirError
 
-SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
-METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
-CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
-GROUPS, PREDICTIONS, IMPORTANCE = "groups.parquet", "predictions.parquet", "importance.parquet"
-CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
-WORK = ".work"
+SETTINGS_FILE, SUMMARY_FILE, REPORT_FILE = "experiment.toml", "summary.json", "report.html"
+METRICS_FILE, TIMINGS_FILE, PARTITION_FILE = "metrics.parquet", "timings.parquet", "partition.parquet"
+CONFUSION_FILE, TSNE_FILE = "confusion.parquet", "tsne.parquet"
+GROUPS_FILE, PREDICTIONS_FILE, IMPORTANCE_FILE = "groups.parquet", "predictions.parquet", "importance.parquet"
+CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER = (
+    "checkpoints",
+    "models",
+    "adapted",
+    "tracking",
+    "live",
+)
+WORK_FOLDER = ".work"
 """Folder of the claims of processes that work on a run directory together."""
-FILES = (
-    METRICS,
-    TIMINGS,
-    PARTITION,
-    CONFUSION,
-    TSNE,
-    GROUPS,
-    PREDICTIONS,
-    IMPORTANCE,
-    SUMMARY,
-    REPORT,
+RESULT_FILES = (
+    METRICS_FILE,
+    TIMINGS_FILE,
+    PARTITION_FILE,
+    CONFUSION_FILE,
+    TSNE_FILE,
+    GROUPS_FILE,
+    PREDICTIONS_FILE,
+    IMPORTANCE_FILE,
+    SUMMARY_FILE,
+    REPORT_FILE,
 )
 """Files that a run writes anew, beside its settings and the files of analyses that packages add."""
-FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE, WORK)
+RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
-TABLES = (
+EXPERIMENT_TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
     "augment", "devices", "schedule", "evaluate", "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 
-_DIGEST, _ZEROS = b"sha256 of this file with zeros here: ", b"0" * 64
-NO_DIGEST = (_DIGEST + _ZEROS).decode()
-"""What stands in a file in the place of its digest while that is taken."""
+_DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
+NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
+"""Placeholder for a file's digest while the digest is computed."""
 
-MEND = "run the experiment again, or put the file back"
-"""What to do about a file that is damaged."""
-FEDERATION = -1
+REPAIR_HINT = "run the experiment again, or put the file back"
+"""Advice on a damaged file."""
+FEDERATION_CLIENT = -1
 """Client number of figures of the whole federation."""
-UPLOADS = "heard"
+UPLOADS_FIGURE = "heard"
 """Name under which the number of a client's uploads that were used is recorded."""
-SAMPLES = "samples"
+SAMPLES_FIGURE = "samples"
 """Name under which the number of samples of a group is recorded."""
 MOST_CLIENTS = 2**31
 """Clients are numbered below this."""
-LONGEST = 150
+MAX_LABEL_CHARACTERS = 150
 """Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -70,7 +76,7 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def place_of(path: object, what: str, otherwise: str = "") -> Path:
-    """The path that a caller gave.
+    """Convert a caller's path.
 
     Args:
         path: what was given.
@@ -86,7 +92,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
 
 def label_of(method: Mapping[str, object]) -> str:
-    """The label of a method's table: its own, else the name of its algorithm, of user code the class alone.
+    """Return the label of a method's table: its own, else the algorithm's name, of user code the class alone.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
@@ -95,7 +101,7 @@ def label_of(method: Mapping[str, object]) -> str:
 
 
 def file_name(label: str) -> str:
-    """A label as a part of a file's name; labels that differ have names that differ.
+    """Convert a label to a part of a file name. Different labels give different names.
 
     Of one that is too long for that, the beginning and a digest are the name.
 
@@ -103,10 +109,10 @@ def file_name(label: str) -> str:
     ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
     """
     name = label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
-    if len(name) <= LONGEST:
+    if len(name) <= MAX_LABEL_CHARACTERS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{name[: LONGEST - len(digest) - 1]}@{digest}"  # no other name has this sign
+    return f"{name[: MAX_LABEL_CHARACTERS - len(digest) - 1]}@{digest}"  # no other name has this sign
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
@@ -138,8 +144,8 @@ def analysis_file(kind: str) -> str:
     return f"{file_name(kind.rpartition(':')[2]).replace('-', '_')}.parquet"
 
 
-def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
-    """The folder of a run's checkpoints, models or tracking in a run directory."""
+def run_folder(out: Path, kind: str, label: str, seed: int) -> Path:
+    """Return the folder of a run's checkpoints, models or tracking in a run directory."""
     return out / kind / f"{file_name(label)}-{seed}"
 
 
@@ -152,9 +158,9 @@ ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 
 
 class RunRecord(_Recorded):
-    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end.
+    """One method with one seed. ``diverged`` is the round by which it had, if it went on to its end.
 
-    ``role`` is what a comparison takes the method for (`fedloom.algorithms.role_of`); None in earlier run directories.
+    ``role`` is what a comparison takes the method for (`fedloom.algorithms.role_of`). None in earlier run directories.
     ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
     """
 
@@ -186,7 +192,7 @@ class Rejection(_Recorded):
 
 
 class SiteSummary(_Recorded):
-    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply.
+    """Record of a site in a deployment: rounds with and without it, and its last accepted reply.
 
     ``staleness`` is the mean of its uploads, of a buffered run.
     """
@@ -201,7 +207,7 @@ class SiteSummary(_Recorded):
 
 
 class Summary(_Recorded):
-    """``summary.json``: how every run ended; ``metrics`` are own ones, True where more is better.
+    """``summary.json``: how every run ended. ``metrics`` are own ones, True where more is better.
 
     A deployment adds why it ended and how its sites did.
     """
@@ -219,36 +225,36 @@ class Summary(_Recorded):
     sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
-        """The file: every field that was given, and its digest."""
+        """Render the file: every given field, and its digest."""
         document = self.model_dump(mode="json", exclude_unset=True)
-        return with_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
+        return insert_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
 
 
-def with_digest(content: bytes) -> bytes:
-    """The content of a file in which `NO_DIGEST` stands once, with the file's digest in its place."""
-    before, mark, after = content.rpartition(_DIGEST)
-    return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZEROS) :]
+def insert_digest(content: bytes) -> bytes:
+    """Replace the one `NO_DIGEST` in a file's content by the content's digest."""
+    before, mark, after = content.rpartition(_DIGEST_PREFIX)
+    return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZERO_DIGEST) :]
 
 
 def has_digest(content: bytes) -> bool:
     """Return whether a file of a run directory has its digest in it."""
-    return _DIGEST in content
+    return _DIGEST_PREFIX in content
 
 
 def check_digest(path: Path, content: bytes) -> None:
-    """Compare the content of a file of a run directory with the digest in it; one without a digest passes.
+    """Compare the content of a file of a run directory with the digest in it. One without a digest passes.
 
     Raises:
         RunDirError: it has changed since it was written.
     """
-    before, mark, after = content.rpartition(_DIGEST)
-    size = len(_ZEROS)
-    if mark and hashlib.sha256(before + mark + _ZEROS + after[size:]).hexdigest().encode() != after[:size]:
-        raise RunDirError(f"{path} is damaged, or was changed: it has not the digest that it names; {MEND}")
+    before, mark, after = content.rpartition(_DIGEST_PREFIX)
+    size = len(_ZERO_DIGEST)
+    if mark and hashlib.sha256(before + mark + _ZERO_DIGEST + after[size:]).hexdigest().encode() != after[:size]:
+        raise RunDirError(f"{path} is damaged, or was changed: it has not the digest that it names; {REPAIR_HINT}")
 
 
 def read_summary(path: Path) -> Summary:
-    """The summary in a file.
+    """Read the summary in a file.
 
     Raises:
         RunDirError: it is damaged, or not one.
@@ -263,10 +269,10 @@ def read_summary(path: Path) -> Summary:
         json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
         return Summary.model_validate(document)
     except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply; {MEND}") from error
+        raise RunDirError(f"{path} is damaged: nested too deeply; {REPAIR_HINT}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
     except ValueError as error:
-        raise RunDirError(f"{path} is damaged: {error}; {MEND}") from error
+        raise RunDirError(f"{path} is damaged: {error}; {REPAIR_HINT}") from error

@@ -27,18 +27,18 @@ from torch import Tensor
 
 from fedloom.lazy import lister
 
-SERVER = -1
+SERVER_CLIENT = -1
 """The client id of draws that belong to no client."""
 
 Purpose = str | tuple[str | int, ...]
 
-_WORDS = 624
+_STATE_WORDS = 624
 """32-bit words in the state of a Mersenne Twister."""
 
-_FAR = 397
+_TWISTER_DISTANCE = 397
 """Distance of the other word that a draw from a Mersenne Twister reads."""
 
-_HEADER = 24
+_STATE_HEADER_BYTES = 24
 """Bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
 
 
@@ -47,7 +47,7 @@ class _Blank(threading.local):
 
     def __init__(self) -> None:
         self.state = torch.Generator().get_state()
-        self.words = self.state.numpy()[_HEADER : _HEADER + 8 * _WORDS].view(np.uint64)
+        self.words = self.state.numpy()[_STATE_HEADER_BYTES : _STATE_HEADER_BYTES + 8 * _STATE_WORDS].view(np.uint64)
 
 
 _blank = _Blank()
@@ -56,13 +56,13 @@ _swapping = threading.RLock()
 os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
-def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> int:
-    """A 128-bit integer that depends on all four arguments and on nothing else.
+def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = "") -> int:
+    """Derive a 128-bit integer that depends on all four arguments and on nothing else.
 
     Args:
         seed: seed of the run.
-        round: round number, from 1; 0 before the first round.
-        client: client id in 0..n-1, or `SERVER`.
+        round: round number, from 1. 0 before the first round.
+        client: client id in 0..n-1, or `SERVER_CLIENT`.
         purpose: what the draw is for, e.g. ``"cohort"`` or ``("local", 3)``.
 
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
@@ -72,10 +72,10 @@ def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "
     return int.from_bytes(hashlib.blake2b(b"%b%d%b" % (before, client, after), digest_size=16).digest(), "little")
 
 
-def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> torch.Generator:
-    """A CPU `torch.Generator` of (seed, round, client, purpose)."""
+def generator(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = "") -> torch.Generator:
+    """Return a CPU `torch.Generator` of (seed, round, client, purpose)."""
     before, after = _around(seed, round, purpose)
-    drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _WORDS)
+    drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _STATE_WORDS)
     _blank.words[:] = np.frombuffer(drawn, "<u4")
     rng = torch.Generator()
     rng.set_state(_blank.state)
@@ -83,20 +83,22 @@ def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose 
 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
-    """The states of the generators of many clients ``[m, s]``, as many words as so many draws of 32 bits look at."""
+    """Compute the states of many clients' generators ``[m, s]``, as many words as the 32-bit draws read."""
     before, after = _around(seed, round, purpose)
-    count = min(_WORDS, _FAR + draws)
+    count = min(_STATE_WORDS, _TWISTER_DISTANCE + draws)
     drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
     return np.frombuffer(bytearray().join(drawn), "<u4").reshape(len(clients), count)
 
 
-def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:
-    """A `numpy.random.Generator` of (seed, round, client, purpose)."""
+def numpy_generator(
+    seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = ""
+) -> np.random.Generator:
+    """Return a `numpy.random.Generator` of (seed, round, client, purpose)."""
     return np.random.Generator(np.random.PCG64(derive(seed, round, client, purpose)))
 
 
 def random_state(gen: torch.Generator) -> np.random.RandomState:
-    """A `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that take no other generator."""
+    """Return a `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that take no other generator."""
     return np.random.RandomState(words(gen))
 
 
@@ -107,7 +109,7 @@ def words(gen: torch.Generator) -> list[int]:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """The global generators of the CPU and a device are afterwards as before; other threads that want them wait."""
+    """Preserve the global generators of the CPU and a device. Other threads wait for them."""
     with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
@@ -133,12 +135,12 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Code with access only to the global generators draws from the stream of ``gen``; afterwards they are as before.
+    """Code with access only to the global generators draws from the stream of ``gen``. Afterwards they are as before.
 
     Those of numpy and Python begin with a hash of its state.
 
     Args:
-        gen: a CPU generator; it is not moved on when ``device`` is the CPU.
+        gen: a CPU generator. It is not moved on when ``device`` is the CPU.
         device: whose generator is meant beside the CPU's.
     """
     with forked(device):
@@ -158,7 +160,7 @@ def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
 
 
 def cuda_state(gen: torch.Generator) -> Tensor:
-    """The state of a CUDA generator, uint8 ``[16]``, from ``gen``: a key of 64 bits and an offset of 62.
+    """Draw the state of a CUDA generator, uint8 ``[16]``, from ``gen``: a key of 64 bits and an offset of 62.
 
     The offset is a multiple of 4, as PyTorch demands, so 60 of its bits are drawn.
     """
@@ -169,7 +171,7 @@ def cuda_state(gen: torch.Generator) -> Tensor:
 
 
 def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
-    """What stands before and after the client in the name of a stream."""
+    """Return the bytes before and after the client in the name of a stream."""
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
 
 

@@ -26,10 +26,10 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
-from fedloom.data.dataset import Dataset, Task, on_cpu
+from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
-from fedloom.data.survey.findings import ReadColumn, findings, left_out
+from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
@@ -44,7 +44,7 @@ Some = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """What both have; `FederatedClassifier` describes it."""
+    """Common base. `FederatedClassifier` describes it."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.method, self.rounds, self.lr, self.epochs, self.batch_size = method, rounds, lr, epochs, batch_size
         self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
 
-    @on_cpu()
+    @default_to_cpu()
     @entered("estimator")
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
@@ -111,18 +111,20 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             self.models_[None] = self.models_[sites[0]]
 
     def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
-        """The notes of a table; no column is left out, since an estimator takes all columns that it gets."""
+        """Return the notes on a table. No column is left out, since an estimator takes every column that it gets."""
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
         classes = more.get("classes", ())
         target = ReadColumn(y.double().numpy().reshape(len(x), -1)[:, 0], classes)
         users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
-        numbered = [f"column {n!r} {why}; leave it out" for n, c in features.items() if (why := left_out(n, c, len(x)))]
+        numbered = [
+            f"column {n!r} {why}; leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
+        ]
         outcome = {"y": (target, "classification" if classes else "regression")}
         design = more.get("design")
         return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
-    @on_cpu()
+    @default_to_cpu()
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
         """Probabilities or values [N, k], each row by the model of its group."""
         check_is_fitted(self)
@@ -148,11 +150,11 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         rounds: communication rounds.
         lr: step size of local training.
         epochs: passes over a client's rows per round.
-        batch_size: rows per step; None: all of a client.
+        batch_size: rows per step. None: all of a client.
         model: a name or value of `fedloom.models`, an `nn.Module`, or what makes one.
         clients: to how many rows are dealt at random where no groups are given.
-        random_state: an int, or a generator that one is drawn from; everything random comes from it.
-        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``; of
+        random_state: an int, or a generator that one is drawn from. Everything random comes from it.
+        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``, of
             ``local``, ``evaluate`` and ``engine``, a table or a value changes the options that it names.
 
     Attributes:
@@ -168,8 +170,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         Args:
             X: numbers ``[N, p]``, without missing values.
             y: classes ``[N]``, numbers or text.
-            groups: whose each row is ``[N]``: the clients of the federation; None: `clients` of them, dealt at random.
-            subjects: of which patient or the like each row is ``[N]``; rows of one are dealt to one client. For
+            groups: whose each row is ``[N]``: the clients of the federation. None: `clients` of them, dealt at random.
+            subjects: of which patient or the like each row is ``[N]``. Rows of one are dealt to one client. For
                 cross-validation, give them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
 
         Raises:
@@ -190,14 +192,14 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
         Args:
             X: numbers ``[N, p]``.
-            groups: whose each row is ``[N]``: a row goes to its group's own model, if the method has them; rows of
+            groups: whose each row is ``[N]``: a row goes to its group's own model, if the method has them. Rows of
                 unknown groups, and all rows without groups, to the global model.
         """
         best = self._scores(X, groups).argmax(1)
         return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: Any, groups: ArrayLike | None = None) -> Some:
-        """Probabilities ``[N, C]`` in the order of ``classes_``; arguments as `predict`."""
+        """Probabilities ``[N, C]`` in the order of ``classes_``. Arguments as `predict`."""
         return self._scores(X, groups)
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
@@ -206,13 +208,13 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    """A regression that a federation of the groups trains; the arguments are those of `FederatedClassifier`.
+    """Regressor that a federation of the groups trains. `FederatedClassifier` has the arguments.
 
     The target is centred and scaled by the mean and standard deviation of all rows.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Trains on numbers ``[N, p]`` and ``[N]``; see `FederatedClassifier.fit`."""
+        """Trains on numbers ``[N, p]`` and ``[N]``, see `FederatedClassifier.fit`."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0
@@ -221,7 +223,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
-        """Values ``[N]``; see `FederatedClassifier.predict` for the groups."""
+        """Values ``[N]``, see `FederatedClassifier.predict` for the groups."""
         return self._scores(X, groups)[:, 0]
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:

@@ -1,6 +1,6 @@
 """Trust in user code: a file's own word runs no part of Python itself and no code of another user.
 
-A person vouches for import paths, by ``--trust`` or ``trust=True``; nothing vouches for the standard library.
+A person vouches for import paths, by ``--trust`` or ``trust=True``. Nothing vouches for the standard library.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from types import ModuleType
 
 from fedloom.errors import ConfigError
 
-PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-"""What an import path looks like."""
-PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
+IMPORT_PATH_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+"""Form of an import path."""
+OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 """Top packages of this distribution."""
 NO_CODE = ("name", "label")
 """Keys of an experiment file whose text names no code."""
-INSTALLED = ("site-packages", "dist-packages")
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 """Folders of installed packages."""
 
 _vouched: set[str] = set()
@@ -38,12 +38,12 @@ def is_path(name: object) -> bool:
     >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
     (True, False, False)
     """
-    return isinstance(name, str) and re.match(PATTERN, name) is not None
+    return isinstance(name, str) and re.match(IMPORT_PATH_PATTERN, name) is not None
 
 
 @contextmanager
 def here() -> Iterator[None]:
-    """The current directory at the end of the places where modules are looked for."""
+    """Search modules in the current directory last, within the block."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
     try:
@@ -85,7 +85,7 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
         trust: vouch for the import paths of the document instead.
 
     Raises:
-        ConfigError: the file, or its folder, is another user's; all that would be imported is named.
+        ConfigError: the file, or its folder, is another user's. All that would be imported is named.
     """
     named = list(paths_in(document))
     if trust:
@@ -93,7 +93,7 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
         return
     if named and all(is_vouched(path) for _, path in named):
         return
-    owner = other_owner(file)
+    owner = find_other_owner(file)
     if named and owner:
         listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_place(path)})" for key, path in named))
         raise ConfigError(
@@ -126,9 +126,9 @@ def check_module(path: str, what: str) -> None:
         origin = Path(spec.origin) if spec is not None and spec.origin else None
         if origin is None or not origin.exists():
             continue
-        if _in_library(origin):
+        if _is_in_library(origin):
             raise _standard(what, path, name)
-        owner = "" if is_installed(origin) else other_owner(origin)
+        owner = "" if is_installed(origin) else find_other_owner(origin)
         if owner:
             raise ConfigError(
                 f"{what} {path!r} would run {origin}, which is of another user ({owner}); read it, then say --trust "
@@ -150,7 +150,7 @@ def check_part(part: object, path: str, what: str) -> None:
         return
     origin = _module_of(part)
     code = getattr(getattr(part, "__func__", part), "__code__", None)
-    if is_standard(origin) or (code is not None and _in_library(Path(code.co_filename))):
+    if is_standard(origin) or (code is not None and _is_in_library(Path(code.co_filename))):
         raise _standard(what, path, origin)
 
 
@@ -162,7 +162,7 @@ def check_maker(path: str, what: str) -> None:
     """
     module = path.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
-    if not is_vouched(path) and (module.partition(".")[0] in PACKAGES or file is None or is_installed(Path(file))):
+    if not is_vouched(path) and (module.partition(".")[0] in OWN_PACKAGES or file is None or is_installed(Path(file))):
         raise ConfigError(
             f"{what} {path!r} is a function of an installed package, which would be called with values from the file; "
             "name a class of nn.Module, call it in a function of your own, or say --trust (in Python trust=True)"
@@ -170,13 +170,13 @@ def check_maker(path: str, what: str) -> None:
 
 
 def is_standard(module: str) -> bool:
-    """Whether a module is of Python's standard library or built in; nothing is imported."""
+    """Whether a module is of Python's standard library or built in. Nothing is imported."""
     first = module.partition(".")[0]
     if first in sys.stdlib_module_names:
         return True
     loaded = sys.modules.get(first)
     file = getattr(loaded, "__file__", None)
-    return file is not None and _in_library(Path(file))
+    return file is not None and _is_in_library(Path(file))
 
 
 def is_installed(file: Path) -> bool:
@@ -185,8 +185,8 @@ def is_installed(file: Path) -> bool:
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 
 
-def other_owner(path: Path) -> str:
-    """The user whose file or folder this is, if neither this user nor root; of links and what they lead to.
+def find_other_owner(path: Path) -> str:
+    """Return the foreign owner of a file, folder or link target, if it is neither this user nor root. Else "".
 
     Empty for one's own.
     """
@@ -217,14 +217,14 @@ def _module_of(part: object) -> str:
     return _module_of(owner if isinstance(owner, type | ModuleType) else type(owner))
 
 
-def _in_library(file: Path) -> bool:
+def _is_in_library(file: Path) -> bool:
     library = Path(sysconfig.get_path("stdlib")).resolve()
     place = file.resolve()
-    return place.is_relative_to(library) and not any(name in INSTALLED for name in place.parts)
+    return place.is_relative_to(library) and not any(name in PACKAGE_FOLDERS for name in place.parts)
 
 
 def _place(path: str) -> str:
-    """The file that an import path would run, as far as that is known without running any."""
+    """Return the file that an import path would run, as far as it is known without running code."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):

@@ -24,19 +24,19 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_sch
 from fedloom.errors import ConfigError, InvalidValue
 from fedloom.hints import Hint, no_hint, unknown
 from fedloom.imports import find_class, is_path, path_of
-from fedloom.options import ARGS, Face
+from fedloom.options import ARGS_HEADING, Face
 
 T = TypeVar("T")
-NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
-"""Numbers in a schema of pydantic, and the error that refuses what is none."""
-LARGEST = 2**63 - 1
+NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
+"""Numbers in a schema of pydantic, and the error of a non-number."""
+MAX_INTEGER = 2**63 - 1
 """The largest whole number of a tensor, or of a TOML file."""
-FACTOR = r"(\d+\.?\d*|\.\d+)x"
+FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
 """A multiple of what is derived, as 2x or 0.5x."""
-VALIDATOR = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
+VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
 """Parts of an error's place that name no key."""
-LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
-"""What a schema of pydantic holds besides schemas of values; keys are text in every file."""
+IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
+"""Keys of a pydantic schema that are no schemas of values. Keys are text in every file."""
 
 
 class Value(BaseModel, metaclass=Face):
@@ -51,7 +51,7 @@ class Value(BaseModel, metaclass=Face):
     free: ClassVar[tuple[str, ...]] = ()
     """Fields that change no number of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that act only beside another one: its name and the values of it, none for any but its default; or a key of
+    """Fields that act only beside another one: its name and the values of it, none for any but its default. Or a key of
     ``[local]``, as "local.weight_decay". A run has a note where such a field is given and does not act."""
 
     model_config = ConfigDict(
@@ -68,7 +68,7 @@ class Value(BaseModel, metaclass=Face):
         name, fields = type(self).__name__, type(self).model_fields
         if values:
             raise ConfigError(
-                f"{name} takes its options by name, got {_shown(values[0])}; allowed: {', '.join(fields)}"
+                f"{name} takes its options by name, got {_show_value(values[0])}; allowed: {', '.join(fields)}"
             )
         try:
             super().__init__(**options)
@@ -96,11 +96,11 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """A copy, validated where fields are changed; `copy.replace` is this."""
+        """Copy the value, validated if fields change. `copy.replace` calls this."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
-        """A validated copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**fields, **changes})
 
@@ -114,7 +114,7 @@ class Value(BaseModel, metaclass=Face):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler(core_schema)
         if "description" in schema:  # the lines of the options are descriptions of their own
-            schema["description"] = schema["description"].partition(f"\n\n{ARGS}")[0]
+            schema["description"] = schema["description"].partition(f"\n\n{ARGS_HEADING}")[0]
         return schema
 
     @classmethod
@@ -123,7 +123,7 @@ class Value(BaseModel, metaclass=Face):
         return schema
 
     @model_serializer(mode="wrap")
-    def _with_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _replace_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         path, options = path_of(type(self)), fields(self)
         return options if path is None else {"kind": path, **{k: v for k, v in options.items() if k != "kind"}}
 
@@ -136,7 +136,7 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
         registry: entries by name.
         name: a key of it, or ``package.module:Class`` where there is a base.
         where: file and table, for the message.
-        base: what a class of user code must be a subclass of; None: the registry is all there is.
+        base: what a class of user code must be a subclass of. None: the registry is all there is.
 
     Raises:
         ConfigError: the name is not registered (the message has the nearest valid one), or the path names no such
@@ -176,7 +176,7 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Call ``make_value(**options)``; what pydantic refuses becomes a sentence.
+    """Call ``make_value(**options)``, what pydantic refuses becomes a sentence.
 
     Args:
         make_value: a value's class, or a preset.
@@ -198,21 +198,21 @@ def make(
 
 
 def kind_of(value: Value) -> str:
-    """The name of a value's class, as in files."""
+    """Return the name of a value's class, as in files."""
     return str(getattr(value, "kind", type(value).__name__))
 
 
 def fields_of(value: Any) -> Mapping[str, Any]:
-    """The fields of a value's class, or the options of a preset."""
+    """Return the fields of a value's class, or the options of a preset."""
     fields: Mapping[str, Any] = value.model_fields if hasattr(value, "model_fields") else value.options
     return fields
 
 
 def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
-    """A TOML table.
+    """Check that a value is a TOML table.
 
     Raises:
-        ConfigError: it is something else; ``cure`` ends the message.
+        ConfigError: it is something else. ``cure`` ends the message.
     """
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
@@ -220,25 +220,25 @@ def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
 
 
 def dump(value: BaseModel, **first: object) -> dict[str, Any]:
-    """A value as a TOML table: every field that is set to something."""
+    """Return a value as a TOML table with every field that is set."""
     return {**first, **value.model_dump(mode="json", exclude_none=True)}
 
 
-def flat(document: Mapping[str, object]) -> dict[str, Any]:
-    """A document by dotted keys; of a list of methods every table is named by its label."""
+def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
+    """Flatten a document to dotted keys. A method's table is named by its label."""
     entries: dict[str, Any] = {}
     for key, value in document.items():
         inner = {}
         if isinstance(value, Mapping):
-            inner = {f"{key}.{k}": v for k, v in flat(value).items()}
+            inner = {f"{key}.{k}": v for k, v in flatten_document(value).items()}
         elif key == "method" and isinstance(value, list):  # FedSLR has an option of that name
-            inner = {f"method {m['label']}: {k}": v for m in value for k, v in flat(m).items()}
+            inner = {f"method {m['label']}: {k}": v for m in value for k, v in flatten_document(m).items()}
         entries |= inner or {key: list(value) if isinstance(value, tuple) else value}
     return entries
 
 
-def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The first key by name in which two documents of dotted keys differ, for a message; empty where none does."""
+def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return the first key in which two documents of dotted keys differ, or "" without a difference."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
@@ -247,7 +247,7 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 
 def _exact(schema: object, owner: type) -> Any:
-    """The schema of ``owner``, where text and booleans are not taken for numbers, nor numbers for booleans."""
+    """Return the schema of ``owner`` without conversions between text, booleans and numbers."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_exact(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
@@ -257,26 +257,26 @@ def _exact(schema: object, owner: type) -> Any:
         return {**schema, "strict": True}
     if kind == "function-before" and getattr(schema["function"]["function"], "func", None) is exact_number:
         return schema  # a class whose schema was made before
-    if isinstance(kind, str) and kind in NUMBERS:
-        return core_schema.no_info_before_validator_function(partial(exact_number, NUMBERS[kind]), schema)
-    return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
+    if isinstance(kind, str) and kind in NUMBER_ERRORS:
+        return core_schema.no_info_before_validator_function(partial(exact_number, NUMBER_ERRORS[kind]), schema)
+    return {key: value if key in IGNORED_SCHEMA_KEYS else _exact(value, owner) for key, value in schema.items()}
 
 
 def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> Any:
-    """A number as it is.
+    """Return a number unchanged.
 
     Raises:
         PydanticKnownError: it is text or a boolean, or too large for a tensor.
     """
     if isinstance(value, (bool, str, bytes)):
         raise PydanticKnownError(refusal)
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise PydanticKnownError("less_than_equal", {"le": LARGEST})
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise PydanticKnownError("less_than_equal", {"le": MAX_INTEGER})
     return value
 
 
 def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
-    """A validator of options whose default, None, is derived; "2x" is twice what is derived, and "1x" None."""
+    """Return a validator of options derived by default: "2x" is twice the derived value, and "1x" is None."""
     factor = 1.0 if value is None else factor_of(value)
     if factor:
         return None if factor == 1 else value
@@ -289,15 +289,15 @@ def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def factor_of(value: object) -> float | None:
-    """The number of "2x"; None of anything else."""
-    return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
+    """Return the number in "2x", or None for anything else."""
+    return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR_PATTERN, value) else None
 
 
 MAX_DESCRIPTION_CHARS = 120
 """Length of a description that a message repeats in full."""
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     return " ".join(repr(value).split())[:200]
 
 
@@ -311,14 +311,14 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where an error is, without the validators of pydantic and the types of a union that it passed through."""
-    return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR, str(part)))
+    """Return the place of an error, without pydantic's validators and the union types that it passed through."""
+    return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
 def _sentence(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
-    """Say what is expected at a place and what is there; of a union every choice has its error."""
+    """Describe the expected value at a place and the given one. A union has an error per choice."""
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
@@ -329,7 +329,7 @@ def _sentence(
     named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # patterns: see the hint
     first, *alternatives = dict.fromkeys(_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
-    got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
+    got = "" if error["type"] in ("missing", "value_error") else f", got {_show_value(error['input'])}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
 
 

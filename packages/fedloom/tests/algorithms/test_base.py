@@ -31,7 +31,7 @@ from fedloom.choose import EquitableWeigher
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Nothing, Work, descend
 from fedloom.rows.prox import L1
-from fedloom.testing import LAYOUT, Problem, federate
+from fedloom.testing import TOY_LAYOUT, Problem, federate
 from fedloom.testing.federate import ReferenceFederation
 
 
@@ -76,18 +76,18 @@ def test_a_weigher_is_asked_about_the_absolute_model_whatever_the_base() -> None
 def test_gradient_mapping_without_penalty_is_the_norm_of_the_gradient() -> None:
     x, g = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for t in (0.1, 2.0):
-        torch.testing.assert_close(gradient_mapping(None, x, g, t, LAYOUT), g.norm(dim=1, keepdim=True))
-    at_zero = gradient_mapping(L1(c=1.0), torch.zeros_like(x), 0.9 * g / g.abs().max(), 0.3, LAYOUT)
+        torch.testing.assert_close(gradient_mapping(None, x, g, t, TOY_LAYOUT), g.norm(dim=1, keepdim=True))
+    at_zero = gradient_mapping(L1(c=1.0), torch.zeros_like(x), 0.9 * g / g.abs().max(), 0.3, TOY_LAYOUT)
     assert (at_zero == 0).all()
 
 
 def test_ranks_of_matrices() -> None:
     body = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
     row = torch.cat([body.flatten(), torch.tensor([0.0, 0.0, 5.0])])
-    assert LAYOUT.ranks(row).tolist() == [1, 0]
-    full = [min(shape) for shape in LAYOUT.matrix_shapes.values()]
+    assert TOY_LAYOUT.ranks(row).tolist() == [1, 0]
+    full = [min(shape) for shape in TOY_LAYOUT.matrix_shapes.values()]
     for broken in (torch.inf, -torch.inf, torch.nan):
-        assert LAYOUT.ranks(torch.full((7,), broken)).tolist() == full
+        assert TOY_LAYOUT.ranks(torch.full((7,), broken)).tolist() == full
 
 
 class Nameless(Algorithm):

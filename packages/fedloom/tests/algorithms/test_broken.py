@@ -31,8 +31,8 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
-from fedloom.testing import LAWS, check_algorithm, check_law
-from fedloom.testing.laws import CURES
+from fedloom.testing import METHOD_LAWS, check_algorithm, check_law
+from fedloom.testing.laws import LAW_HINTS
 from fedloom.testing.network import Classifier
 
 
@@ -368,7 +368,7 @@ def test_a_head_per_class_is_checked_with_its_module() -> None:
 
 
 def test_every_law_can_fail() -> None:
-    assert {law for law, _ in BROKEN} == set(LAWS)
+    assert {law for law, _ in BROKEN} == set(METHOD_LAWS)
 
 
 def test_check_algorithm_runs_every_law_but_those_left_out() -> None:
@@ -388,7 +388,7 @@ class ComparesClasses(FedAvg):
 
 
 def test_a_network_finds_what_quadratics_do_not() -> None:
-    for law in set(LAWS) - {"translation"}:
+    for law in set(METHOD_LAWS) - {"translation"}:
         check_law(law, ComparesClasses())
     with pytest.raises(AssertionError, match="law row_independence on a network, ComparesClasses"):
         check_algorithm(ComparesClasses())
@@ -406,7 +406,7 @@ def normalised(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("seed", [775, 272, 45])  # float32 ends 4e-2, 1e-2 and 9e-4 from float64
 def test_a_network_that_magnifies_rounding_keeps_the_law_of_precision(seed: int) -> None:
-    network = Classifier.of(normalised(seed), (2,))
+    network = Classifier.create(normalised(seed), (2,))
     check_law("precision", FedBN(layers=("norm",)), on=network)
     with pytest.raises(AssertionError, match=r"law precision on a network, RoundsTheSteps"):
         check_law("precision", RoundsTheSteps(), on=network)
@@ -442,13 +442,15 @@ def test_a_method_that_names_layers_is_checked_with_their_names() -> None:
     named = FedBN(layers=("norm",))
     with pytest.raises(AssertionError, match="no parameter starts with 'norm'"):
         check_algorithm(named)
-    check_algorithm(named, layout=Layout.from_shapes({"conv.weight": (2, 2), "norm.weight": (2,), "fc.weight": (1, 2)}))
+    check_algorithm(
+        named, layout=Layout.create_from_shapes({"conv.weight": (2, 2), "norm.weight": (2,), "fc.weight": (1, 2)})
+    )
     module = nn.Sequential(OrderedDict(conv=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), fc=nn.Linear(2, 1)))
     check_algorithm(named, layout=module)
 
 
 def test_every_law_names_its_cure() -> None:
-    assert CURES.keys() == LAWS.keys()
+    assert LAW_HINTS.keys() == METHOD_LAWS.keys()
     with pytest.raises(AssertionError, match=r"law translation.*without=\['translation'\]"):
         check_algorithm(KnowsTheOrigin())
 

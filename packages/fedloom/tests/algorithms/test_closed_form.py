@@ -17,11 +17,11 @@ from fedloom.algorithms._statistics import outputs_of, width_of
 from fedloom.algorithms.fedhip import SHARES_TRIED
 from fedloom.errors import Refused
 from fedloom.testing.federate import ReferenceFederation, federate, personal_models
-from fedloom.testing.network import SIZES, Classifier
+from fedloom.testing.network import CLIENT_SIZES, Classifier
 
-NETWORK = Classifier.of()
-COUNT = sum(SIZES)
-OWNER = np.repeat(np.arange(len(SIZES)), SIZES)
+NETWORK = Classifier.create()
+COUNT = sum(CLIENT_SIZES)
+OWNER = np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES)
 
 
 def features() -> np.ndarray:
@@ -157,6 +157,6 @@ def test_a_linear_model_and_a_module_of_the_user_have_closed_form_heads() -> Non
 
 @pytest.mark.parametrize("name", ["analytic-fl", "fed3r", "fedhip"])
 def test_a_task_without_classes_is_refused(name: str) -> None:
-    fed = fl.partition.iid(clients=3)(fl.Dataset.of(torch.randn(60, 3), torch.randn(60)), seed=0)
+    fed = fl.partition.iid(clients=3)(fl.Dataset.create(torch.randn(60, 3), torch.randn(60)), seed=0)
     with pytest.raises(Refused, match="has no classes|need classes"):
         fl.simulate(name, fed, rounds=1)

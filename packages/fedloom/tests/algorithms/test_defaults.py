@@ -42,7 +42,7 @@ def test_paper_settings_are_the_papers(name: str) -> None:
 
 def contexts() -> list[Ctx]:
     """Runs of other lengths, step sizes and federations, down to one client with one sample."""
-    layout = Layout.from_shapes({"w": (7,)})
+    layout = Layout.create_from_shapes({"w": (7,)})
     runs = [(0.05, 1, 60, [80, 40, 20]), (0.5, 5, 3, [7]), (1e-3, 1, 1000, [1]), (0.1, 0, 1, [300, 2])]
     return [
         Ctx(
@@ -59,11 +59,11 @@ def test_what_is_derived_is_in_range_and_given_values_stay(name: str) -> None:
     method = made.algorithm if isinstance(made, tuple) else made
     for ctx in contexts():
         derived = method.derived(ctx)
-        settled = method.with_derived_options(ctx)
+        settled = method.derive_options(ctx)
         assert {key: getattr(settled, key) for key in derived} == derived
-        assert settled.with_derived_options(ctx) == settled
+        assert settled.derive_options(ctx) == settled
         given = method.with_(**{key: value if isinstance(value, str) else 0.7 for key, value in derived.items()})
-        assert given.with_derived_options(ctx) == given
+        assert given.derive_options(ctx) == given
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -145,9 +145,9 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
         if isinstance(rule, str):
             continue
         twice = method.with_(**{option: "2x"})
-        assert getattr(twice.with_derived_options(ctx), option) == pytest.approx(2 * rule)
+        assert getattr(twice.derive_options(ctx), option) == pytest.approx(2 * rule)
         words = {key: word for key, word in method.derived(ctx).items() if isinstance(word, str)}
-        assert twice.with_derived_options(ctx) == method.with_(**{option: 2 * rule}, **words).with_derived_options(
+        assert twice.derive_options(ctx) == method.with_(**{option: 2 * rule}, **words).derive_options(
             ctx
         )  # what follows follows
         assert type(twice).model_validate(twice.model_dump()) == twice
@@ -159,7 +159,7 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
 
 def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
     with pytest.raises(ConfigError, match="beta is not derived with these options"):
-        FIAELT(solver="svrg", beta="2x").with_derived_options(contexts()[0])
+        FIAELT(solver="svrg", beta="2x").derive_options(contexts()[0])
 
 
 def test_released_settings_are_those_of_the_public_codes() -> None:

@@ -176,7 +176,7 @@ def test_batches_of_one_stream_do_or_a_sentence_names_the_missing_one(name: str)
 
 
 def made(x: Any, y: Any, owner: Any) -> Federation:
-    data = fl.Dataset.of(np.asarray(x, np.float32), np.asarray(y), users=np.asarray(owner))
+    data = fl.Dataset.create(np.asarray(x, np.float32), np.asarray(y), users=np.asarray(owner))
     return fl.partition.writers()(data, seed=0)
 
 

@@ -147,7 +147,7 @@ def test_losses_in_other_units_give_the_same_mixtures(seed: int, scale: float, f
 def test_losses_of_any_size_leave_a_mixture(dtype: torch.dtype, scale: float) -> None:
     p = Problem.random(0, dtype=dtype)
     ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(1, range(p.n))
-    method = AFL().with_derived_options(ctx)
+    method = AFL().derive_options(ctx)
     server = method.init(p.x0, ctx)[0]
     loss = scale * torch.arange(5, dtype=dtype)[:, None]
     up = AflUp(torch.zeros(p.d, dtype=dtype), torch.ones(1, dtype=dtype), loss)
@@ -166,7 +166,7 @@ def test_the_adaptive_step_has_its_regret(seed: int) -> None:
     """At most (D^2/(2 eta) + eta) times the root of the sum of squared norms, with D^2 = 2 and eta the radius."""
     g, p = torch.Generator().manual_seed(seed), Problem.random(seed)
     ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(1, range(p.n))
-    method = AFL().with_derived_options(ctx)
+    method = AFL().derive_options(ctx)
     server, total, got, squares = method.init(p.x0, ctx)[0], torch.zeros(p.n, dtype=torch.float64), 0.0, 0.0
     for _ in range(200):
         loss = torch.rand(p.n, generator=g, dtype=torch.float64) * torch.rand(1, generator=g, dtype=torch.float64).exp()
@@ -264,7 +264,7 @@ def test_ranks_sum_to_zero_and_go_from_end_to_end() -> None:
 def test_a_factor_of_the_gradient_is_a_factor_of_the_step_size(seed: int) -> None:
     p = Problem.random(seed)
     fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
-    method = GIFAIR().with_derived_options(fed.ctx(0, [0]))
+    method = GIFAIR().derive_options(fed.ctx(0, [0]))
     server = method.init(p.x0, fed.ctx(0, [0]))[0]
     down = method.down(server, None, fed.ctx(1, [2]))
     up, _ = GIFAIR().client(down._replace(scale=torch.tensor([[1.7]], dtype=torch.float64)), server, fed.work(1, [2]))
@@ -300,7 +300,7 @@ def test_the_penalty_is_below_its_bound_and_half_of_it_by_default(seed: int, gro
     told, seen = torch.arange(5.0, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
     server = GIFAIR().init(p.x0, ctx)[0]._replace(loss=told, seen=seen)
     half = GIFAIR(level=level, lam=bound / 2).down(server, None, ctx)
-    equal(GIFAIR(level=level).with_derived_options(ctx).down(server, None, ctx).scale, half.scale)
+    equal(GIFAIR(level=level).derive_options(ctx).down(server, None, ctx).scale, half.scale)
     assert float(half.scale.min()) >= 0.5
 
 
@@ -311,13 +311,13 @@ def test_groups_are_needed_for_fairness_over_groups_and_one_group_is_fedavg() ->
     assert GIFAIR().check(p.layout, ctx_of(p, None, [0])) == []
     told = torch.arange(5.0, dtype=torch.float64)
     known = GIFAIR().init(p.x0, ctx_of(p, None, [0]))[0]._replace(loss=told, seen=torch.ones_like(told))
-    method = GIFAIR().with_derived_options(ctx_of(p, None, [0]))
+    method = GIFAIR().derive_options(ctx_of(p, None, [0]))
     by_itself = [method.down(known, None, ctx_of(p, groups, [0, 3])).scale for groups in (None, [0, 1, 0, 2, 1])]
     equal(by_itself[0], by_itself[1], 0)
     alone = ctx_of(p, [0] * 5, [0, 1])
     server = GIFAIR().init(p.x0, alone)[0]._replace(seen=torch.ones(5, dtype=torch.float64))
     equal(
-        GIFAIR(level="group").with_derived_options(alone).down(server, None, alone).scale,
+        GIFAIR(level="group").derive_options(alone).down(server, None, alone).scale,
         torch.ones(2, 1, dtype=torch.float64),
     )
     assert GIFAIR(level="group").check(p.layout, alone) == []

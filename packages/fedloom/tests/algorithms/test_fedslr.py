@@ -27,7 +27,7 @@ from fedloom.testing.problems import shrunk
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
 ALL = [tuple(range(5))] * 6
 SGD = LocalSGD(lr=0.07, batch_size=2, epochs=2)
-WIDE = Layout.from_shapes({"conv": (3, 2, 2, 2), "fc": (4, 6), "bias": (4,)})
+WIDE = Layout.create_from_shapes({"conv": (3, 2, 2, 2), "fc": (4, 6), "bias": (4,)})
 seeds = st.integers(0, 10**6)
 
 
@@ -312,7 +312,7 @@ def test_an_upload_of_lpgd_is_what_its_prox_makes(components: Any, form: str) ->
 def test_ranks_of_a_diverged_model_and_of_a_model_without_matrices() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert WIDE.ranks(torch.full((WIDE.d,), bad)).tolist() == [min(shape) for shape in WIDE.matrix_shapes.values()]
-    assert Layout.from_shapes({"w": (3,)}).ranks(torch.ones(3)).tolist() == []
+    assert Layout.create_from_shapes({"w": (3,)}).ranks(torch.ones(3)).tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -190,7 +190,7 @@ def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[st
     p = Problem.random(12)
     method = FIAELT(**options, **({"beta": 3.0} if options else {}))
     start, first = federate(
-        method.with_derived_options(ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1
+        method.derive_options(ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1
     )
     assert (first.server.y - start.server.y).abs().max() > 1e-6
 

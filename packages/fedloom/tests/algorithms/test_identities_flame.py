@@ -16,7 +16,7 @@ from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.prox import L1, Nuclear, Prox
-from fedloom.testing import Problem, ReferenceState, difference, federate
+from fedloom.testing import Problem, ReferenceState, federate, locate_difference
 from fedloom.testing.federate import ReferenceFederation
 
 SGD = LocalSGD(lr=0.1, batch_size=2)
@@ -131,7 +131,7 @@ def test_the_moreau_minimiser_is_left_alone_for_every_lambda(lam: float, solve: 
     )
     local = LocalSGD(lr=0.1 / lam, batch_size=2)
     end = run(FLAME(lam=lam, rho=rho), p, 3, local=local, noise=0.0, solve=solve, cohorts=PARTIAL, start=state)[-1]
-    assert difference(end.parts(), state.parts(), 1e-11) is None
+    assert locate_difference(end.parts(), state.parts(), 1e-11) is None
 
 
 def test_large_lambda_has_the_consensus_problems_optimum_but_moves_slowly() -> None:

@@ -10,7 +10,7 @@ import torch
 from method_rows import ROWS, Models, Row, Weights
 
 from fedloom.algorithms import REGISTRY, Composition
-from fedloom.testing import LAWS, Problem, check_law, federate, laws_of, personal_models
+from fedloom.testing import METHOD_LAWS, Problem, check_law, federate, laws_of, personal_models
 from fedloom.testing.federate import ReferenceFederation
 from fedloom.testing.laws import check_network
 from fedloom.testing.network import Classifier
@@ -48,7 +48,7 @@ def test_fixed_point(name: str, weights: Weights) -> None:
 CASES = [(name, o) for name in REGISTRY for o in ((ROWS[name].lean, *ROWS[name].variants) if name in ROWS else ({},))]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", METHOD_LAWS)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}{dict(o) or ''}" for n, o in CASES])
 def test_law(name: str, options: Mapping[str, Any], law: str) -> None:
     made = composition(name, options)
@@ -56,7 +56,7 @@ def test_law(name: str, options: Mapping[str, Any], law: str) -> None:
         check_law(law, made)
 
 
-NETWORK = Classifier.of()
+NETWORK = Classifier.create()
 ROUGH = {"fiaelt": "its curvature is a difference of gradients, which float32 rounds"}
 
 

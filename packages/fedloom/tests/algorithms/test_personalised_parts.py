@@ -18,13 +18,13 @@ from fedloom.local import LocalSGD
 from fedloom.models import spec_of
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
-from fedloom.testing import Problem, ReferenceState, difference, federate, personal_models
+from fedloom.testing import Problem, ReferenceState, federate, locate_difference, personal_models
 from fedloom.testing.federate import ReferenceFederation
-from fedloom.testing.problems import LAYOUT
+from fedloom.testing.problems import TOY_LAYOUT
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05, momentum=0.3)
-DEEP = Layout.from_shapes(
+DEEP = Layout.create_from_shapes(
     {"a.weight": (4, 5), "a.bias": (4,), "norm.weight": (4,), "norm.bias": (4,), "b.weight": (3, 4), "b.bias": (3,)}
 )
 ALL = ("body", "head")
@@ -40,7 +40,7 @@ def personal(algorithm: Algorithm, p: Problem, state: ReferenceState) -> Tensor:
     return got
 
 
-def uncoupled(seed: int, *home: str, layout: Layout = LAYOUT) -> tuple[Problem, Tensor]:
+def uncoupled(seed: int, *home: str, layout: Layout = TOY_LAYOUT) -> tuple[Problem, Tensor]:
     """A problem whose Hessians do not couple the parameters under ``home`` with the others; their mask."""
     p = Problem.random(seed, layout=layout)
     mask = layout.mask(*home)
@@ -200,7 +200,7 @@ def test_fedbn_keeps_the_normalisation_layers(seed: int) -> None:
 
 
 def layout_of(model: str, shape: tuple[int, ...] = (1, 8, 8), **options: Any) -> Layout:
-    return Layout.of(spec_of(model).with_(**options).build(shape, 10, 0))
+    return Layout.create(spec_of(model).with_(**options).build(shape, 10, 0))
 
 
 def names_in(layout: Layout, mask: Tensor) -> list[str]:
@@ -213,15 +213,15 @@ def test_head_is_the_last_layer_with_a_matrix() -> None:
     assert masks.head(mlp).sum() == 60
     cnn = layout_of("cnn", channels=(4,), kernel=3, norm="group", hidden=())
     assert names_in(cnn, masks.head(cnn)) == ["head.weight", "head.bias"]
-    tail = Layout.from_shapes({"x.w": (2, 2), "x.b": (3,), "scale": (1,), "y.b": (2,)})
+    tail = Layout.create_from_shapes({"x.w": (2, 2), "x.b": (3,), "scale": (1,), "y.b": (2,)})
     assert names_in(tail, masks.head(tail)) == ["x.w", "x.b"]
-    bare = Layout.from_shapes({"weight": (3, 2), "bias": (3,)})
+    bare = Layout.create_from_shapes({"weight": (3, 2), "bias": (3,)})
     assert names_in(bare, masks.head(bare)) == ["weight", "bias"]
     assert names_in(mlp, masks.head(mlp, ("fc1", "head.bias"))) == ["fc1.weight", "fc1.bias", "head.bias"]
 
 
 def test_head_of_a_model_without_a_matrix_is_refused() -> None:
-    flat = Layout.from_shapes({"w": (7,)})
+    flat = Layout.create_from_shapes({"w": (7,)})
     with pytest.raises(Refused, match="no layer with a matrix"):
         masks.head(flat)
     with pytest.raises(LayoutError, match="tail"):
@@ -240,7 +240,7 @@ class Mixed(nn.Module):
 
 
 def test_normalisation_layers_are_known_by_their_shapes() -> None:
-    layout = Layout.of(Mixed())
+    layout = Layout.create(Mixed())
     want = ["bn.weight", "bn.bias", "gn.weight", "gn.bias", "ln.weight", "ln.bias", "plain.weight", "act.weight"]
     assert names_in(layout, masks.normalisation(layout)) == want
     assert names_in(layout, masks.normalisation(layout, ("gn",))) == ["gn.weight", "gn.bias"]
@@ -367,7 +367,7 @@ def test_fedspa_leaves_what_no_mask_has() -> None:
     out = states[0].rows.mask[0] == 0
     equal(states[-1].server.x[out], p.x0[out], 0)
     assert (states[-1].server.x[~out] != p.x0[~out]).all()
-    assert difference(states[-1].rows, states[0].rows) is None
+    assert locate_difference(states[-1].rows, states[0].rows) is None
 
 
 def test_fedspa_without_steps_keeps_the_mask() -> None:

@@ -17,7 +17,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.projection import Projection, new_key, projection
 from fedloom.seeds import generator
-from fedloom.testing import Problem, ReferenceState, difference, federate, personal_models
+from fedloom.testing import Problem, ReferenceState, federate, locate_difference, personal_models
 from fedloom.testing.federate import ReferenceFederation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
@@ -292,7 +292,7 @@ def test_flame_without_steps_keeps_theta() -> None:
     down = algorithm.down(state.server, None, fed.ctx(2, everyone))
     equal(algorithm.client(down, state.rows, fed.work(2, everyone, steps=0))[1].theta, state.rows.theta, 0)
     plain = run(FLAME(), p)
-    assert all(difference(s.rows.eps, torch.zeros_like(s.rows.eps)) is None for s in plain)
+    assert all(locate_difference(s.rows.eps, torch.zeros_like(s.rows.eps)) is None for s in plain)
 
 
 def warnings_of(algorithm: FLAME, alpha: list[float], local: LocalSGD = SGD) -> list[str]:
@@ -309,7 +309,7 @@ def test_theorem_1_holds_neither_by_default_nor_in_the_paper() -> None:
         p = Problem.random(0, n=len(alpha))
         weights = torch.tensor(alpha, dtype=torch.float64)[:, None]
         ctx = ReferenceFederation(p.oracle(), weights, SGD).ctx(0, range(len(alpha)))
-        for method in (FLAME().with_derived_options(ctx), FLAME(settings="paper")):
+        for method in (FLAME().derive_options(ctx), FLAME(settings="paper")):
             pull, rho = method.lam * max(alpha), method.rho
             assert (pull / rho) ** 2 * (1 + rho) >= (pull + rho) / 2
             assert method.check(ctx.layout, ctx) == []

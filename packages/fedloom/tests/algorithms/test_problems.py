@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.algorithms import FLAME, FedAvg
 from fedloom.choose import SamplesWeigher
 from fedloom.local import LocalSGD
-from fedloom.testing import LAYOUT, Problem, difference, federate
+from fedloom.testing import TOY_LAYOUT, Problem, federate, locate_difference
 from fedloom.testing.federate import ReferenceFederation
 from fedloom.testing.problems import Penalty
 
@@ -42,11 +42,13 @@ def test_composite_optima_have_the_gradient_in_the_subdifferential(seed: int, st
     assert (g.abs() <= 1 + 1e-11).all()
     x = p.composite("nuclear", strength)
     g = -(p.alpha * p.gradient(x)).sum(0) / strength
-    matrices = LAYOUT.matrices(g)
-    for name, matrix in LAYOUT.matrices(x).items():  # largest singular value at most 1, inner product the nuclear norm
+    matrices = TOY_LAYOUT.matrices(g)
+    for name, matrix in TOY_LAYOUT.matrices(
+        x
+    ).items():  # largest singular value at most 1, inner product the nuclear norm
         assert torch.linalg.svdvals(matrices[name])[0] <= 1 + 1e-11
         equal((matrices[name] * matrix).sum(), torch.linalg.svdvals(matrix).sum(), 1e-10)
-    equal(g[LAYOUT.mask("head.bias")], torch.zeros(1, dtype=torch.float64), 1e-11)
+    equal(g[TOY_LAYOUT.mask("head.bias")], torch.zeros(1, dtype=torch.float64), 1e-11)
 
 
 @pytest.mark.parametrize("penalty", ["l1", "nuclear"])
@@ -57,7 +59,7 @@ def test_composite_optima_are_the_lowest(penalty: Penalty) -> None:
     def value(x: Tensor) -> Tensor:
         gap = x - p.minimiser
         loss = 0.5 * torch.einsum("ni,nij,nj->n", gap, p.hessian, gap).mean()
-        matrices = LAYOUT.matrices(x).values()
+        matrices = TOY_LAYOUT.matrices(x).values()
         return loss + 0.7 * (x.abs().sum() if penalty == "l1" else sum(torch.linalg.svdvals(m).sum() for m in matrices))
 
     g = torch.Generator().manual_seed(0)
@@ -101,4 +103,4 @@ def test_a_round_without_any_answer_changes_nothing() -> None:
     p = Problem.random(0)
     before, after = federate(FLAME(), p, 2, dropped=[(), (1, 2)], cohorts=[(0, 1), (1, 2)])[1:]
     assert after.round == 2
-    assert difference(after.parts(), before.parts()) is None
+    assert locate_difference(after.parts(), before.parts()) is None

@@ -56,7 +56,7 @@ def test_a_first_round_of_clipped_gradients_goes_no_further_than_fedavgs_can(
 ) -> None:
     p = Problem.random(seed)
     ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size=2, clip=clip)).ctx(1, range(p.n))
-    method = FedOpt(optimiser=optimiser, tau=1e-9).with_derived_options(ctx)
+    method = FedOpt(optimiser=optimiser, tau=1e-9).derive_options(ctx)
     if clip is None:
         assert method.server_lr == pytest.approx(ctx.reach / 10)
         return

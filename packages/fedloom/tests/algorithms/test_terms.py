@@ -188,7 +188,7 @@ class Normed(ModelSpec):
 
 
 def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> None:
-    numbers = fl.Dataset.of(np.ones((40, 3)), np.linspace(0, 1, 40), users=np.arange(40) // 10)
+    numbers = fl.Dataset.create(np.ones((40, 3)), np.linspace(0, 1, 40), users=np.arange(40) // 10)
     with pytest.raises(Refused, match="normalisation layers mix"):
         fl.simulate("moon", federation(), Normed(), rounds=1)
     with pytest.raises(Refused, match="no classes"):

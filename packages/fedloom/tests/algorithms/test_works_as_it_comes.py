@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.sources import load
 from fedloom.errors import DataError
 from fedloom.lab.experiment.cards import text
-from fedloom.lab.tune.trial import without_test
+from fedloom.lab.tune.trial import remove_test
 from fedloom.models import MLP
 
 DATA = Path(__file__).resolve().parents[4] / "studies" / "data"
@@ -70,7 +70,7 @@ def test_default_obeys_the_law(name: str, case: str) -> None:
 def unequal(seed: int) -> Federation:
     """Digits at nine clients, 20 to 250 samples each."""
     made = fl.partition.dirichlet(clients=9, beta=0.2, min_size=20, validation=0.25)
-    return without_test(made(load("digits"), seed=seed))
+    return remove_test(made(load("digits"), seed=seed))
 
 
 def better(method: str, seed: int) -> float:
@@ -101,5 +101,5 @@ def test_inexact_fedadmm_stays_stable_where_clients_fit_their_few_samples() -> N
         y = rng.choice(5, size, p=rng.dirichlet([0.4] * 5))
         clients.append(((centre[y] + 1.2 * rng.normal(size=(size, 10))).astype(np.float32), y))
     settings: dict[str, Any] = {"rounds": 50, "local": {"lr": 0.05}, "evaluate": {"every": 50, "parts": ("train",)}}
-    result = fl.simulate("fedadmm-inexact", fl.Federation.of(clients), MLP(hidden=(16,)), **settings)
+    result = fl.simulate("fedadmm-inexact", fl.Federation.create(clients), MLP(hidden=(16,)), **settings)
     assert figures(result, "train")["global"]["mean"] > 0.9

@@ -16,7 +16,7 @@ import torch
 
 import fedloom as fl
 from fedloom.analyses import Analysis, Bounds, Question
-from fedloom.engine.checks.moved import MOVED_KEYS, with_analyses
+from fedloom.engine.checks.moved import MOVED_KEYS, move_analyses
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Plan, open_run, parse, read
 from tests.commands import call
@@ -71,11 +71,11 @@ def test_a_recorded_document_has_the_new_form(table: str, key: str, value: Any, 
     recorded = {table: {key: value, "every": 3}, "seeds": [0]}
     if key == "group_least":
         recorded[table]["groups"], analysis = ["sex"], {"kind": "groups", "by": ["sex"], "least": value}
-    normal = with_analyses(recorded)
+    normal = move_analyses(recorded)
     assert normal == {table: {"every": 3}, "seeds": [0], "analysis": [analysis]}
-    assert with_analyses(normal) == normal
+    assert move_analyses(normal) == normal
     off = {"group_least": value}.get(key, type(value)())
-    assert "analysis" not in with_analyses({table: {key: off}})
+    assert "analysis" not in move_analyses({table: {key: off}})
 
 
 def test_a_run_directory_of_before_opens_and_goes_on(tmp_path: Path) -> None:

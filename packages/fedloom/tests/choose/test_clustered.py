@@ -16,7 +16,7 @@ from fedloom.choose import Clustered
 from fedloom.choose.samplers.clustered import Gradients, distances, subtrees
 from fedloom.local import Ctx, LocalSGD
 from fedloom.seeds import generator
-from fedloom.testing import LAYOUT
+from fedloom.testing import TOY_LAYOUT
 
 FEDERATION = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
@@ -24,7 +24,9 @@ FEDERATION = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 def context(sizes: list[int], round: int = 1, seed: int = 0) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
-    return Ctx(round, n, n, torch.arange(n), LAYOUT, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed, 100)
+    return Ctx(
+        round, n, n, torch.arange(n), TOY_LAYOUT, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed, 100
+    )
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -33,7 +35,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def gradients(seed: int, n: int) -> Gradients:
     """Random ones; some clients have not been seen."""
-    g = normal(seed, n, LAYOUT.d)
+    g = normal(seed, n, TOY_LAYOUT.d)
     return Gradients(torch.where((torch.arange(n) % 3 == seed % 3)[:, None], 0.0, g))
 
 
@@ -161,7 +163,7 @@ def test_groups_are_the_largest_subtrees_of_wards_tree(seed: int, limit: int) ->
 def test_cohorts_are_unbiased_and_have_less_variance_than_draws_by_size() -> None:
     sizes, m, rounds = [1, 2, 3, 4, 9, 5], 3, 600
     p = torch.tensor(sizes) / sum(sizes)
-    state = Gradients(normal(2, 6, LAYOUT.d))
+    state = Gradients(normal(2, 6, TOY_LAYOUT.d))
     for sampler in (Clustered(clients=m), Clustered(clients=m, by="size")):
         remembered = state if sampler.learns else sampler.init(context(sizes))
         times = torch.stack(
@@ -180,8 +182,8 @@ def test_gradients_are_the_last_seen_and_zero_before() -> None:
     sampler, ctx = Clustered(clients=2), context([1, 2, 3, 4])
     state = sampler.init(ctx)
     assert isinstance(state, Gradients)
-    assert state.g.shape == (4, LAYOUT.d)
-    update = normal(0, 2, LAYOUT.d)
+    assert state.g.shape == (4, TOY_LAYOUT.d)
+    update = normal(0, 2, TOY_LAYOUT.d)
     after = sampler.learn(state, update, ctx._replace(ids=torch.tensor([3, 1]), m=2))
     assert isinstance(after, Gradients)
     assert not bool(state.g.any())

@@ -122,7 +122,7 @@ def fed() -> Federation:
         x = models(16, seed=k, d=4).float()
         y = ((x[:, 0] > 0) ^ (k % 2 == 1)).long()
         clients.append(((x[:12], y[:12]), (x[12:], y[12:])))
-    return Federation.of(clients)
+    return Federation.create(clients)
 
 
 def run(fed: Federation, method: Any, **choices: Any) -> Any:

@@ -26,13 +26,13 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
-from fedloom.testing import LAYOUT, Problem
+from fedloom.testing import TOY_LAYOUT, Problem
 from fedloom.testing.federate import ReferenceFederation
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
-def context(sizes: list[int], round: int = 1, seed: int = 0, layout: Layout = LAYOUT) -> Ctx:
+def context(sizes: list[int], round: int = 1, seed: int = 0, layout: Layout = TOY_LAYOUT) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
     return Ctx(round, n, n, torch.arange(n), layout, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed, 100)

@@ -147,7 +147,7 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
     x = np.column_stack([rng.normal(group, 1), rng.normal(0, 1, 160)])
     y = (x[:, 0] + 0.5 * clients * x[:, 1] + rng.normal(0, 1, 160) > 0.3).astype(int)
     frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "sex": np.where(group, "m", "f"), "site": clients, "y": y})
-    data = Dataset.of(frame, target="y", users="site", drop=("sex",), kept=("sex",))
+    data = Dataset.create(frame, target="y", users="site", drop=("sex",), kept=("sex",))
     fed = Writers(test=0.2)(data, seed=0)
     weigher = FairFedWeigher(beta=0.3, metric=metric, group="sex", floor=False)  # type: ignore[arg-type]
     options: dict[str, Any] = {
@@ -196,7 +196,9 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
 )
 def test_fairfed_by_groups_needs_two_of_them(weigher: dict[str, Any], sentence: str) -> None:
     frame = pd.DataFrame({"a": range(30), "ward": ["u", "v", "w"] * 10, "site": [0, 1] * 15, "y": [0, 1, 1] * 10})
-    fed = Writers(test=0.2)(Dataset.of(frame, target="y", users="site", categorical=("ward",), kept=("ward",)), seed=0)
+    fed = Writers(test=0.2)(
+        Dataset.create(frame, target="y", users="site", categorical=("ward",), kept=("ward",)), seed=0
+    )
     chosen = FairFedWeigher(metric="equal-opportunity", **weigher)
     with pytest.raises(ConfigError, match=sentence):
         simulate(FedAvg(), fed, "softmax", rounds=1, weigher=chosen)

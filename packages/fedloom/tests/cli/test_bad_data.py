@@ -261,8 +261,8 @@ def bombs() -> dict[str, Callable[[Path], Path]]:
 
 @pytest.mark.parametrize("name", bombs())
 def test_a_bomb_is_refused_before_it_goes_off(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "SMALL", SMALL)
-    monkeypatch.setattr(archive, "RATIO", 1)
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED_BYTES", SMALL)
+    monkeypatch.setattr(archive, "MAX_UNPACKING_RATIO", 1)
     place = bombs()[name](tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < SMALL / 30
     tracemalloc.start()
@@ -291,11 +291,11 @@ def test_a_packed_table_is_read_for_a_bounded_time(tmp_path: Path, monkeypatch: 
 def test_a_name_that_looks_like_another_is_refused_wherever_it_enters(mark: str) -> None:
     odd = f"be{mark}nign"
     entrances: dict[str, Callable[[], object]] = {
-        "class": lambda: fl.Dataset.of((np.zeros((4, 2), np.float32), [odd, "b", odd, "b"])),
+        "class": lambda: fl.Dataset.create((np.zeros((4, 2), np.float32), [odd, "b", odd, "b"])),
         "column": lambda: TableColumn(name=odd),
         "level": lambda: TableColumn(name="a", levels=1, names=(odd,)),
         "classes of an agreement": lambda: InputSpec(shape=(2,), task="binary", classes=(odd, "b")),
-        "client": lambda: fl.Federation.of({odd: (np.zeros((9, 2), np.float32), np.arange(9) % 2)}),
+        "client": lambda: fl.Federation.create({odd: (np.zeros((9, 2), np.float32), np.arange(9) % 2)}),
         "experiment": lambda: parse({"name": odd, "data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}),
         "label": lambda: parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedavg", "label": odd}]}),
     }

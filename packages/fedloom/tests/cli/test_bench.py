@@ -116,8 +116,8 @@ def test_runs_side_by_side_take_less_time() -> None:
 
 def test_other_processes_are_seen_and_ones_own_work_is_not() -> None:
     def work() -> None:
-        end = machine_load.own_seconds() + 0.6
-        while machine_load.own_seconds() < end:
+        end = machine_load.process_seconds() + 0.6
+        while machine_load.process_seconds() < end:
             sum(range(1000))
 
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -127,14 +127,14 @@ def test_other_processes_are_seen_and_ones_own_work_is_not() -> None:
     finally:
         other.kill()
         other.wait()
-    assert disturbed.cores > machine_load.QUIET
+    assert disturbed.cores > machine_load.MAX_FOREIGN_CORES
 
 
 def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_load, "machine_seconds", machine_load.own_seconds)  # as if nobody else were there
+    monkeypatch.setattr(machine_load, "machine_seconds", machine_load.process_seconds)  # as if nobody else were there
     with machine_load.watch_others() as quiet:
         sum(range(10_000_000))
-    assert quiet.cores < machine_load.QUIET
+    assert quiet.cores < machine_load.MAX_FOREIGN_CORES
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.lab.cli import app
-from fedloom.lab.cli._app import PANELS
-from fedloom.lab.cli.facts import in_two_columns
+from fedloom.lab.cli._app import HELP_PANELS
+from fedloom.lab.cli.facts import format_columns
 from fedloom.lab.printing import print_rows, print_texts
 from fedloom.version import __version__
 from tests.commands import call, in_a_fork
@@ -406,7 +406,7 @@ def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pyte
 @given(st.lists(st.tuples(st.text("ab-", min_size=1, max_size=40), st.text("cd ", max_size=90))), st.integers(30, 120))
 def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tuple[str, str]], width: int) -> None:
     lines = [(name, " ".join(word[:20] for word in line.split())) for name, line in lines or [("a", "c")]]
-    shown, whole = [*in_two_columns(lines, width)], [*in_two_columns(lines, None)]
+    shown, whole = [*format_columns(lines, width)], [*format_columns(lines, None)]
     assert "".join("".join(shown).split()) == "".join("".join(whole).split())
     assert all(name in shown_line for name, shown_line in zip((n for n, _ in lines), whole, strict=True))
     assert all(any(line.startswith(f"  {name}") for line in shown) for name, _ in lines)
@@ -415,7 +415,7 @@ def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tup
 
 def test_the_help_lists_every_command_in_one_group() -> None:
     text = RUNNER.invoke(app, ["--help"]).output
-    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line != "Options:"] == [*PANELS]
+    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line != "Options:"] == [*HELP_PANELS]
     for command in get_command(app).commands:
         assert len(re.findall(rf"^  {command}  +\S", text, re.MULTILINE)) == 1, command
 
@@ -453,7 +453,7 @@ def files(out: Path) -> dict[str, bytes]:
 def without_page(file: Path, out: Path) -> None:
     from fedloom.lab import report
 
-    report.write = lambda *_, **__: out / "report.html"
+    report.write_report = lambda *_, **__: out / "report.html"
     call("run", file, "--out", out)
 
 

@@ -163,7 +163,7 @@ def test_a_column_of_lists_is_refused_before_it_is_read() -> None:
 
 
 def test_a_row_without_end_is_refused_where_it_becomes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "ROW", 10_000)
+    monkeypatch.setattr(cells, "MAX_ROW_CHARACTERS", 10_000)
     endless = [b"a,y\n" + b"1" * 20_000, b'a,y\n"' + b"1\n" * 9000, b"a,y\n" + b"1," * 9000]
     for content in endless:
         Path("t.csv.gz").write_bytes(gzip.compress(content))
@@ -175,7 +175,7 @@ def test_long_rows_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     lines = [",".join(map(str, [*row.flatten().tolist(), int(y)])) for row, y in zip(whole.x, whole.y, strict=True)]
     Path("t.csv").write_text("\n".join([",".join(f"c{k}" for k in range(65)), *lines]))
     before = load("./t.csv")
-    monkeypatch.setattr(cells, "ROW", 1000)
+    monkeypatch.setattr(cells, "MAX_ROW_CHARACTERS", 1000)
     after = load("./t.csv")
     assert (after.x.tolist(), after.y.tolist()) == (before.x.tolist(), before.y.tolist())
 
@@ -191,7 +191,7 @@ def test_more_classes_than_can_be_are_refused_of_every_source() -> None:
     from fedloom.data import Dataset
 
     with pytest.raises(DataError, match="65,537 classes; at most 65,536"):
-        Dataset.of([[0.0]] * 65_537, [f"c{k}" for k in range(65_537)])
+        Dataset.create([[0.0]] * 65_537, [f"c{k}" for k in range(65_537)])
 
 
 def test_a_text_is_no_name_of_a_class() -> None:

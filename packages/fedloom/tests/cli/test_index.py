@@ -158,7 +158,7 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None
     ]
     assert listed == (0, "\n".join([*lines, ""]))
     assert partitions[0] == 0
-    assert [line.split()[0] for line in partitions[1].splitlines()] == [*cards.PARTS["partitions"]]
+    assert [line.split()[0] for line in partitions[1].splitlines()] == [*cards.PART_KINDS["partitions"]]
     assert schema == (0, editors.json_schema() + "\n")
     assert missing[0] == 2
     assert "did you mean 'flame'" in missing[1]
@@ -184,14 +184,14 @@ def test_without_a_cache_the_classes_answer_and_one_is_made(
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
     result = CliRunner().invoke(app, ["describe", "flame"])
     assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
-    assert (tmp_path / index.NAME).read_bytes() == (kept / index.NAME).read_bytes()
+    assert (tmp_path / index.INDEX_FILE).read_bytes() == (kept / index.INDEX_FILE).read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["empty", "torn", "changed", "of other sources", "a folder", "a file", "no device"])
 def test_a_cache_that_is_no_use_changes_no_answer(
     kept: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = (kept / index.NAME).read_bytes()
+    good = (kept / index.INDEX_FILE).read_bytes()
     bad = {
         "empty": b"",
         "torn": good[: len(good) // 2],
@@ -200,20 +200,20 @@ def test_a_cache_that_is_no_use_changes_no_answer(
     }
     place = tmp_path / "cache"
     if damage == "a folder":
-        (place / index.NAME).mkdir(parents=True)
+        (place / index.INDEX_FILE).mkdir(parents=True)
     elif damage == "a file":
         place.touch()
     elif damage == "no device":
         place = Path("/dev/null/cache")
     else:
         place.mkdir()
-        (place / index.NAME).write_bytes(bad[damage])
+        (place / index.INDEX_FILE).write_bytes(bad[damage])
     monkeypatch.setenv("FEDLOOM_CACHE", str(place))
-    assert cache.find(index.NAME, index._sources()) is None
+    assert cache.find(index.INDEX_FILE, index._sources()) is None
     result = CliRunner().invoke(app, ["describe", "flame"])
     assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
     if damage in bad:
-        assert (place / index.NAME).read_bytes() == good
+        assert (place / index.INDEX_FILE).read_bytes() == good
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
 
 
@@ -274,7 +274,7 @@ def test_the_schema_is_short_and_every_link_ends(kept: Path) -> None:
 
 
 def test_readers_without_torch_have_the_same_tables() -> None:
-    assert tuple(schema.TABLES) == rundir.TABLES
+    assert tuple(schema.SETTING_TABLES) == rundir.EXPERIMENT_TABLES
 
 
 def test_settings_of_an_experiment_make_the_same_experiment() -> None:

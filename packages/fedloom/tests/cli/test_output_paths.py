@@ -20,7 +20,7 @@ import fedloom as fl
 from fedloom.lab import report
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
-from fedloom.trained.export import export
+from fedloom.trained.export import export_model
 from tests.commands import call
 
 EXPERIMENT = """
@@ -350,9 +350,9 @@ def test_methods_that_write_refuse_the_same_places(here: Path) -> None:
     save_file({"w": torch.zeros(2)}, foreign)
     acts: dict[str, Callable[[Path], object]] = {
         "save": model.save,
-        "export": lambda path: export(model, path),
+        "export": lambda path: export_model(model, path),
         "card": lambda path: report.write_card([here / "run"], path),
-        "report": lambda path: report.write([here / "run"], path),
+        "report": lambda path: report.write_report([here / "run"], path),
     }
     for name, act in acts.items():
         for place in (here / "run" / "models" / "new", here / "site" / "new", written(here / "note.txt"), foreign,

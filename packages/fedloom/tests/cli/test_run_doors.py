@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from fedloom.errors import ConfigError
 from fedloom.lab.cli import app
-from fedloom.lab.cli.facts import KINDS
+from fedloom.lab.cli.facts import LISTED_KINDS
 from fedloom.lab.experiment import open_run, parse, read
-from fedloom.lab.experiment.cards import PARTS, parts
-from fedloom.lab.experiment.overrides import with_overrides
-from fedloom_studies.reproduce.recipe import names
+from fedloom.lab.experiment.cards import PART_KINDS, parts
+from fedloom.lab.experiment.overrides import apply_overrides
+from fedloom_studies.reproduce.recipe import recipe_names
 
 FILE = """
 rounds = 4
@@ -72,7 +72,7 @@ def test_every_command_takes_auto(file: Path, tmp_path: Path) -> None:
 
 
 def set_to(*values: str, methods: tuple[str, ...] = (), rounds: int | None = None) -> Any:
-    return with_overrides(tomllib.loads(FILE), "small.toml", values, methods, rounds)
+    return apply_overrides(tomllib.loads(FILE), "small.toml", values, methods, rounds)
 
 
 # --- list
@@ -83,13 +83,13 @@ def test_bare_list_lists_methods() -> None:
     assert "  fedavg " in call("list").stdout
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "methods"])
+@pytest.mark.parametrize("kind", [k for k in LISTED_KINDS if k != "methods"])
 def test_every_name_of_a_kind_is_listed_with_a_line(kind: str) -> None:
     found = call("list", kind)
     assert found.exit_code == 0
     listed = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in found.stdout.splitlines()]
-    want = {"recipes": names, "metrics": lambda: [name for name, _ in parts("metrics")]}
-    assert {line[0] for line in listed} == set(want.get(kind, lambda: PARTS.get(kind, ()))())
+    want = {"recipes": recipe_names, "metrics": lambda: [name for name, _ in parts("metrics")]}
+    assert {line[0] for line in listed} == set(want.get(kind, lambda: PART_KINDS.get(kind, ()))())
     assert all(len(line) == 2 and len(line[1]) > 3 for line in listed)
 
 

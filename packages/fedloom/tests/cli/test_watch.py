@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fedloom.errors import FedloomError
 from fedloom.lab.cli import app
-from fedloom.lab.cli.watch import HOST, Page, handler
+from fedloom.lab.cli.watch import LOCAL_HOST, Page, handler
 from fedloom.lab.experiment import Plan, live, parse
 from fedloom.lab.experiment.events import Event
 from fedloom_sites.deploy.ops import status as deployment
@@ -45,12 +45,12 @@ class Watched:
     """A server on a page, and the status and text of its answers."""
 
     def __init__(self, page: Page) -> None:
-        self.server = ThreadingHTTPServer((HOST, 0), handler(page))
+        self.server = ThreadingHTTPServer((LOCAL_HOST, 0), handler(page))
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def get(self, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, str]:
-        line = http.client.HTTPConnection(HOST, self.server.server_port, timeout=60)
-        line.request(method, path, headers={"Host": host or f"{HOST}:{self.server.server_port}"})
+        line = http.client.HTTPConnection(LOCAL_HOST, self.server.server_port, timeout=60)
+        line.request(method, path, headers={"Host": host or f"{LOCAL_HOST}:{self.server.server_port}"})
         answer = line.getresponse()
         return answer.status, answer.read().decode()
 
@@ -75,7 +75,7 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     status, text = server.get()
     assert (status, "No figures yet" in text) == (200, True)
     assert '<meta http-equiv="refresh" content="7">' in text
-    monkeypatch.setattr(live, "PAUSE", 0.0)
+    monkeypatch.setattr(live, "WRITE_INTERVAL_SECONDS", 0.0)
     pages: list[str] = []
     rounds: list[set[tuple[int, int]]] = []
 
@@ -92,7 +92,7 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     assert (1, 3) not in rounds[0]
     assert 'id="results"' in pages[0]
     assert "unfinished" in pages[0]
-    assert not (out / live.LIVE).exists()
+    assert not (out / live.LIVE_FOLDER).exists()
     assert live.snapshot(out, out.parent / "copy") == out
     after = server.get()[1]
     assert "unfinished" not in after
@@ -103,7 +103,7 @@ def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
     watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, server, _ = watched
-    monkeypatch.setattr(live, "PAUSE", 3600.0)
+    monkeypatch.setattr(live, "WRITE_INTERVAL_SECONDS", 3600.0)
     pages: list[str] = []
 
     def look(event: Event) -> None:
@@ -124,13 +124,13 @@ def test_a_run_that_deletes_its_figures_at_its_end_leaves_the_page_as_it_was(
 ) -> None:
     """Whichever comes in between: the look whether they are there, their list, or their content."""
     out, server, _ = watched
-    monkeypatch.setattr(live, "PAUSE", 0.0)
+    monkeypatch.setattr(live, "WRITE_INTERVAL_SECONDS", 0.0)
     (out / "experiment.toml").unlink()
     with pytest.raises(KeyboardInterrupt):
         Plan(parse(tomllib.loads(SMALL)), out).run(_interrupt, page=False)
     shown = server.get()[1]
     assert 'id="results"' in shown
-    folder, call, looks = out / live.LIVE, pkgutil.resolve_name(name), list[Any]()
+    folder, call, looks = out / live.LIVE_FOLDER, pkgutil.resolve_name(name), list[Any]()
     for path in folder.glob("*.parquet"):
         os.utime(path)  # there is news
 
@@ -155,13 +155,13 @@ def _interrupt(event: Event) -> None:
 
 def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, Page]) -> None:
     _, server, _ = watched
-    line = http.client.HTTPConnection(HOST, server.server.server_port, timeout=60)
-    name = {"Host": f"{HOST}:{server.server.server_port}"}
+    line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=60)
+    name = {"Host": f"{LOCAL_HOST}:{server.server.server_port}"}
     line.request("GET", "/", headers=name)
     first = line.getresponse()
     first.read()
     for tag, status in ((first.headers["ETag"], 304), ('"another"', 200)):
-        line = http.client.HTTPConnection(HOST, server.server.server_port, timeout=60)
+        line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=60)
         line.request("GET", "/", headers={**name, "If-None-Match": tag})
         answer = line.getresponse()
         assert (answer.status, bool(answer.read())) == (status, status == 200)
@@ -184,7 +184,7 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
         shown = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
         shown.on("console", lambda message: complaints.append(message.text))
         shown.on("pageerror", lambda error: complaints.append(str(error)))
-        shown.goto(f"http://{HOST}:{server.server.server_port}/")
+        shown.goto(f"http://{LOCAL_HOST}:{server.server.server_port}/")
         shown.wait_for_selector("html[data-ready=yes]", state="attached")
         shown.get_by_role("button", name="Dark mode").click()
         shown.locator("#curves .tabs input").nth(1).check(force=True)
@@ -214,7 +214,7 @@ def test_nothing_else_is_served(watched: tuple[Path, Watched, Page]) -> None:
     assert server.server.server_address[0] == "127.0.0.1"
     for path in ("/experiment.toml", "/../experiment.toml", f"/{out}", "/%2e%2e/", "/page.html"):
         assert server.get(path)[0] == 404, path
-    for host in ("evil.example", f"evil.example:{port}", HOST, f"{HOST}:1", ""):
+    for host in ("evil.example", f"evil.example:{port}", LOCAL_HOST, f"{LOCAL_HOST}:1", ""):
         assert server.get(host=host or " ")[0] == 403, host
     assert server.get(host=f"localhost:{port}")[0] == 200
     assert server.get(method="POST")[0] == 501

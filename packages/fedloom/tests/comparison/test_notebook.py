@@ -16,7 +16,7 @@ import pytest
 import fedloom as fl
 from fedloom.errors import RunDirError
 from fedloom.imports import text_of
-from fedloom.models.imported import given_model
+from fedloom.models.imported import describe_model
 
 NUMBERS = count()
 Cell = Callable[[str], dict[str, Any]]
@@ -89,7 +89,7 @@ def test_functions_that_use_each_other_have_a_text(cell: Cell) -> None:
 def test_a_module_in_a_module_is_of_its_digest(cell: Cell) -> None:
     whole = "torch.nn.Sequential(Net(), torch.nn.Softmax(1))"
     nets = [cell(f"{NET.format(scale)}\nnet = {whole}")["net"] for scale in (1.0, 1.0, 2.0)]
-    first, again, other = (getattr(given_model(net), "digest", None) for net in nets)
+    first, again, other = (getattr(describe_model(net), "digest", None) for net in nets)
     assert first == again
     assert first != other
 

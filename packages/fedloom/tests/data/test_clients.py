@@ -37,7 +37,7 @@ def as_sets(side: Any) -> TensorDataset:
     ],
 )
 def test_every_client_has_its_own_samples(clients: Any) -> None:
-    fed = fl.Federation.of(clients, validation=0.0)
+    fed = fl.Federation.create(clients, validation=0.0)
     assert fed.names == tuple(map(str, range(12)))
     for i, sides in enumerate(CLIENTS):
         for part, (x, y) in zip(("train", "test"), sides, strict=True):
@@ -51,17 +51,17 @@ def test_simulate_takes_clients_as_they_are() -> None:
     named = {f"site {k}": client for k, client in enumerate(CLIENTS)}
     one, two = (fl.simulate("fedavg", clients, rounds=2) for clients in (CLIENTS, named))
     assert one.final("global", "accuracy").tolist() == two.final("global", "accuracy").tolist()
-    assert fl.Federation.of(named).names == tuple(named)
+    assert fl.Federation.create(named).names == tuple(named)
 
 
 def test_clients_by_number_are_named_by_text() -> None:
-    fed = fl.Federation.of({7: (X, Y), 3: (X, Y)})
+    fed = fl.Federation.create({7: (X, Y), 3: (X, Y)})
     assert fed.names == ("7", "3")
     assert "fedavg" in str(fl.compare(["fedavg"], {7: (X, Y), 3: (X, Y)}, rounds=1, seeds=[0]))
 
 
 def test_parts_are_cut_from_one_set() -> None:
-    fed = fl.Federation.of([train for train, _ in CLIENTS], test=0.25, validation=0.0)
+    fed = fl.Federation.create([train for train, _ in CLIENTS], test=0.25, validation=0.0)
     assert fed.sizes("test").tolist() == [round(0.25 * (20 + k)) for k in range(12)]
     assert (fed.sizes("train") + fed.sizes("test")).tolist() == [20 + k for k in range(12)]
 
@@ -80,8 +80,8 @@ class Named(TensorDataset):
 def test_clients_keep_the_names_of_their_classes() -> None:
     """The numbers of a set with fewer classes mean the same; a set without names takes them."""
     clients = [Named("cat", "dog", "eel"), Named("cat", "dog", "eel", "fox"), (X, Y)]
-    assert fl.Federation.of(clients).data.classes == ("cat", "dog", "eel", "fox")
-    assert fl.Federation.of(clients, classes=["a", "b", "c"]).data.classes == ("a", "b", "c")
+    assert fl.Federation.create(clients).data.classes == ("cat", "dog", "eel", "fox")
+    assert fl.Federation.create(clients, classes=["a", "b", "c"]).data.classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -143,21 +143,21 @@ def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:
 
 def test_a_list_is_samples_or_clients_whatever_its_length() -> None:
     """Two were a pair before, and three were not."""
-    assert fl.Federation.of(CLIENTS[:2]).n == 2
+    assert fl.Federation.create(CLIENTS[:2]).n == 2
     for count in (2, 3):
         some = [(x, int(y)) for x, y in zip(X[:count], (0, 1, 1), strict=False)]
         as_tensors = [(torch.from_numpy(x), torch.tensor(y)) for x, y in some]
         for client in (some, as_tensors, [{"x": x, "y": y} for x, y in some]):
-            fed = fl.Federation.of([client, (X, Y % 2)], test=0.0, validation=0.0)
+            fed = fl.Federation.create([client, (X, Y % 2)], test=0.0, validation=0.0)
             assert fed.sizes().tolist() == [count, 20]
     for pair in ((X, Y), (CLIENTS[0][0], CLIENTS[1][0])):
         with pytest.raises(FedloomError, match=r"a tuple of two is one data set \(x, y\), .*; of clients give a list"):
-            fl.Federation.of(pair)
+            fl.Federation.create(pair)
 
 
 def test_clients_are_no_samples() -> None:
-    with pytest.raises(FedloomError, match="are clients, not samples: give them to fl.Federation.of"):
-        fl.Dataset.of([samples(9, 0, 0), samples(5, 0, 1)])
+    with pytest.raises(FedloomError, match="are clients, not samples: give them to fl.Federation.create"):
+        fl.Dataset.create([samples(9, 0, 0), samples(5, 0, 1)])
     with pytest.raises(FedloomError, match="or give a list of clients"):
         fl.simulate("fedavg", samples(9, 0, 0), rounds=1)  # type: ignore[arg-type]
 

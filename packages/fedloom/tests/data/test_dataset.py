@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.data import Dataset, Federation, Split, plan
-from fedloom.data.order import drawn_alike, plans
+from fedloom.data.order import matches_torch, plans
 from fedloom.errors import ConfigError, DataError, PartitionError
-from fedloom.local.batches import MANY, make_plan
+from fedloom.local.batches import MIN_COMPILED_CLIENTS, make_plan
 from fedloom.seeds import generator
 
 
@@ -159,7 +159,7 @@ def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     assert torch.equal(longer[:steps], got)
 
 
-@pytest.mark.parametrize("clients", [3, MANY])
+@pytest.mark.parametrize("clients", [3, MIN_COMPILED_CLIENTS])
 def test_a_batch_larger_than_every_client_takes_no_more_room_than_the_largest(clients: int) -> None:
     ids, sizes = torch.arange(clients), torch.arange(clients) + 7
     largest = int(sizes.max())
@@ -176,19 +176,19 @@ def test_a_batch_larger_than_every_client_takes_no_more_room_than_the_largest(cl
 
 
 def test_orders_of_another_pytorch_are_drawn_client_by_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drawn_alike()
-    sizes = torch.full((MANY,), 9)
-    arguments = (torch.arange(MANY), sizes, sizes, 4, 1, 1, "local", lambda _, position: position)
+    assert matches_torch()
+    sizes = torch.full((MIN_COMPILED_CLIENTS,), 9)
+    arguments = (torch.arange(MIN_COMPILED_CLIENTS), sizes, sizes, 4, 1, 1, "local", lambda _, position: position)
     compiled = make_plan(*arguments).position
     with monkeypatch.context() as patch:
         patch.setattr("fedloom.local.batches.plans", lambda *_: pytest.fail("drawn by the loop"))
-        patch.setattr("fedloom.local.batches.drawn_alike", lambda: False)
+        patch.setattr("fedloom.local.batches.matches_torch", lambda: False)
         assert torch.equal(make_plan(*arguments).position, compiled)
-    drawn_alike.cache_clear()
+    matches_torch.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
-        assert not drawn_alike()
-    drawn_alike.cache_clear()
+        assert not matches_torch()
+    matches_torch.cache_clear()
 
 
 @given(

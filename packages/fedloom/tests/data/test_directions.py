@@ -40,12 +40,12 @@ def agreement(**changes: Any) -> Agreement:
 
 
 ENTRANCES: dict[str, Callable[[Path, str], object]] = {
-    "a class in memory": lambda _, m: Dataset.of(np.eye(4), ["a" + m, "b", "b", "b"]),
+    "a class in memory": lambda _, m: Dataset.create(np.eye(4), ["a" + m, "b", "b", "b"]),
     "a class of a data set": lambda _, m: Dataset("d", torch.eye(2), torch.tensor([0, 1]), classes=("a", m + "b")),
     "a user of a data set": lambda _, m: Dataset(
         "d", torch.eye(2), torch.tensor([0, 1]), classes=("a", "b"), users=torch.tensor([0, 1]), user_names=("a", m)
     ),
-    "a column of a frame": lambda _, m: Dataset.of(frame(m, sex=0, **{"b" + m: [1.0, 2, 3, 4]}), "y"),
+    "a column of a frame": lambda _, m: Dataset.create(frame(m, sex=0, **{"b" + m: [1.0, 2, 3, 4]}), "y"),
     "a label of a file": lambda f, m: csv(f, frame(m, y=["no", "y" + m + "es"] * 2)),
     "a level of a file": lambda f, m: csv(f, frame(m, sex=["f", "m" + m] * 2)),
     "a column of a file": lambda f, m: csv(f, frame(m, **{m + "b": [1.0, 2, 3, 4]})),

@@ -20,7 +20,7 @@ from fedloom.data import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
-from fedloom.data.tables import MARKERS
+from fedloom.data.tables import MISSING_MARKERS
 from fedloom.errors import DataError
 from tests import hospitals
 
@@ -90,11 +90,11 @@ def doors(rows: list[dict[str, Any]], folder: Path, spec: dict[str, Any]) -> dic
     frame, arrow = pd.DataFrame(rows), pa.Table.from_pylist(rows)
     own = Stream(pa.Table.from_pylist([{name: row[name] for name in reversed(NAMES)} for row in rows]).select(NAMES))
     for door, table in (("arrow", arrow), ("arrow of another library", own)):
-        found[door] = Dataset.of(table, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
-    found["pandas"] = Dataset.of(frame, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+        found[door] = Dataset.create(table, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+    found["pandas"] = Dataset.create(frame, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
     parquet.write_table(arrow, folder / "t.parquet")
     found["parquet"] = fl.load(folder / "t.parquet", **spec)
-    found["hub"] = Dataset.of(Hub(rows), spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+    found["hub"] = Dataset.create(Hub(rows), spec["label"], **{k: v for k, v in spec.items() if k != "label"})
     return found
 
 
@@ -143,10 +143,10 @@ def test_arrow_codes_are_levels_and_unnamed_rows_are_converted_as_named_ones(tmp
     """By an array, whose columns have no names, too."""
     rows = pd.DataFrame({"dose": [1.0, 2.0, -9.0, 4.0], "count": [3.0, 1.0, 2.0, 5.0], "died": [0, 1, 0, 1]})
     coded = rows.assign(ward=pd.Categorical(["A", "B", "A", "A"]))[["ward", *rows]]
-    by_door = [Dataset.of(t, "died", missing=("-9",), impute=True) for t in (coded, pa.Table.from_pandas(coded))]
+    by_door = [Dataset.create(t, "died", missing=("-9",), impute=True) for t in (coded, pa.Table.from_pandas(coded))]
     assert [d.prepare.columns[0].names for d in by_door] == [("A", "B")] * 2  # type: ignore[union-attr]
     assert torch.equal(*(d.x.nan_to_num(-1e9) for d in by_door))
-    data = Dataset.of(rows, "died", missing=("-9",), impute=True, factors={"dose": 3.7})
+    data = Dataset.create(rows, "died", missing=("-9",), impute=True, factors={"dose": 3.7})
     spec = InputSpec(shape=(3,), task="binary", classes=("0", "1"), table=data.prepare)  # type: ignore[arg-type]
     features = rows[["dose", "count"]]
     np.savez(tmp_path / "t.npz", x=features.to_numpy())
@@ -160,9 +160,9 @@ def test_arrow_codes_are_levels_and_unnamed_rows_are_converted_as_named_ones(tmp
 def test_a_data_set_made_without_the_markers_has_the_model_s_gaps() -> None:
     """What a model was trained to see as missing is missing in whatever table it is given."""
     rows = [{"a": float(k), "y": k % 2} for k in range(8)]
-    trained = Dataset.of(pd.DataFrame(rows), "y", missing=("-9",), impute=True)
+    trained = Dataset.create(pd.DataFrame(rows), "y", missing=("-9",), impute=True)
     spec = InputSpec(shape=(1,), task="binary", classes=("0", "1"), table=trained.prepare)  # type: ignore[arg-type]
-    plain = Dataset.of(pd.DataFrame([{"a": -9, "y": 0}, {"a": 2, "y": 1}]), "y")
+    plain = Dataset.create(pd.DataFrame([{"a": -9, "y": 0}, {"a": 2, "y": 1}]), "y")
     assert spec.raw(plain).isnan().flatten().tolist() == [True, False]
 
 
@@ -180,15 +180,15 @@ def test_markers_add_to_those_of_every_table_and_a_useless_one_is_named(tmp_path
 
 def test_cells_that_pandas_reads_as_missing_are_missing_but_none(tmp_path: Path) -> None:
     """In numbers and in levels alike, None and the question mark apart."""
-    cells = [*MARKERS[1:], "None", "#N/A ", " n/a", "Na", "none", "0"]
+    cells = [*MISSING_MARKERS[1:], "None", "#N/A ", " n/a", "Na", "none", "0"]
     path = tmp_path / "t.csv"
     path.write_text("ward,y\n" + "".join(f"{cell},{k % 2}\n" for k, cell in enumerate(cells)))
     data = fl.load(path, categorical=("ward",), impute=True)
     frame = pd.read_csv(path, skipinitialspace=True)["ward"].str.strip()
     gaps = frame.isna() | frame.isin(["?", "#N/A"])
     assert data.x[:, 0].isnan().tolist() == gaps.mask(pd.Series(cells) == "None", False).tolist()
-    path.write_text("a,y\n1,0\n" + "".join(f"{cell},1\n" for cell in cells[: len(MARKERS) - 1]))
-    assert fl.load(path, impute=True).x.isnan().flatten().tolist() == [False] + [True] * (len(MARKERS) - 1)
+    path.write_text("a,y\n1,0\n" + "".join(f"{cell},1\n" for cell in cells[: len(MISSING_MARKERS) - 1]))
+    assert fl.load(path, impute=True).x.isnan().flatten().tolist() == [False] + [True] * (len(MISSING_MARKERS) - 1)
 
 
 def test_a_decimal_comma_and_its_separator_are_found_at_every_door(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_arrays_have_the_notes_of_a_table_and_images_one_on_their_size(case: str
     by_door = {
         "npz": fl.load(tmp_path / "t.npz", task=task),
         "npy": fl.load("npy", path=str(tmp_path / "t"), task=task),
-        "memory": Dataset.of(x, y, task=task),
+        "memory": Dataset.create(x, y, task=task),
     }
     for door, data in by_door.items():
         assert [note[: len(want)] for note, want in zip(data.notes, wanted, strict=True)] == wanted, door
@@ -268,6 +268,6 @@ def test_an_array_s_number_beyond_a_model_s_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"{file}.*{wanted}"):
             fl.load(tmp_path / file)
     with pytest.raises(DataError, match=f"{wanted};"):
-        Dataset.of(x, np.arange(40) % 2)
+        Dataset.create(x, np.arange(40) % 2)
     with pytest.raises(DataError, match=r"row 0: expected a number .*\(40 such rows\)"):
-        Dataset.of(np.full((40, 1, 2, 2), 1e300), np.arange(40) % 2)
+        Dataset.create(np.full((40, 1, 2, 2), 1e300), np.arange(40) % 2)

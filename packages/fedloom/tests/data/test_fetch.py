@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.data.sources import fetch
 from fedloom.data.sources._base import FileSource
-from fedloom.data.sources.census import HOSPITALS
+from fedloom.data.sources.census import HEART_HOSPITALS
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from tests.data.files import as_tar, as_zip, idx, idx_files, png, records
@@ -53,13 +53,13 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def found_at(address: str, folder: Path, name: str) -> fetch.Remote:
     """A named data set whose files are those of a folder that is served."""
     files = {file.name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in folder.iterdir()}
-    return fetch.Remote(fetch.REMOTE[name].folder, (address,), files)
+    return fetch.Remote(fetch.REMOTE_SETS[name].folder, (address,), files)
 
 
 @pytest.fixture
 def remote(served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
     """MNIST as it is on that server; nothing leaves this machine."""
-    monkeypatch.setitem(fetch.REMOTE, "mnist", found_at(*served, "mnist"))
+    monkeypatch.setitem(fetch.REMOTE_SETS, "mnist", found_at(*served, "mnist"))
     return served
 
 
@@ -103,7 +103,9 @@ def test_what_has_another_digest_is_not_kept(remote: tuple[str, Path], tmp_path:
 
 
 def test_offline_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(fetch.REMOTE, "mnist", fetch.REMOTE["mnist"]._replace(mirrors=("http://127.0.0.1:9/",)))
+    monkeypatch.setitem(
+        fetch.REMOTE_SETS, "mnist", fetch.REMOTE_SETS["mnist"]._replace(mirrors=("http://127.0.0.1:9/",))
+    )
     with pytest.raises(DataError, match=r"is this machine offline\? Put the original file into .*mnist by hand"):
         fetch.fetch("mnist", tmp_path)
 
@@ -111,13 +113,13 @@ def test_offline_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_what_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown data set to fetch 'mnits'; did you mean 'mnist'"):
         fetch.fetch("mnits", tmp_path)
-    monkeypatch.delenv(fetch.ENV, raising=False)
+    monkeypatch.delenv(fetch.DATA_FOLDER_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="FEDLOOM_DATA"):
         fetch.fetch("mnist")
 
 
 def test_what_needs_no_file_or_has_no_address_names_what_to_do(tmp_path: Path) -> None:
-    for name, sentence in fetch.ELSEWHERE.items():
+    for name, sentence in fetch.UNFETCHED_SETS.items():
         assert fl.data.sources.SOURCES[name]
         with pytest.raises(ConfigError, match=re.escape(f"{name} {sentence}")):
             fl.fetch(name, tmp_path)
@@ -125,7 +127,7 @@ def test_what_needs_no_file_or_has_no_address_names_what_to_do(tmp_path: Path) -
 
 
 def test_digests_have_the_length_of_their_algorithm() -> None:
-    for remote in fetch.REMOTE.values():
+    for remote in fetch.REMOTE_SETS.values():
         assert remote.files
         for digest in remote.files.values():
             algorithm, _, number = digest.partition(":")
@@ -151,7 +153,7 @@ def adult(folder: Path) -> None:
 
 
 def heart(folder: Path) -> None:
-    for hospital in HOSPITALS:
+    for hospital in HEART_HOSPITALS:
         (folder / f"processed.{hospital}.data").write_text("63,1,1,145,233,1,2,150,0,2.3,3,0,6,0\n")
 
 
@@ -176,7 +178,7 @@ def test_the_source_of_that_name_reads_what_was_fetched(
     address, folder = served
     (folder / name).mkdir()
     FILES[name](folder / name)
-    monkeypatch.setitem(fetch.REMOTE, name, found_at(f"{address}/{name}", folder / name, name))
+    monkeypatch.setitem(fetch.REMOTE_SETS, name, found_at(f"{address}/{name}", folder / name, name))
     with pytest.raises(DataError, match=rf"fetch them \(fedloom data {name} --fetch\)"):
         fl.load(name, tmp_path)
     fl.fetch(name, tmp_path)
@@ -186,5 +188,5 @@ def test_the_source_of_that_name_reads_what_was_fetched(
 def test_every_named_data_set_of_files_is_fetched_or_has_a_sentence() -> None:
     sources = fl.data.sources.SOURCES
     named = {name for name, kind in sources.items() if issubclass(kind, FileSource)} - FORMATS
-    assert set(FILES) | {"mnist", "fashion-mnist"} == set(fetch.REMOTE)
-    assert named <= {*fetch.REMOTE, *fetch.ELSEWHERE}
+    assert set(FILES) | {"mnist", "fashion-mnist"} == set(fetch.REMOTE_SETS)
+    assert named <= {*fetch.REMOTE_SETS, *fetch.UNFETCHED_SETS}

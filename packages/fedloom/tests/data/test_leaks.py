@@ -43,10 +43,10 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
     name, cells = REPEATED[case]
     frame = pd.DataFrame({name: cells, **table()})
     text = isinstance(cells, list)
-    leaky = fl.Dataset.of(frame, "died", categorical=[name] if text else [])
+    leaky = fl.Dataset.create(frame, "died", categorical=[name] if text else [])
     (note,) = [note for note in leaky.notes if "different in 240 rows" in note]
     assert "name it in subject" in note
-    sound = fl.Dataset.of(frame, "died", subject=name)
+    sound = fl.Dataset.create(frame, "died", subject=name)
     assert sound.notes == ()
     assert [column.name for column in sound.prepare.columns] == ["age", "crp"]
 
@@ -54,7 +54,7 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
 @pytest.mark.parametrize("name", ["patient_id", "id", "Fallnummer", "caseId", "MRN"])
 def test_a_number_of_a_person_that_would_be_a_feature_is_noted(name: str) -> None:
     numbers = np.random.default_rng(0).permutation(10**6)[:N]
-    data = fl.Dataset.of(pd.DataFrame({name: numbers, **table()}), "died")
+    data = fl.Dataset.create(pd.DataFrame({name: numbers, **table()}), "died")
     assert any(f"column {name!r} differs in every row" in note for note in data.notes)
 
 
@@ -83,9 +83,9 @@ def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(cas
     both = torch.cat([images, AUGMENTED[case](images)])
     both = (both * 255).round().to(torch.uint8) if bytes_ else both
     y = np.concatenate([labels, labels])
-    noted = fl.Dataset.of((both, y)).notes
+    noted = fl.Dataset.create((both, y)).notes
     assert any("images have a neighbour that is far closer" in note for note in noted)
-    known = fl.Dataset.of((both, y), subject=np.tile(np.arange(150), 2))
+    known = fl.Dataset.create((both, y), subject=np.tile(np.arange(150), 2))
     assert not any("far closer" in note for note in known.notes)
     parts = fl.partition.iid(clients=3)(known, 0).parts
     train, test = (({*(parts[p].index % 150).tolist()}) for p in ("train", "test"))
@@ -104,12 +104,12 @@ def test_a_folder_of_pictures_with_copies_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_images_without_copies_have_no_note(seed: int) -> None:
-    assert not any("neighbour" in note for note in fl.Dataset.of((smooth(300, seed), np.arange(300) % 3)).notes)
+    assert not any("neighbour" in note for note in fl.Dataset.create((smooth(300, seed), np.arange(300) % 3)).notes)
     noise = torch.rand(300, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
-    assert not any("neighbour" in note for note in fl.Dataset.of((noise, np.arange(300) % 3)).notes)
+    assert not any("neighbour" in note for note in fl.Dataset.create((noise, np.arange(300) % 3)).notes)
     digits = fl.load("digits")
     some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))[:600]
-    written = fl.Dataset.of((digits.x[some], digits.y[some]))
+    written = fl.Dataset.create((digits.x[some], digits.y[some]))
     assert not any("neighbour" in note for note in written.notes)
 
 
@@ -120,8 +120,8 @@ def test_rows_of_a_subject_may_be_alike() -> None:
     x = np.concatenate([one, one + 0.01 * rng.normal(size=one.shape)])
     frame = pd.DataFrame({**{f"x{k}": x[:, k] for k in range(5)}, "who": np.tile(np.arange(120), 2),
                           "y": np.tile(rng.integers(2, size=120), 2)})  # fmt: skip
-    assert any("far closer" in note for note in fl.Dataset.of(frame.drop(columns="who"), "y").notes)
-    assert fl.Dataset.of(frame, "y", subject="who").notes == ()
+    assert any("far closer" in note for note in fl.Dataset.create(frame.drop(columns="who"), "y").notes)
+    assert fl.Dataset.create(frame, "y", subject="who").notes == ()
 
 
 def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:
@@ -134,7 +134,7 @@ def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:
             who = np.repeat(np.arange(60), 5)
             x = rng.normal(size=(60, 4))[who] + 0.05 * rng.normal(size=(300, 4))
             y = rng.integers(2, size=60)[who]
-            data = fl.Dataset.of((x.astype(np.float32), y), subject=who if known else None)
+            data = fl.Dataset.create((x.astype(np.float32), y), subject=who if known else None)
             fed = fl.partition.iid(clients=1, test=0.3, validation=0.0)(data, seed)
             train, test = (fed.parts[part].index.numpy() for part in ("train", "test"))
             nearest = ((x[:, None] - x[None, train]) ** 2).sum(-1).argmin(1)

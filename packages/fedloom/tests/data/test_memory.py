@@ -93,7 +93,7 @@ DOORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_every_door_gives_the_same_data_set(door: str) -> None:
-    data = Dataset.of(DOORS[door])
+    data = Dataset.create(DOORS[door])
     assert data.task == "classification"
     assert data.classes == ("0", "1", "2")
     assert (
@@ -106,16 +106,18 @@ def test_every_door_gives_the_same_data_set(door: str) -> None:
 
 
 def test_options_of_arrays() -> None:
-    data = fl.Dataset.of(X, Y, test=(X[:2], Y[:2]), users=list("abcdefghijklmn"), mean=[0.5], classes=["x", "y", "z"])
+    data = fl.Dataset.create(
+        X, Y, test=(X[:2], Y[:2]), users=list("abcdefghijklmn"), mean=[0.5], classes=["x", "y", "z"]
+    )
     assert (len(data), data.classes, data.user_names[-1]) == (14, ("x", "y", "z"), "n")
     assert data.test is not None
     assert data.test.tolist() == [12, 13]
-    assert Dataset.of({"train": (X, Y), "test": (X[:2], Y[:2])}).checksum() == data.checksum()
-    assert Dataset.of(X, Y / 2).task == "regression"
-    assert Dataset.of(X, Y > 0, task="binary").outputs == 1
-    assert Dataset.of(data) is data
-    assert Dataset.of(Stored(X), Stored(Y)).checksum() == Dataset.of(X, Y).checksum()
-    last = Dataset.of(np.zeros((2, 4, 5, 3)), [0, 1], channels_last=True)
+    assert Dataset.create({"train": (X, Y), "test": (X[:2], Y[:2])}).checksum() == data.checksum()
+    assert Dataset.create(X, Y / 2).task == "regression"
+    assert Dataset.create(X, Y > 0, task="binary").outputs == 1
+    assert Dataset.create(data) is data
+    assert Dataset.create(Stored(X), Stored(Y)).checksum() == Dataset.create(X, Y).checksum()
+    last = Dataset.create(np.zeros((2, 4, 5, 3)), [0, 1], channels_last=True)
     assert last.shape == (3, 4, 5)
     assert last.x.dtype == torch.float32
 
@@ -123,119 +125,151 @@ def test_options_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Dataset.of(X), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(X), ConfigError, "features without targets; give the pair"),
         *(
-            (lambda given=given: Dataset.of(given), ConfigError, r"a list is samples, .* as the tuple \(x, y\), or")
+            (lambda given=given: Dataset.create(given), ConfigError, r"a list is samples, .* as the tuple \(x, y\), or")
             for given in ([X, Y], [X[0], X[1]], [X[0], X[1], X[2]], [[1, 2], [3, 4]], next(iter(DataLoader(SET, 6))))
         ),
-        (lambda: Dataset.of((X, Y), test=[X, Y]), ConfigError, r"as the tuple \(x, y\)"),
-        (lambda: Dataset.of({"train": [X, Y]}), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: Dataset.create((X, Y), test=[X, Y]), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: Dataset.create({"train": [X, Y]}), ConfigError, r"as the tuple \(x, y\)"),
         (lambda: partition.iid(clients=2)([X, Y]), ConfigError, r"as the tuple \(x, y\)"),
-        (lambda: Dataset.of(Pairs(lambda i: [X[i], 0])), DataError, "sample 0 is list of 2, .* as a tuple"),
-        (lambda: Dataset.of(Pairs(lambda i: (X[i] if i else X[i] / 2, 0))), DataError, "sample 1 holds uint8, those"),
-        (lambda: Dataset.of(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.of((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.of(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.of(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.of(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
-        (lambda: Dataset.of(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
-        (lambda: Dataset.of(Stored(X)), ConfigError, "features without targets; give the pair"),
-        (lambda: Dataset.of(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
-        (lambda: Dataset.of(X, np.array([b"a", b"b"] * 6, object)), DataError, r"value 0 is b'a'.*give y\[:\].astype"),
+        (lambda: Dataset.create(Pairs(lambda i: [X[i], 0])), DataError, "sample 0 is list of 2, .* as a tuple"),
         (
-            lambda: Dataset.of(torch.zeros(12, 2, device="meta"), Y),
+            lambda: Dataset.create(Pairs(lambda i: (X[i] if i else X[i] / 2, 0))),
+            DataError,
+            "sample 1 holds uint8, those",
+        ),
+        (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.create(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
+        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
+        (
+            lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
+            DataError,
+            r"value 0 is b'a'.*give y\[:\].astype",
+        ),
+        (
+            lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),
             DataError,
             "device meta has no values; make it with",
         ),
-        (lambda: Dataset.of(3), ConfigError, "cannot make a data set of int; known are arrays"),
-        (lambda: Dataset.of((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
-        (lambda: Dataset.of(load("digits"), Y), ConfigError, "digits: is a Dataset already"),
-        (lambda: Dataset.of(X, Y[:3]), DataError, "12 samples but 3 targets"),
+        (lambda: Dataset.create(3), ConfigError, "cannot make a data set of int; known are arrays"),
+        (lambda: Dataset.create((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
+        (lambda: Dataset.create(load("digits"), Y), ConfigError, "digits: is a Dataset already"),
+        (lambda: Dataset.create(X, Y[:3]), DataError, "12 samples but 3 targets"),
         (
-            lambda: Dataset.of(X.astype(str), Y[:3]),
+            lambda: Dataset.create(X.astype(str), Y[:3]),
             DataError,
             "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
         ),
-        (lambda: Dataset.of(np.ma.masked_less(X, 9), Y), DataError, "some values are masked; fill them"),
-        (lambda: Dataset.of(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
-        (lambda: Dataset.of(X, ["a", None, *Y[2:]]), DataError, "value 1 is None; expected numbers only, or text only"),
-        (lambda: Dataset.of(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
+        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked; fill them"),
+        (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
         (
-            lambda: Dataset.of(X, ["True", "TRUE", "0"] * 4),
+            lambda: Dataset.create(X, ["a", None, *Y[2:]]),
+            DataError,
+            "value 1 is None; expected numbers only, or text only",
+        ),
+        (lambda: Dataset.create(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
+        (
+            lambda: Dataset.create(X, ["True", "TRUE", "0"] * 4),
             DataError,
             "alike: 'TRUE' .4. = 'True' .4.; write them in one",
         ),
-        (lambda: Dataset.of(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
+        (lambda: Dataset.create(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
         (
-            lambda: Dataset.of(X, Y, task="classify"),
+            lambda: Dataset.create(X, Y, task="classify"),
             DataError,
             "unknown task 'classify'; did you mean 'classification'",
         ),
-        (lambda: Dataset.of(X, Y, classes="abc"), DataError, "classes must be a list of names, got the text 'abc'"),
-        (lambda: Dataset.of(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
-        (lambda: Dataset.of(X, Y, users=[None] * 12), DataError, "data: users: value 0 is None"),
-        (lambda: Dataset.of(X, Y, users=[np.nan] * 12), DataError, "sample 0 has no owner"),
+        (lambda: Dataset.create(X, Y, classes="abc"), DataError, "classes must be a list of names, got the text 'abc'"),
+        (lambda: Dataset.create(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
+        (lambda: Dataset.create(X, Y, users=[None] * 12), DataError, "data: users: value 0 is None"),
+        (lambda: Dataset.create(X, Y, users=[np.nan] * 12), DataError, "sample 0 has no owner"),
         (
-            lambda: Dataset.of(np.zeros((12, 9, 8, 3)), Y),
+            lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
             "channels last; give channels_last = True or False",
         ),
-        (lambda: Dataset.of(np.full((12, 2), 1e300), Y), DataError, r"row 0, column 0: .* got 1e\+300 \(12 such rows"),
-        (lambda: Dataset.of(TensorDataset(torch.from_numpy(X))), ConfigError, "has 1 tensors, expected features and"),
         (
-            lambda: Dataset.of(Pairs(lambda i: (X[i] / 2 if i else X[i], 0))),
+            lambda: Dataset.create(np.full((12, 2), 1e300), Y),
+            DataError,
+            r"row 0, column 0: .* got 1e\+300 \(12 such rows",
+        ),
+        (
+            lambda: Dataset.create(TensorDataset(torch.from_numpy(X))),
+            ConfigError,
+            "has 1 tensors, expected features and",
+        ),
+        (
+            lambda: Dataset.create(Pairs(lambda i: (X[i] / 2 if i else X[i], 0))),
             DataError,
             "sample 1 holds float64, those before",
         ),
-        (lambda: Dataset.of("data.csv"), ConfigError, "data set of str; read a file by fl.load"),
-        (lambda: Dataset.of(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
+        (lambda: Dataset.create("data.csv"), ConfigError, "data set of str; read a file by fl.load"),
+        (lambda: Dataset.create(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
         (lambda: partition.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
-        (lambda: Dataset.of(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
+        (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
         (
-            lambda: Dataset.of(
+            lambda: Dataset.create(
                 torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged), Y[:2]
             ),
             DataError,
             "rows of different lengths",
         ),
-        (lambda: Dataset.of(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
-        (lambda: Dataset.of(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
-        (lambda: Dataset.of(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
-        (lambda: Dataset.of((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
-        (lambda: Dataset.of((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
-        (lambda: Dataset.of((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, .*; those of the test set are"),
-        (lambda: Dataset.of({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
-        (lambda: Dataset.of(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
-        (lambda: Dataset.of((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
-        (lambda: Dataset.of(DataLoader(SET)), ConfigError, "give its .dataset; known"),
+        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
+        (lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
+        (lambda: Dataset.create((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
+        (lambda: Dataset.create((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
+        (lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, .*; those of the test set are"),
+        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
+        (lambda: Dataset.create((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
+        (lambda: Dataset.create(DataLoader(SET)), ConfigError, "give its .dataset; known"),
         (
-            lambda: Dataset.of(DataLoader(SET, collate_fn=list)),
+            lambda: Dataset.create(DataLoader(SET, collate_fn=list)),
             ConfigError,
             "give its .dataset, whose samples are those that its collate_fn makes",
         ),
         (
-            lambda: Dataset.of(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
+            lambda: Dataset.create(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
             ConfigError,
             r"give torch.utils.data.Subset\(x.dataset, list\(x.sampler\)\)",
         ),
-        (lambda: Dataset.of((X, Y), test=(X[:1, :2], [0])), DataError, "training samples of shape .* test samples of"),
-        (lambda: Dataset.of(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
-        (lambda: Dataset.of(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
-        (lambda: Dataset.of(Pairs(lambda i: (X[i], 0, i))), DataError, "sample 0 is tuple of 3, expected the pair"),
         (
-            lambda: Dataset.of(Pairs(lambda i: {"picture": X[i], "class": 0})),
+            lambda: Dataset.create((X, Y), test=(X[:1, :2], [0])),
+            DataError,
+            "training samples of shape .* test samples of",
+        ),
+        (lambda: Dataset.create(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
+        (lambda: Dataset.create(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0, i))), DataError, "sample 0 is tuple of 3, expected the pair"),
+        (
+            lambda: Dataset.create(Pairs(lambda i: {"picture": X[i], "class": 0})),
             DataError,
             "sample 0 is dict with 'picture', 'class', expected .* both by the names x and y, ",
         ),
-        (lambda: Dataset.of(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
-        (lambda: Dataset.of(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
-        (lambda: Dataset.of(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
-        (lambda: Dataset.of(Endless()), ConfigError, "Endless has no __len__; add one, or make it an IterableDataset"),
-        (lambda: Dataset.of(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
+        (lambda: Dataset.create(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
+        (lambda: Dataset.create(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
+        (
+            lambda: Dataset.create(Endless()),
+            ConfigError,
+            "Endless has no __len__; add one, or make it an IterableDataset",
+        ),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
         (lambda: partition.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
-        (lambda: Dataset.of(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
-        (lambda: Dataset.of(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
-        (lambda: Dataset.of((np.full((2, 2), np.nan), [0, 1])), DataError, "NaN or Inf in the features of 2 samples"),
+        (lambda: Dataset.create(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
+        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
+        (
+            lambda: Dataset.create((np.full((2, 2), np.nan), [0, 1])),
+            DataError,
+            "NaN or Inf in the features of 2 samples",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_sentence(
@@ -247,7 +281,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 
 def test_a_test_set_may_have_every_class_that_is_named() -> None:
     """None of them need be in the training set, and the model has an output for each."""
-    data = Dataset.of((X[Y < 2], Y[Y < 2]), test=(X, Y), classes=["a", "b", "c"])
+    data = Dataset.create((X[Y < 2], Y[Y < 2]), test=(X, Y), classes=["a", "b", "c"])
     assert (data.outputs, len(data)) == (3, 12 + int((Y < 2).sum()))
     assert data.y[data.test].tolist() == Y.tolist()
 
@@ -257,13 +291,16 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
     frame = pd.DataFrame(X[:, 0] * 1.0, index=range(5, 17))
     target = pd.Series(Y, index=frame.index, name="t")
     for same in (target, target.to_numpy(), target.reset_index(drop=True)):
-        assert Dataset.of(frame, same).y.tolist() == Y.tolist()
+        assert Dataset.create(frame, same).y.tolist() == Y.tolist()
     for named in (target.rename(0), target.rename(None), pd.DataFrame({0: target})):
-        assert Dataset.of(frame, named).shape == (5,), "the first column is no target"
+        assert Dataset.create(frame, named).shape == (5,), "the first column is no target"
     with pytest.raises(ConfigError, match="a column of the table is named 't' too, and differs; rename one"):
-        Dataset.of(frame.assign(t=1 - target), target)
-    assert Dataset.of(frame.assign(t=target), target).shape == (5,), "the target is no feature"
-    for make in (lambda: Dataset.of(frame, target[::-1]), lambda: fl.Federation.of([(frame, target[::-1])] * 2)):
+        Dataset.create(frame.assign(t=1 - target), target)
+    assert Dataset.create(frame.assign(t=target), target).shape == (5,), "the target is no feature"
+    for make in (
+        lambda: Dataset.create(frame, target[::-1]),
+        lambda: fl.Federation.create([(frame, target[::-1])] * 2),
+    ):
         with pytest.raises(DataError, match=r"index of the features in another order; give y.loc\[x.index\]"):
             make()
 
@@ -271,14 +308,16 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # is deprecated
 def test_tensors_of_any_kind_are_read() -> None:
     x, y = torch.arange(24.0).reshape(12, 2), torch.from_numpy(Y)
-    same = Dataset.of(x, y).checksum()
+    same = Dataset.create(x, y).checksum()
     whole = torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
     for given in (x.bfloat16(), x.half(), x.to_sparse(), x.clone().requires_grad_(), x.T.contiguous().T, whole):
-        assert Dataset.of(given, y).checksum() == same
+        assert Dataset.create(given, y).checksum() == same
 
 
 def test_text_of_variable_width_is_text() -> None:
-    assert Dataset.of(X, Y.astype(np.dtypes.StringDType())).checksum() == Dataset.of(X, Y.astype(str)).checksum()
+    assert (
+        Dataset.create(X, Y.astype(np.dtypes.StringDType())).checksum() == Dataset.create(X, Y.astype(str)).checksum()
+    )
 
 
 @pytest.mark.parametrize("how", ["array", "tensor", "clients"])
@@ -289,8 +328,8 @@ def test_whole_numbers_that_lose_digits_are_noted(how: str) -> None:
 
     def notes(x: Any) -> list[str]:
         if how == "clients":
-            return [n for n in fl.Federation.of([(x, y), (x, y)]).data.notes if "float32" in n]
-        return [n for n in Dataset.of(torch.from_numpy(x) if how == "tensor" else x, y).notes if "float32" in n]
+            return [n for n in fl.Federation.create([(x, y), (x, y)]).data.notes if "float32" in n]
+        return [n for n in Dataset.create(torch.from_numpy(x) if how == "tensor" else x, y).notes if "float32" in n]
 
     exact = x.copy()
     exact[2, 1], exact[3, 0] = 2**24, 2**40
@@ -308,7 +347,7 @@ def test_columns_of_large_numbers_are_noted() -> None:
     x, target = rng.normal(size=(40, 3)), rng.normal(size=40)
 
     def notes(x: Any, y: Any) -> list[str]:
-        return [note for note in Dataset.of(x, y).notes if "not scaled" in note]
+        return [note for note in Dataset.create(x, y).notes if "not scaled" in note]
 
     assert notes(x, target) == []
     assert notes(50 * x, target) == []
@@ -326,7 +365,7 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
     x, y = rng.normal(size=(80, 3)), np.arange(80) // 2 * 3.0
 
     def notes(y: Any, **options: Any) -> list[str]:
-        frames = [Dataset.of(pd.DataFrame(x), y, **options), Dataset.of(x, y, **options)]
+        frames = [Dataset.create(pd.DataFrame(x), y, **options), Dataset.create(x, y, **options)]
         return [note for data in frames for note in data.notes if "measurements" in note]
 
     assert len(notes(y)) == 2
@@ -336,7 +375,7 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
 
 def test_a_picture_of_a_palette_has_colours() -> None:
     pictures = [Image.new("RGB", (4, 5), (10 * i, 5, 250 - i)).quantize() for i in range(12)]
-    found = Dataset.of(Pairs(lambda i: (pictures[i], int(Y[i]))))
+    found = Dataset.create(Pairs(lambda i: (pictures[i], int(Y[i]))))
     assert found.shape == (3, 5, 4)
     assert found.x[3, :, 0, 0].tolist() == [30, 5, 247]
 
@@ -346,29 +385,29 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     frame = pd.DataFrame({"a": [1.0, 2, 3, 4], "s": ["u", "v", "u", "v"], "y": ["n", "n", "p", "p"]})
     frame.to_csv(tmp_path / "data.csv", index=False)
     read = load(tmp_path / "data.csv", categorical=("s",))
-    for data in (Dataset.of(frame, "y", categorical=("s",)), Dataset.of(frame.astype({"s": "category"}))):
+    for data in (Dataset.create(frame, "y", categorical=("s",)), Dataset.create(frame.astype({"s": "category"}))):
         assert data.checksum() == read.checksum()
         assert data.prepare == read.prepare
-    moved = Dataset.of(frame.rename(columns={"y": "label"})[["label", "a", "s"]], categorical=("s",))
+    moved = Dataset.create(frame.rename(columns={"y": "label"})[["label", "a", "s"]], categorical=("s",))
     assert moved.describe()["classes"] == read.describe()["classes"], "a column called label is the target"
-    assert Dataset.of(frame[["y", "a", "s"]], label="y", categorical=("s",)).shape == read.shape
+    assert Dataset.create(frame[["y", "a", "s"]], label="y", categorical=("s",)).shape == read.shape
     assert partition.iid(clients=2)(frame.drop(columns="s")).n == 2
     with pytest.raises(
         DataError, match=r"row 0, column 's': expected a finite number, got 'u' \(4 such, values 'u', 'v'\)"
     ):
-        Dataset.of(frame)
+        Dataset.create(frame)
     with pytest.raises(DataError, match="3 problems"):
-        Dataset.of(frame.assign(a=[1, None, 2, 3], y="n"))
+        Dataset.create(frame.assign(a=[1, None, 2, 3], y="n"))
     with pytest.raises(ConfigError, match="no column 'z'"):
-        Dataset.of(frame, "z")
+        Dataset.create(frame, "z")
     for target in (frame["y"], frame["y"].tolist(), frame["y"].sample(frac=1, random_state=0).sort_index()):
-        apart = Dataset.of(frame.drop(columns="y").set_index("a", drop=False), target, categorical=("s",))
+        apart = Dataset.create(frame.drop(columns="y").set_index("a", drop=False), target, categorical=("s",))
         assert apart.checksum() == read.checksum()
     for one in (frame["y"], frame[["y"]], frame[["y"]].to_numpy()):
-        assert Dataset.of((frame.drop(columns="y"), one), categorical=("s",)).checksum() == read.checksum()
-    assert Dataset.of(frame[["a", "y"]].set_axis([0, 1], axis=1), 1).classes == ("n", "p")
+        assert Dataset.create((frame.drop(columns="y"), one), categorical=("s",)).checksum() == read.checksum()
+    assert Dataset.create(frame[["a", "y"]].set_axis([0, 1], axis=1), 1).classes == ("n", "p")
     with pytest.raises(DataError, match="4 samples but 3 targets"):
-        Dataset.of(frame, frame["y"][:3])
+        Dataset.create(frame, frame["y"][:3])
     with pytest.raises(DataError, match="the target is the same in every row"):
         partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
 
@@ -381,10 +420,10 @@ class HubVectors(list[dict[str, Any]]):
 def test_columns_of_the_hub_that_are_not_read_are_noted() -> None:
     """Features are the first column of arrays or pictures; where there are others, the note names them."""
     table = HubVectors({"id": k, "left": X[k, 0], "right": X[k, 1], "label": int(Y[k])} for k in range(12))
-    data = Dataset.of(table)
+    data = Dataset.create(table)
     assert data.x.tolist() == X[:, 0].tolist()
     assert "data: columns 'left' and 'label' are read, not 'id', 'right'" in data.notes
-    chosen = Dataset.of(table, features="right")
+    chosen = Dataset.create(table, features="right")
     assert chosen.x.tolist() == X[:, 1].tolist()
     assert not any("columns" in note for note in chosen.notes)
 
@@ -403,15 +442,15 @@ class HubTable(list[dict[str, Any]]):
 
 def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     table = HubTable({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4))
-    data = Dataset.of(table)
+    data = Dataset.create(table)
     assert (data.classes, data.task) == (("no", "yes"), "binary")
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
-    assert Dataset.of(table, users="ward").user_names == ("A", "B")
+    assert Dataset.create(table, users="ward").user_names == ("A", "B")
     with pytest.raises(DataError, match="column 'age': .*; drop the column, or give a number, such as days since"):
-        Dataset.of(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
+        Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):
-        Dataset.of(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))
+        Dataset.create(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))
 
 
 def test_everything_wrong_with_a_table_is_said_at_once(tmp_path: Any) -> None:

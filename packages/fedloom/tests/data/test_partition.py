@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import PARTITIONS, Dataset, Federation
-from fedloom.data.partition.deal import distinct, in_order
+from fedloom.data.partition.deal import distinct, sort_by_key
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, PartitionError, Refused
 
@@ -592,7 +592,7 @@ def test_sixty_thousand_samples_over_a_thousand_clients_in_half_a_second(kind: s
 def test_places_are_ordered_as_by_a_sort_of_two_keys(most: int) -> None:
     rng = np.random.default_rng(0)
     keys, second = rng.integers(0, most, 3000), rng.integers(0, 50, 3000)
-    found = in_order(keys, np.argsort(second, kind="stable"))
+    found = sort_by_key(keys, np.argsort(second, kind="stable"))
     assert found.tolist() == np.lexsort((second, keys)).tolist()
-    assert in_order(keys[:0], np.arange(0)).tolist() == []
+    assert sort_by_key(keys[:0], np.arange(0)).tolist() == []
     assert distinct(second, 60) == len(set(second.tolist()))

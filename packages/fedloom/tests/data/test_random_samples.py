@@ -51,13 +51,13 @@ REDRAWN: dict[str, Any] = {
 def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: str) -> None:
     """Each was read once, so that every round had the same draw."""
     d = REDRAWN[case]
-    for make in (Dataset.of, partition.iid(clients=2), lambda d: fl.Federation.of([d, d])):
+    for make in (Dataset.create, partition.iid(clients=2), lambda d: fl.Federation.create([d, d])):
         with pytest.raises(DataError, match=r"sample \d+ differs when it is read again") as error:
             make(d)
     said = str(error.value)
     frozen = said.split("on purpose, give ")[1].removesuffix(" of the data set d")
     if case != "gaps beside noise":
-        assert len(Dataset.of(applied(frozen, d=d))) == len(d)
+        assert len(Dataset.create(applied(frozen, d=d))) == len(d)
     augment = applied(f"dict({said.split('to the run, as ')[1].split(';')[0]})")
     fed = partition.iid(clients=2)((X, Y), seed=0)
     plain, changed = (fl.simulate("fedavg", fed, "softmax", rounds=2, **more) for more in ({}, augment))
@@ -74,9 +74,9 @@ def test_rows_of_the_hub_under_a_random_transform_are_refused() -> None:
 
     d = Moving({"image": image, "label": int(label)} for image, label in zip(X, Y, strict=True))
     with pytest.raises(DataError, match="sample 0 differs when it is read again.*augment=") as error:
-        Dataset.of(d)
+        Dataset.create(d)
     frozen = applied(str(error.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
-    assert Dataset.of(frozen).shape == (1, 4, 5)
+    assert Dataset.create(frozen).shape == (1, 4, 5)
 
 
 def test_a_stream_is_refused_where_its_samples_are_new_and_not_where_its_order_is() -> None:
@@ -89,11 +89,11 @@ def test_a_stream_is_refused_where_its_samples_are_new_and_not_where_its_order_i
 
     pairs = list(zip(X, Y.tolist(), strict=True))
     for steady in (lambda: iter(pairs), lambda: iter(random.sample(pairs, 12)), iter(pairs).__iter__):
-        assert len(Dataset.of(Flow(steady))) == 12
+        assert len(Dataset.create(Flow(steady))) == 12
     drawn = Flow(lambda: ((torch.rand(3), k) for k in Y))
     with pytest.raises(DataError, match=r"a sample differs .* give list\(d\) of the data set d"):
-        Dataset.of(drawn)
-    assert len(Dataset.of(list(drawn))) == 12
+        Dataset.create(drawn)
+    assert len(Dataset.create(list(drawn))) == 12
 
 
 def test_reading_twice_leaves_the_generators_as_reading_once_does() -> None:
@@ -107,7 +107,7 @@ def test_reading_twice_leaves_the_generators_as_reading_once_does() -> None:
         return torch.from_numpy(X[i]), int(Y[i])
 
     before = states()
-    Dataset.of(Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))))
+    Dataset.create(Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))))
     assert states() == before, "samples that draw nothing"
     for i in range(12):
         draws_in_vain(i)
@@ -116,7 +116,7 @@ def test_reading_twice_leaves_the_generators_as_reading_once_does() -> None:
     random.setstate(before[1])
     np.random.set_state(("MT19937", before[2], *np.random.get_state()[2:]))
     position = np.random.get_state()[2]
-    Dataset.of(Pairs(draws_in_vain))
+    Dataset.create(Pairs(draws_in_vain))
     assert states()[:2] == once[:2]
     assert np.random.get_state()[2] != position, "what the first reading drew was drawn"
 
@@ -133,7 +133,7 @@ def test_steady_samples_are_read_a_few_times_more() -> None:
         def __len__(self) -> int:
             return 5000
 
-    assert len(Dataset.of(Many(give))) == 5000
+    assert len(Dataset.create(Many(give))) == 5000
     assert 5000 < count[0] <= 5000 + 64
 
     def seeded(i: int) -> Any:
@@ -141,10 +141,10 @@ def test_steady_samples_are_read_a_few_times_more() -> None:
         return torch.rand(3), int(Y[i])
 
     state = torch.get_rng_state()
-    assert len(Dataset.of(Pairs(seeded))) == 12
+    assert len(Dataset.create(Pairs(seeded))) == 12
     torch.set_rng_state(state)
     with pytest.raises(DataError, match="NaN or Inf in the features of 12 samples"):
-        Dataset.of(Pairs(lambda i: (np.full(3, np.nan), int(Y[i]))))
+        Dataset.create(Pairs(lambda i: (np.full(3, np.nan), int(Y[i]))))
 
 
 def test_a_table_of_the_hub_under_a_random_transform_is_refused() -> None:
@@ -154,4 +154,4 @@ def test_a_table_of_the_hub_under_a_random_transform_is_refused() -> None:
             return {**rows, "age": rows["age"] + random.random()} if isinstance(k, int) else rows
 
     with pytest.raises(DataError, match="sample 0 differs when it is read again.*: take the random change out of"):
-        Dataset.of(Table({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4)))
+        Dataset.create(Table({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4)))

@@ -150,7 +150,7 @@ def test_unknown_names_and_options_name_the_nearest() -> None:
 
 
 def bomb(path: Path, kind: str) -> Path:
-    zeros = bytes(archive.SMALL + 2**20)
+    zeros = bytes(archive.ALWAYS_ALLOWED_BYTES + 2**20)
     if kind == "zip":
         return as_zip(path / "b.zip", {"images/a.png": zeros})
     if kind == "tar.xz":
@@ -392,7 +392,7 @@ def test_arrays(tmp_path: Path) -> None:
 def test_arrays_of_any_type_and_order_are_read_in_blocks(
     kind: type[np.generic], order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "BLOCK", 200)
+    monkeypatch.setattr(arrays, "CONVERSION_BLOCK_BYTES", 200)
     x = np.random.default_rng(0).integers(0, 200, (7, 4, 5, 3)).astype(kind, order=order)
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(7), names=["a", "b"])
     for channels_last, wanted in ((False, x), (True, x.transpose(0, 3, 1, 2))):
@@ -435,7 +435,7 @@ def test_arrays_of_a_file_have_the_names_that_a_dictionary_may_have(
     data = load(tmp_path / "a.npz")
     assert (len(data), 0 if data.test is None else len(data.test)) == (6 + 2 * bool(tests), 2 * bool(tests))
     assert np.array_equal(data.x[:6].numpy(), x)
-    assert form != "{}" or fl.Dataset.of(dict(zip(names, (x, y), strict=True))).checksum() == data.checksum()
+    assert form != "{}" or fl.Dataset.create(dict(zip(names, (x, y), strict=True))).checksum() == data.checksum()
 
 
 def test_arrays_of_a_file_that_are_not_read_are_named(tmp_path: Path) -> None:
@@ -475,10 +475,10 @@ def folder_of(place: Path, x: Any, y: Any, **more: Any) -> Path:
 def test_arrays_on_disk_are_those_in_memory(kind: type[np.generic], tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).integers(0, 200, (40, 3, 4, 5)).astype(kind), np.arange(40) % 3
     data = load(folder_of(tmp_path, x, y, users=np.arange(40) // 10))
-    assert load("npy", path=str(tmp_path)).checksum() == data.checksum() == Dataset.of(x, y).checksum()
+    assert load("npy", path=str(tmp_path)).checksum() == data.checksum() == Dataset.create(x, y).checksum()
     assert data.user_names == ("0", "1", "2", "3")
     stored = (tmp_path / "x.npy").read_bytes()
-    one, other = (Iid(clients=4)(d, seed=0) for d in (data, Dataset.of(x, y)))
+    one, other = (Iid(clients=4)(d, seed=0) for d in (data, Dataset.create(x, y)))
     assert torch.equal(one.fetch(one.indices("train", 2)), other.fetch(other.indices("train", 2)))
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "x.npy") in line]
     assert mapped  # the samples are the file itself

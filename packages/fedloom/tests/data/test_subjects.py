@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.data.federation import PARTS, Federation, Split
-from fedloom.data.partition import PARTITIONS, Draw, Partition, Pool, by_owner
+from fedloom.data.federation import DATA_PARTS, Federation, Split
+from fedloom.data.partition import PARTITIONS, Draw, Partition, Pool, group_by_owner
 from fedloom.data.subjects.cut import Cells, Quota, codes_at_random, codes_in_order
 from fedloom.data.subjects.design import Design
 from fedloom.data.survey.agreement import Agreement
@@ -72,7 +72,7 @@ def samples(seed: int = 0, images: bool = False, several_sites: bool = True, **r
 
 def subjects_by_part(fed: Federation) -> dict[str, set[int]]:
     design = fed.data.design
-    parts = {part: {*design.units[fed.parts[part].index.numpy()].tolist()} for part in PARTS}
+    parts = {part: {*design.units[fed.parts[part].index.numpy()].tolist()} for part in DATA_PARTS}
     if fed.test is not None:
         parts["test"] |= {*design.units[fed.test.numpy()].tolist()}
     return parts
@@ -105,9 +105,9 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
         assert not parts["validation"] & parts["test"], seed
         assert parts["train"]
         assert bool(parts["test"]) is (split != "no test")
-        dealt = torch.cat([fed.parts[part].index for part in PARTS]).numpy()
+        dealt = torch.cat([fed.parts[part].index for part in DATA_PARTS]).numpy()
         if name not in ("column", "writers") and not overlapping:
-            owner = torch.cat([fed.owner(part) for part in PARTS]).numpy()
+            owner = torch.cat([fed.owner(part) for part in DATA_PARTS]).numpy()
             pairs = {*zip(data.design.units[dealt].tolist(), owner.tolist(), strict=True)}
             assert len(pairs) == len({subject for subject, _ in pairs}), "a subject is at one client"
             if split != "keep" and not (split == "folds" and "order" in ROLES[roles]):
@@ -133,7 +133,7 @@ def test_earlier_subjects_are_trained_on_and_later_ones_tested(kind: str, folds:
     for seed in range(folds or 1):
         fed = PARTITIONS[kind](**BASES[kind], folds=folds)(data, seed)
         for client in range(fed.n):
-            times = [last[design.units[fed.indices(part, client).numpy()]] for part in PARTS]
+            times = [last[design.units[fed.indices(part, client).numpy()]] for part in DATA_PARTS]
             train, validation, test = times
             assert train.max() <= validation.min()
             assert validation.max() <= test.min()
@@ -225,14 +225,14 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
     dated = frame.assign(admitted=pd.to_datetime(frame["admitted"]))
     read = {
         "csv": fl.load(tmp_path / "t.csv", **whole), "parquet": fl.load(tmp_path / "t.parquet", **whole),
-        "pandas": fl.Dataset.of(frame, **whole), "dates": fl.Dataset.of(dated, **whole),
-        "arrow": fl.Dataset.of(pa.Table.from_pandas(frame, preserve_index=False), **whole),
+        "pandas": fl.Dataset.create(frame, **whole), "dates": fl.Dataset.create(dated, **whole),
+        "arrow": fl.Dataset.create(pa.Table.from_pandas(frame, preserve_index=False), **whole),
     }  # fmt: skip
     first = read["csv"]
     assert [column.name for column in first.prepare.columns] == ["sex", "age", "crp"]
     feds = {name: fl.partition.writers()(data, 0) for name, data in read.items()}
     for name, fed in feds.items():
-        for part in PARTS:
+        for part in DATA_PARTS:
             assert torch.equal(fed.parts[part].index, feds["csv"].parts[part].index), name
     if "subject" in options:
         want = frame["patient_id"].to_numpy()
@@ -244,19 +244,19 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
 def test_marked_rows_and_later_rows_are_the_test_part() -> None:
     frame = stays()
     by_column = fl.partition.writers()(
-        fl.Dataset.of(frame, **ROW, subject="patient_id", test_column="cohort", drop=["admitted"]), 0
+        fl.Dataset.create(frame, **ROW, subject="patient_id", test_column="cohort", drop=["admitted"]), 0
     )
     assert {*frame["cohort"].to_numpy()[by_column.parts["test"].index].tolist()} == {"test"}
     assert {*frame["cohort"].to_numpy()[by_column.parts["train"].index].tolist()} == {"train"}
     plain = ["patient_id", "cohort"]
     since = fl.partition.writers()(
-        fl.Dataset.of(frame, **ROW, order="admitted", test_since="2023-06-01", drop=plain), 0
+        fl.Dataset.create(frame, **ROW, order="admitted", test_since="2023-06-01", drop=plain), 0
     )
     days = frame["admitted"].to_numpy()
     assert days[since.parts["test"].index].min() >= "2023-06-01" > days[since.parts["train"].index].max()
     numbers = frame.assign(year=frame["admitted"].str[:4].astype(int)).drop(columns="admitted")
     year = fl.partition.iid(clients=3)(
-        fl.Dataset.of(numbers, label="died", categorical=["sex"], order="year", test_since=2023,
+        fl.Dataset.create(numbers, label="died", categorical=["sex"], order="year", test_since=2023,
                       drop=[*plain, "hospital"]), 0
     )  # fmt: skip
     assert {*numbers["year"].to_numpy()[year.parts["test"].index].tolist()} == {2023}
@@ -266,7 +266,7 @@ def test_a_hospital_of_test_rows_alone_is_the_common_test_set() -> None:
     """External validation: it trains on nothing, and its columns are scaled as a new client's."""
     frame = stays()
     split = frame.assign(unit=frame["hospital"])
-    data = fl.Dataset.of(split, **ROW, subject="patient_id", test_column="unit", test_levels=["c"],
+    data = fl.Dataset.create(split, **ROW, subject="patient_id", test_column="unit", test_levels=["c"],
                          drop=["admitted", "cohort"])  # fmt: skip
     fed = fl.partition.writers()(data, 0)
     assert fed.names == ("a", "b")
@@ -302,7 +302,7 @@ def test_a_role_that_cannot_be_is_refused_with_a_cure(case: str) -> None:
     used = {value for value in options.values() if isinstance(value, str)}
     drop = [c for c in ("patient_id", "admitted", "cohort") if c not in used]
     with pytest.raises(error, match=words):
-        fl.Dataset.of(stays(), **ROW, **options, drop=drop)
+        fl.Dataset.create(stays(), **ROW, **options, drop=drop)
 
 
 def test_rows_without_a_subject_or_a_date_are_refused_or_left_out(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_rows_without_a_subject_or_a_date_are_refused_or_left_out(tmp_path: Path
     options = {**ROW, "subject": "patient_id", "order": "admitted", "drop": ["cohort"]}
     frame.to_csv(tmp_path / "t.csv", index=False)
     for table in (frame, tmp_path / "t.csv"):
-        read = fl.load if isinstance(table, Path) else fl.Dataset.of
+        read = fl.load if isinstance(table, Path) else fl.Dataset.create
         with pytest.raises(DataError, match=r"column 'patient_id': missing value.*(\n.*)*column 'admitted': missing"):
             read(table, **options)
         data = read(table, **options, unlabelled="drop")
@@ -323,17 +323,17 @@ def test_samples_in_memory_have_subjects_too(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y, who = rng.random((90, 4)), rng.integers(2, size=90), np.arange(90) // 3
     np.savez(tmp_path / "t.npz", x=x, y=y, subject=who)
-    for data in (fl.Dataset.of((x, y), subject=who), fl.Dataset.of({"x": x, "y": y, "subject": who}),
+    for data in (fl.Dataset.create((x, y), subject=who), fl.Dataset.create({"x": x, "y": y, "subject": who}),
                  fl.load(tmp_path / "t.npz")):  # fmt: skip
         parts = subjects_by_part(fl.partition.iid(clients=3)(data, 0))
         assert not parts["train"] & parts["test"]
     clients = {k: {"x": x[k::2], "y": y[k::2], "subject": who[k::2]} for k in range(2)}
-    parts = subjects_by_part(fl.Federation.of(clients))
+    parts = subjects_by_part(fl.Federation.create(clients))
     assert not parts["train"] & parts["test"]
     with pytest.raises(DataError, match="one value per sample"):
-        fl.Dataset.of((x, y), subject=who[:5])
+        fl.Dataset.create((x, y), subject=who[:5])
     with pytest.raises(DataError, match="order must be finite numbers or dates"):
-        fl.Dataset.of((x, y), order=[str(k) for k in range(90)])
+        fl.Dataset.create((x, y), order=[str(k) for k in range(90)])
 
 
 def test_a_federation_with_a_subject_in_two_parts_cannot_be_made() -> None:
@@ -350,7 +350,7 @@ def test_a_federation_with_a_subject_in_two_parts_cannot_be_made() -> None:
 def test_a_subject_on_both_sides_of_an_official_test_set_is_refused_and_the_cure_works() -> None:
     rng = np.random.default_rng(0)
     x, y, who = rng.random((80, 4)), rng.integers(2, size=80), np.arange(80) % 20
-    data = fl.Dataset.of({"x": x[:60], "y": y[:60]}, test={"x": x[60:], "y": y[60:]}, subject=who)
+    data = fl.Dataset.create({"x": x[:60], "y": y[:60]}, test={"x": x[60:], "y": y[60:]}, subject=who)
     with pytest.raises(DataError, match="pool = true"):
         fl.partition.iid(clients=2)(data, 0)
     parts = subjects_by_part(fl.partition.iid(clients=2, pool=True)(data, 0))
@@ -366,14 +366,14 @@ class Halves(Partition):
     kind: ClassVar[str] = "halves"
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        return Draw(by_owner(pool.index, np.arange(len(pool)) % 2, 2))
+        return Draw(group_by_owner(pool.index, np.arange(len(pool)) % 2, 2))
 
 
 class Rows(Halves):
     """Every other row of the data."""
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        return Draw(by_owner(np.arange(len(pool.data)), np.arange(len(pool.data)) % 2, 2))
+        return Draw(group_by_owner(np.arange(len(pool.data)), np.arange(len(pool.data)) % 2, 2))
 
 
 class RowsAsTheyAre(Rows):
@@ -387,9 +387,9 @@ class Common(Halves):
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         last = pool.index[-len(pool) // 10 :]
-        dealt = by_owner(pool.index[: -len(last)], np.arange(len(pool) - len(last)) % 2, 2)
+        dealt = group_by_owner(pool.index[: -len(last)], np.arange(len(pool) - len(last)) % 2, 2)
         if self.shared:
-            return Draw(dealt, test=by_owner(np.tile(last, 2), np.repeat([0, 1], len(last)), 2))
+            return Draw(dealt, test=group_by_owner(np.tile(last, 2), np.repeat([0, 1], len(last)), 2))
         return Draw(dealt, common=last)
 
 
@@ -404,7 +404,7 @@ def test_a_partition_of_a_user_deals_whole_subjects_or_says_that_it_deals_rows()
 
 def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() -> None:
     frame = stays().drop(columns=["patient_id", "admitted", "cohort", "hospital"])
-    data = fl.Dataset.of(frame, label="died", categorical=["sex"])
+    data = fl.Dataset.create(frame, label="died", categorical=["sex"])
     fed = Common(test=0.0)(data, 0)
     assert len(fed.test) == 24
     assert fed.fetch(fed.test).isfinite().all()
@@ -421,17 +421,17 @@ def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() ->
 def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((200, 4)), rng.integers(2, size=200)
-    twice = fl.Dataset.of((np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])))
+    twice = fl.Dataset.create((np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])))
     cut = fl.partition.iid(clients=3, test=0.4)
     assert any("are equal to rows of the training part" in note for note in cut(twice, 0).notes)
-    together = fl.Dataset.of(
+    together = fl.Dataset.create(
         (np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])), subject=np.r_[np.arange(200), np.arange(60)]
     )
     assert not any("are equal" in note for note in cut(together, 0).notes)
-    coarse = fl.Dataset.of((rng.integers(3, size=(200, 3)).astype(float), y))
+    coarse = fl.Dataset.create((rng.integers(3, size=(200, 3)).astype(float), y))
     assert not any("are equal" in note for note in cut(coarse, 0).notes)
     pixels = rng.integers(256, size=(90, 1, 8, 8), dtype=np.uint8)
-    images = fl.Dataset.of((np.concatenate([pixels, pixels]), np.r_[y[:90], y[:90]]))
+    images = fl.Dataset.create((np.concatenate([pixels, pixels]), np.r_[y[:90], y[:90]]))
     assert any("are equal to rows" in note for note in cut(images, 0).notes)
 
 
@@ -440,12 +440,12 @@ def test_least_numbers_count_subjects() -> None:
     frame.loc[frame.index[-6:], "hospital"] = "b"  # six rows
     frame.loc[frame.index[-6:], "patient_id"] = "last"  # of one patient
     options = {**ROW, "drop": ["admitted", "cohort"]}
-    by_row = fl.partition.writers(min_size=5)(fl.Dataset.of(frame.drop(columns="patient_id"), **options), 0)
+    by_row = fl.partition.writers(min_size=5)(fl.Dataset.create(frame.drop(columns="patient_id"), **options), 0)
     assert by_row.names == ("a", "b")
-    by_subject = fl.partition.writers(min_size=5)(fl.Dataset.of(frame, **options, subject="patient_id"), 0)
+    by_subject = fl.partition.writers(min_size=5)(fl.Dataset.create(frame, **options, subject="patient_id"), 0)
     assert by_subject.names == ("a",)
-    agreement = Agreement.of(
-        fl.Dataset.of(frame.drop(columns="patient_id"), **options).prepare, "binary", ("0", "1"), "died"
+    agreement = Agreement.create(
+        fl.Dataset.create(frame.drop(columns="patient_id"), **options).prepare, "binary", ("0", "1"), "died"
     )
     (line,) = agreement.with_(patients=2, subject="patient_id").shortcomings({}, 1)
     assert line == "1 subjects ('patient_id'), the agreement requires at least 2"
@@ -454,22 +454,24 @@ def test_least_numbers_count_subjects() -> None:
 def test_an_agreement_carries_the_subject_to_every_site(tmp_path: Path) -> None:
     frame = stays()
     drop = {**ROW, "drop": ["admitted", "cohort"]}
-    agreed = Agreement.of(fl.Dataset.of(frame, **drop, subject="patient_id").prepare, "binary", ("0", "1"), "died")
+    agreed = Agreement.create(
+        fl.Dataset.create(frame, **drop, subject="patient_id").prepare, "binary", ("0", "1"), "died"
+    )
     (tmp_path / "a.toml").write_text(agreed.with_(subject="patient_id", strata=("sex",)).text())
-    data = fl.Dataset.of(frame, agreement=str(tmp_path / "a.toml"), users="hospital")
+    data = fl.Dataset.create(frame, agreement=str(tmp_path / "a.toml"), users="hospital")
     assert len(np.unique(data.design.units)) == frame["patient_id"].nunique()
     assert data.design.strata is not None
     with pytest.raises(ConfigError, match="no column 'patient_id'"):
-        fl.Dataset.of(frame.drop(columns="patient_id"), agreement=str(tmp_path / "a.toml"), users="hospital")
+        fl.Dataset.create(frame.drop(columns="patient_id"), agreement=str(tmp_path / "a.toml"), users="hospital")
 
 
 def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((6, 3)), np.arange(6) % 2
-    one_each = fl.partition.iid(clients=6)(fl.Dataset.of((x, y)), 0)
+    one_each = fl.partition.iid(clients=6)(fl.Dataset.create((x, y)), 0)
     with pytest.raises(Refused, match="state test = 0 in the partition"):
         fl.simulate("fedavg", one_each, rounds=1)
-    asked = fl.partition.iid(clients=6, test=0.0)(fl.Dataset.of((x, y)), 0)
+    asked = fl.partition.iid(clients=6, test=0.0)(fl.Dataset.create((x, y)), 0)
     result = fl.simulate("fedavg", asked, rounds=1)
     assert result.status == "done"
     assert "trained, not evaluated: there is no test row" in result.notes

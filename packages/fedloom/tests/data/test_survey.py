@@ -49,8 +49,8 @@ def entrances(frame: pd.DataFrame, folder: Path, **options: Any) -> dict[str, fl
     return {
         "csv": fl.load(folder / "t.csv", **options),
         "parquet": fl.load(folder / "t.parquet", **options),
-        "pandas": fl.Dataset.of(frame, **options),
-        "arrow": fl.Dataset.of(pa.Table.from_pandas(frame, preserve_index=False), **options),
+        "pandas": fl.Dataset.create(frame, **options),
+        "arrow": fl.Dataset.create(pa.Table.from_pandas(frame, preserve_index=False), **options),
         "[data]": Csv(path=str(folder / "t.csv"), **options).read(None),
         "regression": rows_by_site(Csv(path=str(folder / "t.csv"), **options)).data,
     }
@@ -87,7 +87,7 @@ def test_a_number_of_rows_is_left_out_at_every_entrance_and_its_note_names_the_k
         (note,) = [note for note in data.notes if "left out" in note]
         assert f"column {name!r} numbers the rows" in note, entrance
         key, value = re.search(r"(\w+) = (\[.*\]) keeps it", note).groups()
-        kept = fl.Dataset.of(frame, **{key: json.loads(value)})
+        kept = fl.Dataset.create(frame, **{key: json.loads(value)})
         assert names(kept)[0] == name
         assert not any("left out" in note for note in kept.notes)
 
@@ -99,15 +99,15 @@ def test_a_number_of_rows_is_left_out_at_every_entrance_and_its_note_names_the_k
 def test_a_measurement_that_rises_stays(name: str, numbers: Any) -> None:
     frame = clean().drop(columns="age")
     frame.insert(0, name, numbers)
-    assert names(fl.Dataset.of(frame))[0] == name
+    assert names(fl.Dataset.create(frame))[0] == name
 
 
 def test_a_column_with_a_role_is_never_left_out() -> None:
     frame = clean()
     frame.insert(0, "id", COUNT)
     for options in ({"columns": ["id"]}, {"kept": ["id"]}, {"factors": {"id": 2.0}}):
-        assert names(fl.Dataset.of(frame, **options))[0] == "id"
-    assert "id" not in names(fl.Dataset.of(frame, users="id"))
+        assert names(fl.Dataset.create(frame, **options))[0] == "id"
+    assert "id" not in names(fl.Dataset.create(frame, users="id"))
 
 
 PEOPLE: dict[str, tuple[str, Any]] = {
@@ -136,7 +136,7 @@ def test_what_names_or_reaches_a_person_is_no_feature(case: str, tmp_path: Path)
             assert names(data) == ["age", "bmi", "crp", "smoker"], entrance
             (note,) = [note for note in data.notes if "left out" in note]
             key, value = re.search(r"(\w+) = (\[.*\]) keeps it", note).groups()
-            kept = fl.Dataset.of(frame, **options, **{key: json.loads(value)})
+            kept = fl.Dataset.create(frame, **options, **{key: json.loads(value)})
             assert names(kept)[0] == name
             assert bool(kept.prepare.columns[0].levels) is text
     said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill", "--agree"])
@@ -179,7 +179,7 @@ def test_underscores_and_digits_of_other_scripts_are_no_numbers(tmp_path: Path) 
         frame.to_parquet(tmp_path / "t.parquet")
         for table in (tmp_path / "t.csv", tmp_path / "t.parquet", frame):
             with pytest.raises(DataError, match=f"column 'crp': expected a finite number, got '{odd}'"):
-                fl.load(table) if isinstance(table, Path) else fl.Dataset.of(table)
+                fl.load(table) if isinstance(table, Path) else fl.Dataset.create(table)
         assert ColumnProfile("c", np.array([odd], object)).kind == "text"
 
 
@@ -231,7 +231,7 @@ def test_an_empty_name_is_a_name(event: bool, tmp_path: Path) -> None:
         assert data.task == ("survival" if event else "regression"), entrance
         np.testing.assert_allclose(data.y[:, -1].numpy(), frame[""], err_msg=entrance)
     first = frame[["", *(c for c in frame.columns if c)]]
-    assert names(fl.Dataset.of(first, label="", task="regression"))[0] == first.columns[1]
+    assert names(fl.Dataset.create(first, label="", task="regression"))[0] == first.columns[1]
 
 
 def change(**columns: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
@@ -382,7 +382,7 @@ def test_a_clean_table_has_no_note(case: str) -> None:
     assert len(CLEAN) == 20
     for seed in range(5):
         columns, options = CLEAN[case](np.random.default_rng(seed))
-        assert fl.Dataset.of(pd.DataFrame(columns), **options).notes == (), seed
+        assert fl.Dataset.create(pd.DataFrame(columns), **options).notes == (), seed
 
 
 MARKED: dict[str, tuple[Any, str]] = {
@@ -406,7 +406,7 @@ def test_numbers_and_words_that_may_mean_missing_are_named_and_left_alone(case: 
         assert any(f"column 'mark': {words}" in note and "may mean missing" in note for note in data.notes), entrance
         assert not bool(data.x.isnan().any())
     marker = words.removesuffix(" in ").strip("'")
-    named = fl.Dataset.of(frame, missing=[marker], impute=True, **options)
+    named = fl.Dataset.create(frame, missing=[marker], impute=True, **options)
     assert not any("may mean missing" in note for note in named.notes)
     assert bool(named.x[:, 0].isnan().any())
 
@@ -423,4 +423,4 @@ def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
 
 def test_nothing_is_left_where_all_columns_number_rows() -> None:
     with pytest.raises(ConfigError, match=r"(?s)no column is left as a feature.*numbers the rows"):
-        fl.Dataset.of(pd.DataFrame({"index": COUNT, "y": COUNT % 2}))
+        fl.Dataset.create(pd.DataFrame({"index": COUNT, "y": COUNT % 2}))

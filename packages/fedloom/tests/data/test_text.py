@@ -65,16 +65,16 @@ def test_whole_numbers_without_a_vocabulary_get_a_hint() -> None:
 
 
 def test_arrays_with_a_vocabulary_are_tokens() -> None:
-    by_sample = Dataset.of((np.array([[1, 2], [3, 0]]), ["no", "yes"]), vocabulary=5)
+    by_sample = Dataset.create((np.array([[1, 2], [3, 0]]), ["no", "yes"]), vocabulary=5)
     assert by_sample.tokens == (5, False)
-    by_position = Dataset.of(([[1, 2], [3, 0]], [[0, 1], [2, -1]]), vocabulary=NAMES)
+    by_position = Dataset.create(([[1, 2], [3, 0]], [[0, 1], [2, -1]]), vocabulary=NAMES)
     assert by_position.tokens == (5, True)
     assert by_position.classes == ("0", "1", "2")
     assert by_position.describe()["classes"] == {"0": 1, "1": 1, "2": 1}
     with pytest.raises(DataError, match="pad tokens with 0"):
-        Dataset.of(([[1, 2], [3]], [0, 1]), vocabulary=5)
+        Dataset.create(([[1, 2], [3]], [0, 1]), vocabulary=5)
     with pytest.raises(DataError, match="tokens must be whole numbers"):
-        Dataset.of(([[1.5, 2], [3, 1]], [0, 1]), vocabulary=5)
+        Dataset.create(([[1.5, 2], [3, 1]], [0, 1]), vocabulary=5)
 
 
 def test_an_npz_file_may_hold_tokens(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_halves_of_the_modules_share_a_vocabulary() -> None:
 
 
 def test_new_data_are_read_by_the_old_vocabulary() -> None:
-    facts = InputSpec.of(made(y=[[0, 1, 0], [1, 0, -1]]))
+    facts = InputSpec.create(made(y=[[0, 1, 0], [1, 0, -1]]))
     other = Dataset(
         "o", torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), classes=("yes", "no"), vocabulary=("", "?", "b", "z")
     )
@@ -250,13 +250,13 @@ def test_new_data_are_read_by_the_old_vocabulary() -> None:
     assert taken.y.tolist() == [[1, 0, -1]]
     with pytest.raises(DataError, match="one label per sample, the model was trained on one label per position"):
         facts.take(made())
-    plain = InputSpec.of(made(vocabulary=("0", "1", "2", "3", "4")))
+    plain = InputSpec.create(made(vocabulary=("0", "1", "2", "3", "4")))
     with pytest.raises(DataError, match="token '<unk>' is not in the vocabulary"):
         plain.take(made(y=[0, 1]))
 
 
 def test_texts_to_predict() -> None:
-    facts = InputSpec.of(made())
+    facts = InputSpec.create(made())
     rows = new_rows(facts, ["ab", "abcx", "b"])
     assert rows.x.tolist() == [[2, 3, 0], [3, 4, 1], [3, 0, 0]]
     assert "not in the vocabulary of the training, read as <unk>: 1 tokens" in rows.notes[0]

@@ -18,8 +18,8 @@ import fedloom as fl
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Plan, parse
 from fedloom.tasks import Objective, task_of
-from fedloom.tasks.calibration import ENOUGH, recalibrated, recalibration
-from fedloom.trained.export import export
+from fedloom.tasks.calibration import MIN_SLOPE_ROWS, recalibrated, recalibration
+from fedloom.trained.export import export_model
 from tests import hospitals
 
 EXPERIMENT = """
@@ -52,7 +52,7 @@ def test_a_line_is_the_logistic_regression_on_the_logits_and_meets_the_share_of_
     owner = torch.arange(900) % 3
     y = (torch.rand(900, generator=gen, dtype=torch.float64) < (0.5 * z[:, 0] - 2).sigmoid()).long()
     y[owner == 1] = 0
-    y[(owner == 1).nonzero()[: ENOUGH - 1, 0]] = 1
+    y[(owner == 1).nonzero()[: MIN_SLOPE_ROWS - 1, 0]] = 1
     y[owner == 2] = 0
     lines = recalibration(z, y, owner, 3)
     mine = owner == 0
@@ -119,7 +119,7 @@ def in_use_as_recorded(opened: fl.experiment.RunDirectory, path: Path, folder: P
             assert brier_score_loss(died, scores[rows, 1]) < 0.06
     model = run.models.ready("global", "Birke")
     rows = hospitals.patients("Birke")
-    export(model, folder / "m.onnx", "onnx")
+    export_model(model, folder / "m.onnx", "onnx")
     graph = onnxruntime.InferenceSession(folder / "m.onnx")
     names = json.loads(graph.get_modelmeta().custom_metadata_map["columns"])
     feed = {

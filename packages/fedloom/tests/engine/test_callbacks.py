@@ -31,8 +31,10 @@ def state(
     """A state whose records have these means on the validation parts."""
     records = Records()
     for k, value in enumerate(values):
-        validation = Record.of_federation(k * every, model, "validation", f"{metric}/mean", value)
-        records = records.plus([validation, Record.of_federation(k * every, model, "test", f"{metric}/mean", -k)])
+        validation = Record.make_federation_record(k * every, model, "validation", f"{metric}/mean", value)
+        records = records.plus(
+            [validation, Record.make_federation_record(k * every, model, "test", f"{metric}/mean", -k)]
+        )
     return SimpleNamespace(records=records, round=2 * (len(values) - 1) if at is None else at)
 
 

@@ -45,7 +45,7 @@ class Through:
 
     def __init__(self, clients: Clients, _job: Job) -> None:
         self.clients = clients
-        self.ask, self.score, self.on_one = clients.ask, clients.score, clients.on_one
+        self.ask, self.score, self.call_once = clients.ask, clients.score, clients.call_once
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
         return self.clients.train(request)
@@ -109,7 +109,7 @@ Kind = type[Through] | type[Remote]
 
 
 def states(fed: Federation, method: str, kind: Kind, **choices: Any) -> State:
-    setting = fl.Setting.of(
+    setting = fl.Setting.create(
         method, model="softmax", rounds=3, local={"lr": 0.1}, weights="samples", sampler={"fraction": 0.7},
         engine={"dtype": "float64", "chunk": 2}, **choices,
     )  # fmt: skip
@@ -136,10 +136,10 @@ def test_who_computes_changes_no_state(fed: Federation, method: str, kind: Kind)
 def test_clients_that_are_dropped_are_dropped_from_any_result(fed: Federation, kind: Kind) -> None:
     choices = {"model": "softmax", "rounds": 1, "local": {"lr": 0.1}}
     engine = {"dtype": "float64", "chunk": 2}
-    job, server = make_job(fl.Setting.of("fedavg", engine=engine, **choices), fed)
+    job, server = make_job(fl.Setting.create("fedavg", engine=engine, **choices), fed)
     everyone = TrainTask(1, torch.arange(fed.n), torch.arange(fed.n), torch.ones(fed.n, 1))
     norms = run_clients(job, job.down(server, 1), everyone).upload.dw.norm(dim=1)
-    setting = fl.Setting.of("fedavg", engine={**engine, "norm_bound": float(norms.median())}, **choices)
+    setting = fl.Setting.create("fedavg", engine={**engine, "norm_bound": float(norms.median())}, **choices)
     job, server = make_job(setting, fed)
     with clients_of(job) as clients:
         whole, notes = run_round(job, clients, initial_state(job, server))
@@ -151,7 +151,7 @@ def test_clients_that_are_dropped_are_dropped_from_any_result(fed: Federation, k
 
 
 def test_a_client_without_a_reply_is_left_out_of_a_round_and_of_its_scores(fed: Federation) -> None:
-    job, server = make_job(fl.Setting.of("ditto", model="softmax", rounds=1, local={"lr": 0.1}), fed)
+    job, server = make_job(fl.Setting.create("ditto", model="softmax", rounds=1, local={"lr": 0.1}), fed)
     with clients_of(job) as clients:
         state, _ = run_round(job, Remote(clients, job, mute=[4, 7]), initial_state(job, server))
         request = score_request(job, state)
@@ -171,7 +171,9 @@ def test_a_client_without_a_reply_is_left_out_of_a_round_and_of_its_scores(fed: 
 
 def test_a_candidate_without_an_answer_is_worth_less_than_any_other(fed: Federation) -> None:
     sampler = {"kind": "power-of-choice", "fraction": 0.5}
-    job, server = make_job(fl.Setting.of("fedavg", model="softmax", rounds=1, sampler=sampler, local={"lr": 0.1}), fed)
+    job, server = make_job(
+        fl.Setting.create("fedavg", model="softmax", rounds=1, sampler=sampler, local={"lr": 0.1}), fed
+    )
     request = AskRequest(1, torch.arange(fed.n), server.x)
     with clients_of(job) as clients:
         values, _ = next(iter(Remote(clients, job, mute=[3]).ask(request)))
@@ -183,7 +185,9 @@ def test_a_candidate_without_an_answer_is_worth_less_than_any_other(fed: Federat
 
 def test_fewer_replies_than_a_robust_rule_needs_stop_the_round(fed: Federation) -> None:
     rule = {"kind": "trimmed-mean", "f": 3}
-    job, server = make_job(fl.Setting.of("fedavg", model="softmax", rounds=1, aggregator=rule, local={"lr": 0.1}), fed)
+    job, server = make_job(
+        fl.Setting.create("fedavg", model="softmax", rounds=1, aggregator=rule, local={"lr": 0.1}), fed
+    )
     with clients_of(job) as clients, pytest.raises(RunStopped) as caught:
         run_round(job, Remote(clients, job, mute=[0, 1, 2]), initial_state(job, server))
     assert caught.value.reason is Stop.TOO_FEW

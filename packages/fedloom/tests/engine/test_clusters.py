@@ -39,7 +39,7 @@ def fed() -> Federation:
         x = 0.2 * torch.randn(16, 6, generator=Generator().manual_seed(k)) + torch.eye(6)[group] * 4
         y = (x[:, 2] > 0).long()
         clients.append(((x[:12], y[:12]), (x[12:], y[12:])))
-    return replace(Federation.of(clients), groups=GROUPS)
+    return replace(Federation.create(clients), groups=GROUPS)
 
 
 def run(fed: Federation, method: Algorithm, weights: Any, **choices: Any) -> Any:
@@ -79,7 +79,7 @@ def test_refused_where_they_cannot_be(fed: Federation) -> None:
 
 def test_a_check_trains_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engine.setup.cluster_shares", None)
-    check(Setting.of("flame", model="mlp", weights="clusters-2"), fed)
+    check(Setting.create("flame", model="mlp", weights="clusters-2"), fed)
 
 
 @pytest.mark.parametrize("weights", ["clusters-2", "clusters"])
@@ -380,7 +380,7 @@ def test_clusters_that_cannot_be_found_again_are_refused(
     fed: Federation, method: Any, choices: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Refused, match=why):
-        check(Setting.of(method, model="mlp", weights="clusters-2 every 2", rounds=6, **choices), fed)
+        check(Setting.create(method, model="mlp", weights="clusters-2 every 2", rounds=6, **choices), fed)
 
 
 def test_in_virtual_time_finding_them_takes_time(fed: Federation) -> None:

@@ -21,7 +21,7 @@ def fed() -> Federation:
     g = torch.Generator().manual_seed(0)
     w = torch.randn(5, 12, generator=g)
     xs = [torch.randn(20, 12, generator=g) for _ in range(5)]
-    return Federation.of(
+    return Federation.create(
         [((x[:16], (x[:16] @ v > 0).long()), (x[16:], (x[16:] @ v > 0).long())) for x, v in zip(xs, w, strict=True)]
     )
 

@@ -77,13 +77,13 @@ def test_methods_without_a_penalty_have_no_such_figures(fed: Federation) -> None
 
 
 def test_ranks_are_for_nuclear_norms_that_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout.of(MLP(hidden=(5,)).build((6,), 3, 0))
+    layout = Layout.create(MLP(hidden=(5,)).build((6,), 3, 0))
     rows = torch.ones(2, layout.d)
     fiaelt = REGISTRY["fiaelt"]
     assert set(counts.sizes_of(fiaelt(regulariser=L1(c=0.1)), layout, rows)) == {"nonzeros"}
     low = fiaelt(regulariser=Nuclear(c=0.1))
     assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros", "rank", "factorised"}
-    monkeypatch.setattr(counts, "WORTH", 1.0)
+    monkeypatch.setattr(counts, "MAX_RANK_OPERATIONS", 1.0)
     assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros"}
 
 
@@ -142,7 +142,7 @@ def test_an_unknown_form_is_refused() -> None:
 
 
 def test_every_function_that_makes_low_ranks_has_its_ranks_recorded() -> None:
-    layout = Layout.of(MLP(hidden=(5,)).build((6,), 3, 0))
+    layout = Layout.create(MLP(hidden=(5,)).build((6,), 3, 0))
     rows = torch.ones(2, layout.d)
     for low in (NuclearBall(), Total(parts=(Nuclear(c=0.1), Nuclear(c=0.2)))):
         assert "rank" in counts.sizes_of(REGISTRY["fiaelt"](regulariser=low), layout, rows)

@@ -45,7 +45,7 @@ def federation(n: int) -> fl.Federation:
         y = np.arange(12) % 3
         x = (np.eye(3)[y] + 0.3 * rng.normal(size=(12, 3))).astype("float32")
         clients.append(((x, y), (x[:4], y[:4])))
-    return fl.Federation.of(clients)
+    return fl.Federation.create(clients)
 
 
 def refusal(call: Callable[[], object]) -> str:

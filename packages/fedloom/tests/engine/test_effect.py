@@ -148,7 +148,7 @@ def test_a_metric_that_fails_at_a_client_is_no_number_there() -> None:
     data = fl.load("digits")
     two = (data.y < 2).nonzero()[:60, 0]
     parts = [((data.x[k], data.y[k]), (data.x[k], data.y[k])) for k in (torch.arange(200), torch.arange(200, 400), two)]
-    fed = fl.Federation.of(parts)
+    fed = fl.Federation.create(parts)
     plain = fl.simulate("fedavg", fed, rounds=2)
     result = fl.simulate("fedavg", fed, rounds=2, task={"metrics": [fails_on_few]})
     assert result.status == "done"
@@ -181,7 +181,7 @@ def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
     monkeypatch.setattr(
         "fedloom.lab.experiment.track.TRACKERS", {"mine": lambda *_: (lambda *_: Flaky(away, kept), "view")}
     )
-    monkeypatch.setattr("fedloom.lab.experiment.track.NEEDED", {"mine": ()})
+    monkeypatch.setattr("fedloom.lab.experiment.track.TRACKER_PACKAGES", {"mine": ()})
     document = tomllib.loads(f'{FILE}[engine]\ncheckpoint_every = 1e-9\n[[method]]\nalgorithm = "fedavg"\n')
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(

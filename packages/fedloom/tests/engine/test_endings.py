@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.data.federation import Federation
 from fedloom.engine import setup
-from fedloom.engine.records import EVALUATIONS, FACTOR, Divergence, Record, Records
+from fedloom.engine.records import DIVERGENCE_FACTOR, DIVERGING_EVALUATIONS, Divergence, Record, Records
 from fedloom.engine.result import Result
 from fedloom.engine.round import run_round
-from fedloom.engine.scoring import evaluate
+from fedloom.engine.scoring import score_round
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import State, Times, initial_state
@@ -30,7 +30,7 @@ from fedloom.formats import pair
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
-from fedloom.lab.progress import counted
+from fedloom.lab.progress import count_progress
 from fedloom.lab.report import result_table
 from fedloom.lab.report.tables import measured
 
@@ -43,7 +43,7 @@ def fed() -> Federation:
 
 
 def records(*losses: float, model: str = "global", part: str = "train") -> Records:
-    items = (Record.of_federation(5 * k, model, part, "loss/mean", loss) for k, loss in enumerate(losses))
+    items = (Record.make_federation_record(5 * k, model, part, "loss/mean", loss) for k, loss in enumerate(losses))
     return Records(items)
 
 
@@ -60,7 +60,7 @@ def records(*losses: float, model: str = "global", part: str = "train") -> Recor
     ],
 )
 def test_a_loss_beyond_its_start_for_some_evaluations_diverges(losses: tuple[float, ...], by: int | None) -> None:
-    assert (FACTOR, EVALUATIONS) == (10, 3)
+    assert (DIVERGENCE_FACTOR, DIVERGING_EVALUATIONS) == (10, 3)
     found = Divergence()
     found.read(records(*losses), ended=True)
     assert found.round == by
@@ -94,7 +94,7 @@ def steep(parts: tuple[str, ...], *, outlier: bool = False) -> Result:
     y, zero = [0, 1, 2, 0, 1, 2], torch.zeros(6, 3)
     large, far = (zero + 1e3, y), torch.cat([zero[:5], torch.full((1, 3), 3e38)])
     second = ((zero + 1, [0, 0, 0, 0, 0, 1]), (far, y)) if outlier else (large, large)
-    fed = fl.Federation.of([((zero, y), (zero, y)), second], validation=0.3)
+    fed = fl.Federation.create([((zero, y), (zero, y)), second], validation=0.3)
     method = fl.algorithms.FedAvgFT(lr=10.0 if outlier else 1e38, steps=2)
     return fl.simulate(method, fed, rounds=2, evaluate={"every": 1, "parts": parts, "select_on": "test"})
 
@@ -274,13 +274,13 @@ def test_too_few_usable_uploads_end_a_simulation_for_good(fed: Federation, tmp_p
 
 
 def test_a_round_modifies_no_state(fed: Federation) -> None:
-    setting = fl.Setting.of("flame", model="softmax", rounds=2)
+    setting = fl.Setting.create("flame", model="softmax", rounds=2)
     job, server = make_job(setting, fed)
     with clients_of(job) as clients:
         begin = initial_state(job, server)
         copies = {name: tensor.clone() for name, tensor in begin.tensors().items()}
         state, events = run_round(job, clients, begin)
-        scored, _ = evaluate(job, clients, state)
+        scored, _ = score_round(job, clients, state)
     assert (state.round, state.trained, events) == (1, 1, ())
     assert begin.round == 0 == len(begin.records.items) == len(state.records.items)
     assert not state.is_scored
@@ -303,7 +303,7 @@ def test_attackers_keep_no_state_of_an_optimiser_whose_steps_they_do_not_report(
 def test_a_check_has_the_notes_of_the_job_and_makes_no_room_for_clients(
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = fl.Setting.of("scaffold", model="softmax", weigher={"kind": "uniform"}, attack={"kind": "gaussian"})
+    setting = fl.Setting.create("scaffold", model="softmax", weigher={"kind": "uniform"}, attack={"kind": "gaussian"})
     job, _ = make_job(setting, fed)
     monkeypatch.setattr(setup, "Store", None)
     assert setup.check(setting, fed) == job.notes
@@ -316,29 +316,29 @@ def test_a_check_has_the_notes_of_the_job_and_makes_no_room_for_clients(
 
 
 def test_what_first_rounds_cost_is_apart_in_every_process() -> None:
-    times = Times.resumed([40.0, 1.0, 2.0, 3.0], [0]).with_round(30.0).with_round(5.0)
-    assert times.without_startup() == [2.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+    times = Times.resumed([40.0, 1.0, 2.0, 3.0], [0]).add_round(30.0).add_round(5.0)
+    assert times.steady_seconds() == [2.0, 1.0, 2.0, 3.0, 5.0, 5.0]
     assert times.startup() == [38.0, 0.0, 0.0, 0.0, 25.0, 0.0]
-    assert [a + b for a, b in zip(times.without_startup(), times.startup(), strict=True)] == [*times.rounds]
+    assert [a + b for a, b in zip(times.steady_seconds(), times.startup(), strict=True)] == [*times.rounds]
     again = Times.resumed(times.rounds, times.process_starts)
-    assert again.without_startup() == times.without_startup()
-    again = again.with_round(9.0)  # the only round of its process: the others tell
-    assert again.without_startup()[-1] == median([1.0, 2.0, 3.0, 5.0])
-    assert Times((1.0, 4.0)).without_startup() == [1.0, 4.0]
-    alone = Times().with_round(7.0)
-    assert (alone.without_startup(), alone.startup()) == ([7.0], [0.0])
+    assert again.steady_seconds() == times.steady_seconds()
+    again = again.add_round(9.0)  # the only round of its process: the others tell
+    assert again.steady_seconds()[-1] == median([1.0, 2.0, 3.0, 5.0])
+    assert Times((1.0, 4.0)).steady_seconds() == [1.0, 4.0]
+    alone = Times().add_round(7.0)
+    assert (alone.steady_seconds(), alone.startup()) == ([7.0], [0.0])
 
 
 def test_the_pace_is_silent_before_the_third_round_and_counts_evaluation() -> None:
     times = Times.resumed([9.0] * 50, [0])
     paces = []
     for seconds in (40.0, 1.0, 1.0, 1.2):
-        times = times.with_round(seconds)
+        times = times.add_round(seconds)
         paces.append(times.pace(5))
     assert paces == [None, None, 1.0, 1.0]
-    times = times.with_evaluation(30.0)
+    times = times.add_evaluation(30.0)
     assert times.pace(5) is None  # its one-off costs would weigh
-    times = times.with_evaluation(10.0)
+    times = times.add_evaluation(10.0)
     assert times.pace(5) == 3.0
 
 
@@ -373,7 +373,7 @@ def test_timings_have_the_startup_in_a_column_of_its_own(tmp_path: Path) -> None
 
 
 def lines(capsys: pytest.CaptureFixture[str], *events: Event, rounds: dict[str, int]) -> list[str]:
-    with counted(rounds) as hear:
+    with count_progress(rounds) as hear:
         for event in events:
             hear(event)
     printed = capsys.readouterr()
@@ -412,8 +412,8 @@ def test_a_notebook_has_one_line_that_changes_and_ends_as_a_sum(
             cells[self.place] = line
 
     monkeypatch.setattr("fedloom.lab.progress.notebook_display", lambda: Cell)
-    monkeypatch.setattr("fedloom.lab.progress.NOTEBOOK", 0.0)
-    with counted({"a<b": 20, "b": 10}) as hear:
+    monkeypatch.setattr("fedloom.lab.progress.NOTEBOOK_INTERVAL_SECONDS", 0.0)
+    with count_progress({"a<b": 20, "b": 10}) as hear:
         hear(Event("a<b", 0, 20, 5, FIGURES))
         assert len(cells) == 1
         assert repr(cells[0]) == "5/30 rounds: a<b, seed 0, round 5/20, global validation loss 0.5, accuracy 0.81"
@@ -422,7 +422,7 @@ def test_a_notebook_has_one_line_that_changes_and_ends_as_a_sum(
         hear(Event("a<b", 0, 20, 20))
         hear(Event("b", 0, 10, 7, diverged="round 7: the training loss"))
     assert [repr(cell).partition(" in ")[0] for cell in cells] == ["2 runs", "b, seed 0: round 7: the training loss"]
-    with counted({"a": 20, "b": 10}) as hear:
+    with count_progress({"a": 20, "b": 10}) as hear:
         hear(Event("a", 0, 20, 20, status="done"))
         hear(Event("b", 0, 10, 7, status="interrupted"))
     assert repr(cells[-1]).partition(" in ")[0] == "interrupted: 1 of 2 runs"
@@ -436,7 +436,7 @@ def test_what_follows_the_last_round_is_shown_once(
     events = [Event("a", 0, 2, 2), Event("b", 0, 1, 1), Event("a", 0, 2, 2, status="done"), Event("b", 0, 1, 1)]
 
     def during(count: int) -> None:
-        with counted({"a": 2, "b": 1}, "saving models") as hear:
+        with count_progress({"a": 2, "b": 1}, "saving models") as hear:
             for event in events[:count]:
                 hear(event)
 

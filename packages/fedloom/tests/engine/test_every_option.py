@@ -103,7 +103,7 @@ def pictures() -> Federation:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, 160)
     x = (rng.normal(size=(3, 1, 4, 4))[y] + 0.7 * rng.normal(size=(160, 1, 4, 4))).astype("float32")
-    return fl.partition.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.of(x, y), seed=0)
+    return fl.partition.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.create(x, y), seed=0)
 
 
 def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tuple[Any, ...], frozenset[str], Any]:

@@ -37,7 +37,7 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
-from fedloom.lab.experiment.cards import LOSES, card, loses
+from fedloom.lab.experiment.cards import THEOREM_EXAMPLES, card, loses
 from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
 from fedloom.rows.aggregate import AGGREGATORS
@@ -313,7 +313,7 @@ PARTIAL = Uniform(clients=8)
 @cache
 def always_there(fed: Federation) -> int:
     """A client that the sampler draws in every round."""
-    job, _ = make_job(Setting.of(composed("fedavg"), model=MODEL, rounds=ROUNDS, local=LOCAL), fed)
+    job, _ = make_job(Setting.create(composed("fedavg"), model=MODEL, rounds=ROUNDS, local=LOCAL), fed)
     cohorts = [set(PARTIAL.apply(Nothing(), None, job.ctx(t))[0].tolist()) for t in range(1, ROUNDS + 1)]
     return min(set.intersection(*cohorts))
 
@@ -398,7 +398,7 @@ def test_a_refusal_has_its_reason_and_a_cure(grouped: Federation) -> None:
         if (reason := refusal(made, cell.kind, cell.plugin)) is None:
             continue
         choices = choices_of(cell.kind, cell.plugin, root=0)
-        setting = Setting.of(made, model=MODEL, rounds=ROUNDS, local=LOCAL, **{"sampler": PARTIAL, **choices})
+        setting = Setting.create(made, model=MODEL, rounds=ROUNDS, local=LOCAL, **{"sampler": PARTIAL, **choices})
         with pytest.raises(Refused, match=REASONS[reason][0]) as error:
             check(setting, grouped)
         wrong += [] if CURE.search(str(error.value)) else [str(error.value)]
@@ -675,7 +675,9 @@ def theorems() -> str:
     ]
     for name, theorem in sorted(THEOREMS.items()):
         needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")
-        lines.append(f"| {name} | {theorem.proves} | {needs} | {', '.join(LOSES[kind][0] for kind in loses(name))} |")
+        lines.append(
+            f"| {name} | {theorem.proves} | {needs} | {', '.join(THEOREM_EXAMPLES[kind][0] for kind in loses(name))} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -686,12 +688,14 @@ def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_no
                                      ("channel", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
         taken -= {"weigher"} if made.weigher is not None else set()
         assert lost == (taken | {"sampler", "schedule", "attack"}) - {*theorem.covers}
-        assert all(LOSES[kind][0] in " ".join(card(name).split()) for kind in lost)
+        assert all(THEOREM_EXAMPLES[kind][0] in " ".join(card(name).split()) for kind in lost)
     assert "Theory:" not in card("moon")
 
 
 def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) -> None:
-    job, _ = make_job(Setting.of(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, weights="samples"), fed)
+    job, _ = make_job(
+        Setting.create(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, weights="samples"), fed
+    )
     ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREMS}
     lam, rho = (defaults["flame"].derived(ctx)[name] for name in ("lam", "rho"))
     ratios = lam * ctx.weight.flatten().double() / rho  # lam alpha_i / rho

@@ -48,7 +48,7 @@ def fed() -> Federation:
     """Nine clients in two groups, which a column has too."""
     rows = [torch.randn(12, 4, generator=Generator().manual_seed(k)) for k in range(N)]
     labels = [(x[:, k % 3] > 0).long() + (x[:, 3] > 0) for k, x in enumerate(rows)]
-    fed = Federation.of([((x[:8], y[:8]), (x[8:], y[8:])) for x, y in zip(rows, labels, strict=True)])
+    fed = Federation.create([((x[:8], y[:8]), (x[8:], y[8:])) for x, y in zip(rows, labels, strict=True)])
     return in_groups(fed)
 
 
@@ -66,7 +66,7 @@ def setting(pair: Pair, root: int = 0) -> Setting:
     if "forged-activations" in (pair.plugin, pair.beside):
         parts = {"weights": "clusters-2", **parts}
     local = LocalSGD(lr=0.05, steps=2, batch_size=8)
-    return Setting.of("fedavg", MLP(hidden=(3,)), rounds=2, local=local, evaluate={"every": 2}, **parts)
+    return Setting.create("fedavg", MLP(hidden=(3,)), rounds=2, local=local, evaluate={"every": 2}, **parts)
 
 
 def test_two_parts_are_refused_for_a_reason_on_the_page(fed: Federation) -> None:

@@ -81,7 +81,7 @@ def fed() -> Federation:
         x = torch.randn(16, 4, generator=Generator().manual_seed(k))
         y = ((x[:, k] > 0).long() + (x[:, 3] > 0)).long()
         clients.append(((x[:12], y[:12]), (x[12:], y[12:])))
-    return Federation.of(clients)
+    return Federation.create(clients)
 
 
 COMMON: dict[str, Any] = {
@@ -110,7 +110,7 @@ def models(fed: Federation, name: str, parts: Mapping[str, Any]) -> list[Tensor]
 
 def refused(fed: Federation, name: str, parts: Mapping[str, Any]) -> bool:
     try:
-        check(Setting.of(method(name), **{**COMMON, **parts}), fed)
+        check(Setting.create(method(name), **{**COMMON, **parts}), fed)
     except Refused:
         return True
     return False

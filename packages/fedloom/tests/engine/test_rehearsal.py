@@ -103,7 +103,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], Federation]:
 def run(choices: dict[str, Any], fed: Federation) -> Result | None:
     """The run that a check has let through; None where the check refused it."""
     try:
-        setting = fl.Setting.of(**choices)
+        setting = fl.Setting.create(**choices)
         check(setting, fed)
     except (ConfigError, DataError):
         return None

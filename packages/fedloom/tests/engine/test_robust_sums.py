@@ -29,7 +29,7 @@ def fed() -> Federation:
         x = torch.randn(20, 5, generator=gen)
         y = (x @ (v + 0.3 * torch.randn(5, generator=gen)) > 0).long()
         clients.append(((x[:16], y[:16]), (x[16:], y[16:])))
-    return Federation.of(clients)
+    return Federation.create(clients)
 
 
 def run(fed: Federation, method: Algorithm, rounds: int = 3, **choices: Any) -> Any:

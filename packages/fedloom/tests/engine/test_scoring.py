@@ -13,7 +13,7 @@ from torch.func import functional_call
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.partition import Clusters, Dirichlet
-from fedloom.engine.clients.scores import COST, choose_model, personal_models, score_chunk
+from fedloom.engine.clients.scores import WORK_KEY, choose_model, personal_models, score_chunk
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
@@ -70,7 +70,7 @@ def test_scores_do_not_depend_on_who_is_scored_together(result: Result) -> None:
     for split in SPLITS:
         found = scored(result, split)
         check(found, whole, sizes)
-        assert all(torch.equal(found[COST][name], count) for name, count in whole[COST].items())
+        assert all(torch.equal(found[WORK_KEY][name], count) for name, count in whole[WORK_KEY].items())
 
 
 def test_scores_are_those_of_the_models_on_the_clients_samples(result: Result) -> None:

@@ -15,7 +15,7 @@ from fedloom.engine.setting import Choices, Engine, Evaluate, Setting
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.lab.experiment import parse
-from fedloom.values import difference, flat
+from fedloom.values import find_difference, flatten_document
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +46,18 @@ CHOICES = {
 
 def test_every_choice_is_written_and_read_back() -> None:
     assert {*CHOICES, "algorithm", "seed"} == set(Setting.model_fields)
-    setting = Setting.of("fedavg", **CHOICES)
-    again = Setting.of("fedavg", **setting.document())
+    setting = Setting.create("fedavg", **CHOICES)
+    again = Setting.create("fedavg", **setting.document())
     assert again == setting
     assert again.numbers() == setting.numbers()
-    assert not {k for k in CHOICES if Setting.of("fedavg").document().get(k) == setting.document()[k]}
+    assert not {k for k in CHOICES if Setting.create("fedavg").document().get(k) == setting.document()[k]}
 
 
 def test_the_document_is_that_of_an_experiment_file() -> None:
     document = {"data": {"source": "digits"}, "seeds": [3], "method": [{"algorithm": "fedavg"}], **CHOICES}
     document |= {"weigher": {"kind": "samples"}, "channel": {"kind": "top-k"}}
     (method,) = parse(document).methods
-    assert method.setting == Setting.of("fedavg", seed=3, **CHOICES)
+    assert method.setting == Setting.create("fedavg", seed=3, **CHOICES)
 
 
 def test_a_choice_is_added_in_one_place() -> None:
@@ -70,7 +70,7 @@ def test_a_choice_is_added_in_one_place() -> None:
     made = More.of("fedavg", patience=5)
     assert "patience" in More.plain()
     assert made.document()["patience"] == made.numbers()["patience"] == 5
-    assert difference(More.of("fedavg").numbers(), made.numbers()) == "patience was 3, now it is 5"
+    assert find_difference(More.of("fedavg").numbers(), made.numbers()) == "patience was 3, now it is 5"
     with pytest.raises(
         ConfigError, match=r"patience: .*greater than or equal to 1, got 0 \(patience: rounds to wait\)"
     ):
@@ -78,10 +78,10 @@ def test_a_choice_is_added_in_one_place() -> None:
 
 
 def test_what_changes_no_number_is_left_out_and_everything_else_is_in() -> None:
-    setting = Setting.of("fedavg", **CHOICES)
+    setting = Setting.create("fedavg", **CHOICES)
     free = {f"{name}.{key}" for name, table in Setting.tables().items() for key in table.base.free}
     assert free == {f"evaluate.{k}" for k in Evaluate.free} | {f"engine.{k}" for k in Engine.free}
-    assert set(flat(setting.document())) - free == set(setting.numbers()) - {
+    assert set(flatten_document(setting.document())) - free == set(setting.numbers()) - {
         "algorithm.class",
         "algorithm.server_lr",
         "seed",
@@ -93,7 +93,7 @@ def test_what_changes_no_number_is_left_out_and_everything_else_is_in() -> None:
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_a_preset_is_resolved_into_its_parts(name: str) -> None:
     made = REGISTRY[name]()
-    setting = Setting.of(name, sampler={"kind": "uniform", "clients": 3})
+    setting = Setting.create(name, sampler={"kind": "uniform", "clients": 3})
     resolved = setting.resolved()
     assert resolved.algorithm == setting.method == (made.algorithm if isinstance(made, Composition) else made)
     assert resolved.resolved() == resolved
@@ -105,9 +105,9 @@ def test_a_preset_is_resolved_into_its_parts(name: str) -> None:
 
 def test_a_setting_runs_as_its_choices_do(fed: Federation) -> None:
     choices = {"rounds": 2, "local": {"lr": 0.1}, "seed": 4}
-    one = fl.simulate(Setting.of("fedavg", **choices), fed)
+    one = fl.simulate(Setting.create("fedavg", **choices), fed)
     other = fl.simulate("fedavg", fed, **choices)
-    changed = fl.simulate(Setting.of("fedavg", **choices), fed, rounds=1)
+    changed = fl.simulate(Setting.create("fedavg", **choices), fed, rounds=1)
     assert one.table().equals(other.table())
     assert torch.equal(one.models.rows("global"), other.models.rows("global"))
     assert changed.rounds == 1

@@ -174,7 +174,7 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
 
 def test_groups_count_the_same() -> None:
     fed = Clusters(classes=(5, 5), sizes=(4, 2))(load("digits"), seed=0)
-    job, _ = make_job(Setting.of("fedavg", weights="groups"), fed)
+    job, _ = make_job(Setting.create("fedavg", weights="groups"), fed)
     assert fed.groups is not None
     sums = torch.zeros(2, dtype=torch.float64).index_add(0, fed.groups, job.alpha[:, 0].double())
     torch.testing.assert_close(sums, torch.tensor([0.5, 0.5], dtype=torch.float64), rtol=0, atol=1e-6)
@@ -463,7 +463,7 @@ def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
 def test_it_is_said_that_nobody_or_everybody_attacks(fed: Federation, attack: type[Attack]) -> None:
     """Of 20 clients, up to half a client is nobody, and from there on somebody; nobody is what was asked for with 0."""
     said = {
-        f: " ".join(check(Setting.of("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
+        f: " ".join(check(Setting.create("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
     }
     assert [f for f, notes in said.items() if "changes nothing" in notes] == [0.02]
     assert [f for f, notes in said.items() if "all 20 clients" in notes] == [0.98, 1]
@@ -487,7 +487,7 @@ def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federati
 
     def said(root: int, sampler: Sampler) -> str:
         rule = {"aggregator": FLTrust(root=root), "attack": attack, "weights": "uniform"}
-        return " ".join(check(Setting.of("fedavg", sampler=sampler, **rule), fed))
+        return " ".join(check(Setting.create("fedavg", sampler=sampler, **rule), fed))
 
     assert not said(good, everyone)
     assert "who attacks" in said(bad[0], everyone)
@@ -510,7 +510,7 @@ def test_models_that_are_sent_back_move_no_model_of_the_server(fed: Federation, 
     """An attacker receives the model that it would start from: of a clustered method, that of its own cluster."""
     still, begun = (
         run(fed, method, attack=Echo(fraction=1.0)).state.server,
-        make_job(Setting.of(method, "softmax"), fed),
+        make_job(Setting.create(method, "softmax"), fed),
     )
     for after, before in zip(still, begun[1], strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=1e-6)

@@ -11,9 +11,16 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Setting
-from fedloom.lab.experiment.measure.cost import TRIED, RoundCost, measure_rounds, play, run_cost, samples_per_round
+from fedloom.lab.experiment.measure.cost import (
+    ESTIMATE_ROUNDS,
+    RoundCost,
+    measure_rounds,
+    play,
+    run_cost,
+    samples_per_round,
+)
 from fedloom.lab.tune.work import plain_budget
-from fedloom.processes.clients import COUNTS
+from fedloom.processes.clients import CLIENT_COUNTS
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def test_every_estimate_is_what_a_run_counts(algorithm: str, fed: Federation) ->
     asked = setting(algorithm)
     whole = fl.simulate(asked, fed)
     cost = run_cost(asked, fed)
-    totals = dict(zip(COUNTS, whole.state.totals.tolist(), strict=False))
+    totals = dict(zip(CLIENT_COUNTS, whole.state.totals.tolist(), strict=False))
     steps, samples, up, down = (
         totals[name] / whole.rounds for name in ("steps", "samples_backward", "bytes_up", "bytes_down")
     )
@@ -69,11 +76,11 @@ def test_every_estimate_is_what_a_run_counts(algorithm: str, fed: Federation) ->
 
 def test_a_mean_round_is_the_mean_of_its_rounds(fed: Federation) -> None:
     asked = setting(sampler=Uniform(clients=3))
-    played = [*islice(play(asked, fed), TRIED)]
+    played = [*islice(play(asked, fed), ESTIMATE_ROUNDS)]
     costs = [one.cost for one in played]
     mean = run_cost(asked, fed).round
     for name in RoundCost._fields[1:6]:
-        assert getattr(mean, name) == pytest.approx(sum(getattr(cost, name) for cost in costs) / TRIED)
+        assert getattr(mean, name) == pytest.approx(sum(getattr(cost, name) for cost in costs) / ESTIMATE_ROUNDS)
     assert played[-1].samples == sum(cost.samples for cost in costs)
 
 

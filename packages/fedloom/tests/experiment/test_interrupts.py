@@ -132,7 +132,7 @@ def test_what_is_around_hears_of_it() -> None:
 
 
 def test_a_second_interrupt_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.processes.signals.SAME", 0.0)
+    monkeypatch.setattr("fedloom.processes.signals.REPEAT_SECONDS", 0.0)
     with interruptible() as asked, interruptible():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

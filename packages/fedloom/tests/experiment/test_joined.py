@@ -21,7 +21,7 @@ import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
-from fedloom.rundir import WORK
+from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import claims as claims_module
 from fedloom.storage import disk
 from fedloom.storage.claims import Claims
@@ -80,13 +80,13 @@ def test_one_process_that_joins_gives_the_files_of_one_alone(small: dict[str, by
     assert contents(tmp_path / "out") == small
     join(SMALL, tmp_path / "out")
     assert contents(tmp_path / "out") == small
-    assert not (tmp_path / "out" / WORK).exists()
+    assert not (tmp_path / "out" / WORK_FOLDER).exists()
 
 
 def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_path: Path) -> None:
     draw, out = torch.Generator().manual_seed(7), tmp_path / "out"
     processes = [start(LONG, out) for _ in range(8)]
-    victims, claims = list[int](), Claims(out / WORK)
+    victims, claims = list[int](), Claims(out / WORK_FOLDER)
     while len(victims) < 3:
         holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
         alive = [h.pid for h in holders if h is not None and not h.ended and h.pid not in victims]
@@ -124,7 +124,7 @@ def test_a_run_alone_goes_on_with_what_one_that_joined_has_left(small: dict[str,
 
     with pytest.raises(RunStopped, match="other processes that joined go on"):
         join(SMALL, tmp_path / "out", stop)
-    assert (tmp_path / "out" / WORK / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
+    assert (tmp_path / "out" / WORK_FOLDER / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
     assert alone(SMALL, tmp_path / "out") == small
 
 
@@ -146,7 +146,7 @@ def test_one_that_joins_goes_on_with_what_a_run_alone_has_left(small: dict[str, 
 def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second = start(LONG, out), start(LONG, out)
-    soon(lambda: len(list(out.glob(f"{WORK}/*/*/state"))) >= 2)
+    soon(lambda: len(list(out.glob(f"{WORK_FOLDER}/*/*/state"))) >= 2)
     os.kill(first, signal.SIGINT)
     assert (end(first), end(second)) == (1, 0)
     assert contents(out) == alone(LONG, tmp_path / "alone")
@@ -254,7 +254,7 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
     words = ["run", str(tmp_path / "long.toml"), "--out", str(tmp_path / "out"), "--join"]
     command = [sys.executable, "-m", "fedloom.lab.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        soon(lambda: list(tmp_path.glob(f"out/{WORK}/*/*/live/*")), 120)
+        soon(lambda: list(tmp_path.glob(f"out/{WORK_FOLDER}/*/*/live/*")), 120)
         first.send_signal(signal.SIGINT)
         _, said = first.communicate(timeout=60)
     assert first.returncode == 130

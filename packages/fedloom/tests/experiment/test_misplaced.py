@@ -14,7 +14,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, FedloomError, InvalidValue
 from fedloom.lab.experiment import parse
-from fedloom.lab.experiment.schema import TABLES, Top
+from fedloom.lab.experiment.schema import SETTING_TABLES, Top
 
 DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
 
@@ -44,12 +44,12 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
 )
 def test_in_python(method: Any, given: dict[str, Any], sentence: str) -> None:
     fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
-    for door in (lambda: fl.simulate(method, fed, rounds=1, **given), lambda: Setting.of(method, **given)):
+    for door in (lambda: fl.simulate(method, fed, rounds=1, **given), lambda: Setting.create(method, **given)):
         with pytest.raises(ConfigError) as refused:
             door()
         assert sentence in str(refused.value)
     with pytest.raises(ConfigError, match="unknown key"):
-        fl.simulate(Setting.of(method), fed, **given)
+        fl.simulate(Setting.create(method), fed, **given)
 
 
 def test_what_the_sentence_says_works() -> None:
@@ -88,7 +88,7 @@ def test_in_a_file(change: dict[str, Any], sentence: str) -> None:
 
 
 DATA: dict[str, Any] = {"data": "digits", "partition": fl.partition.iid(clients=3), "progress": False}
-KEYS = sorted({key for table in TABLES.values() for keys in table.keys().values() for key in keys})
+KEYS = sorted({key for table in SETTING_TABLES.values() for keys in table.keys().values() for key in keys})
 KEYWORDS = sorted({key for table in Setting.tables().values() for keys in table.keys().values() for key in keys})
 
 
@@ -101,10 +101,10 @@ def refusal(call: Any) -> str:
 
 def takes(table: str, key: str) -> bool:
     """Whether a kind of a table has a key."""
-    return any(key in keys for keys in TABLES[table].keys().values())
+    return any(key in keys for keys in SETTING_TABLES[table].keys().values())
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key not in (*TABLES, *Top.model_fields)])
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in (*SETTING_TABLES, *Top.model_fields)])
 def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
     documents = [{**DOCUMENT, key: 1}, {**DOCUMENT, "method": [{"algorithm": "fedavg", key: 1}]}]
     documents += [{**DOCUMENT, table: {key: 1}} for table in ("local", "engine") if not takes(table, key)]
@@ -119,14 +119,14 @@ def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key in KEYWORDS if key not in Setting.model_fields and key != "name"])
 def test_every_key_is_named_with_a_keyword_that_takes_it(key: str) -> None:
-    doors = [lambda given: Setting.of("fedavg", **given), lambda given: fl.compare(["fedavg"], **DATA, **given)]
+    doors = [lambda given: Setting.create("fedavg", **given), lambda given: fl.compare(["fedavg"], **DATA, **given)]
     for door in doors:
         said = refusal(lambda door=door: door({key: 1}))
         places = re.findall(r"(\w+)=(\{[^}]*\})", said.partition("it belongs in ")[2])
         assert places or "did you mean" in said or "fl.partition" in said, said
         for table, options in (place for place in places if place[0] != "tune"):
             with suppress(InvalidValue):  # whose value 1 another sentence refuses
-                Setting.of("fedavg", **{table: ast.literal_eval(options)})
+                Setting.create("fedavg", **{table: ast.literal_eval(options)})
 
 
 @pytest.mark.parametrize("key", ["lr", "fraction_fit", "clusters", "q", "flip", "channels_last", "num_clients"])
@@ -134,7 +134,7 @@ def test_every_door_of_python_names_the_same_place(key: str) -> None:
     fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
     doors = [
         lambda given: fl.simulate("fedavg", fed, **given),
-        lambda given: fl.simulate(Setting.of("fedavg"), fed, **given),
+        lambda given: fl.simulate(Setting.create("fedavg"), fed, **given),
         lambda given: fl.compare(["fedavg"], **DATA, **given),
         lambda given: fl.compare({"a": {"algorithm": "fedavg", **given}}, **DATA),
         lambda given: fl.compare({"a": {"algorithm": REGISTRY["fedavg"](), **given}}, **DATA),

@@ -204,8 +204,8 @@ def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
 @pytest.mark.parametrize("each", [True, False])
 def test_the_server_of_a_deployment_has_a_blank_sequence(each: bool) -> None:
     x = torch.randint(1, 5, (12, 4), generator=torch.Generator().manual_seed(0))
-    data = fl.Dataset.of((x, x % 3 if each else x[:, 0] % 3), vocabulary=5)
-    fed = federation_of(InputSpec.of(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
+    data = fl.Dataset.create((x, x % 3 if each else x[:, 0] % 3), vocabulary=5)
+    fed = federation_of(InputSpec.create(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
     assert fed.data.tokens == data.tokens
     setting = fl.Setting(algorithm=fl.algorithms.FedAvg(), model=LSTM(embedding=2, hidden=3))
     job, _ = make_job(setting, fed)

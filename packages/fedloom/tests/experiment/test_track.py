@@ -21,8 +21,8 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.track import TRACKERS, Tracker
-from fedloom.lab.progress import shown
-from fedloom.rundir import folder_of
+from fedloom.lab.progress import show_progress
+from fedloom.rundir import run_folder
 
 SMALL = """
 name = "small"
@@ -61,7 +61,7 @@ def recorded(out: Path, method: str, seed: int) -> Figures:
 def from_tensorboard(out: Path, label: str, seed: int) -> Iterator[tuple[tuple[int, str], float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = folder_of(out, "tracking", label, seed)
+    folder = run_folder(out, "tracking", label, seed)
     assert len(list(folder.iterdir())) == 1
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
@@ -191,7 +191,7 @@ def test_every_measured_figure_is_told_once_in_order(tmp_path: Path, workers: in
 
 def test_plain_lines_have_the_current_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(tmp_path / "out", workers=2)
-    with shown(made) as tell:
+    with show_progress(made) as tell:
         made.run(tell, page=False)
     lines = capsys.readouterr().err.splitlines()
     ends = [line for line in lines if "round 5/5" in line]

@@ -203,7 +203,7 @@ def test_all_steps_at_once_are_the_steps(
         return got, work.counts.backward
 
     steps = torch.tensor([[3], [0], [5], [1]])
-    assert oracle.at_once(start.contiguous()) is not None
+    assert oracle.loop_for(start.contiguous()) is not None
     got, counted = train(steps)
     monkeypatch.setattr(Fused, "at_once", lambda *_: None)
     expected, samples = train(steps)
@@ -223,7 +223,7 @@ def test_a_pass_through_the_whole_network_is_its_layers(
     task = task_of(fed.data, Objective(class_weights=weights or None))
     oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "fused")
     work = make_work(oracle, LocalSGD(lr=0.1, batch_size="full"))
-    monkeypatch.setattr(kernels, "BLOCK", block)
+    monkeypatch.setattr(kernels, "BLOCK_SAMPLES", block)
     w, before, steady = torch.randn(3, M, oracle.layout.d, generator=torch.Generator().manual_seed(1))
     batch, beta = work.plan("local", work.steps[:, 0]).batch(0), torch.tensor([[0.0], [1.0], [0.5], [-2.0]])
     assert int(batch.count.max()) > 4 > int(batch.count.min())
@@ -259,8 +259,8 @@ def test_what_is_not_finite_stays_so() -> None:
 @pytest.mark.parametrize("case", ["mlp dropout", "mlp tanh"])
 def test_all_steps_are_not_taken_at_once_where_the_loop_has_no_part_for_it(case: str) -> None:
     problem = Problem(CASES[case])
-    assert problem.oracle("fused").at_once(problem.start) is None
+    assert problem.oracle("fused").loop_for(problem.start) is None
     softmax = Problem(CASES["softmax"], task="binary")
-    assert softmax.oracle("fused").at_once(softmax.start) is None
+    assert softmax.oracle("fused").loop_for(softmax.start) is None
     plain = Problem(CASES["softmax"])
-    assert plain.oracle("fused").at_once(plain.start.half()) is None
+    assert plain.oracle("fused").loop_for(plain.start.half()) is None

@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[Any, tuple[int, ...], int]] = {
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "LARGE", 1)
+    monkeypatch.setattr(linear, "LARGE_LAYER_WEIGHTS", 1)
 
 
 def looped(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, low: precision.Precision = "full") -> Looped:
@@ -89,7 +89,7 @@ def test_steps_are_those_of_plain_layers(case: str, options: dict[str, float], m
     make, shape, count = MODULES[case]
     module = seeded(make)
     plain = looped(module, shape, torch.float64)
-    monkeypatch.setattr(linear, "LARGE", 1)
+    monkeypatch.setattr(linear, "LARGE_LAYER_WEIGHTS", 1)
     compiled = looped(module, shape, torch.float64)
     assert (replaced(plain.module), replaced(compiled.module)) == (0, count)
     for got, want in zip(trained(compiled, module, **options), trained(plain, module, **options), strict=True):
@@ -117,7 +117,7 @@ def test_layers_beside_code_of_others_and_tied_or_half_frozen_ones_stay_what_the
     half = nn.Sequential(nn.Linear(4, 3))
     half[0].bias.requires_grad_(False)
     for module in (nn.Sequential(Last(), nn.Linear(4, 3)), tied, half):
-        prepare(module, Layout.of(module))
+        prepare(module, Layout.create(module))
         assert not replaced(module)
 
 
@@ -127,7 +127,7 @@ def test_more_inputs_than_the_loops_are_good_for_are_left_to_the_library(monkeyp
     module = make()
     oracle = looped(module, shape, torch.float64)
     want = trained(oracle, module)
-    monkeypatch.setattr(linear, "FEW", 0)
+    monkeypatch.setattr(linear, "MAX_LOOP_INPUTS", 0)
     for got, rows in zip(trained(oracle, module), want, strict=True):
         torch.testing.assert_close(got, rows, rtol=0, atol=1e-12)
 
@@ -137,7 +137,7 @@ def test_bfloat16_is_as_near_as_with_plain_layers(monkeypatch: pytest.MonkeyPatc
     make, shape, _ = MODULES["convolution"]
     module = seeded(make)
     exact, _ = trained(looped(module, shape, torch.float32), module)
-    monkeypatch.setattr(linear, "LARGE", 1)
+    monkeypatch.setattr(linear, "LARGE_LAYER_WEIGHTS", 1)
     oracle = looped(module, shape, torch.float32, "bf16")
     assert replaced(oracle.module) == 1
     rows, _ = trained(oracle, module)

@@ -224,7 +224,7 @@ PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("loss", PAIRED)
 def test_a_loss_that_pairs_outputs_with_targets_is_taken(loss: str, task: Any) -> None:
     x = torch.rand(40, 3)
-    fed = fl.Federation.of([(x, torch.arange(40) % 2 if task == "binary" else 1000 + x[:, :1])], task=task)
+    fed = fl.Federation.create([(x, torch.arange(40) % 2 if task == "binary" else 1000 + x[:, :1])], task=task)
     fl.simulate("fedavg", fed, rounds=1, task={"loss": PAIRED[loss]}, local={"lr": 1e-6})
 
 
@@ -234,7 +234,7 @@ def test_a_loss_that_pairs_every_output_with_every_target_is_refused(task: Any) 
         return ((output if task == "binary" else output.squeeze(1)) - target).square().mean()
 
     x = torch.rand(40, 3)
-    fed = fl.Federation.of([(x, torch.arange(40) % 2 if task == "binary" else x[:, :1])], task=task)
+    fed = fl.Federation.create([(x, torch.arange(40) % 2 if task == "binary" else x[:, :1])], task=task)
     with pytest.raises(
         ConfigError, match=r"whichever output a target belongs to, .* broadcast to \[32, 32\]; give outputs"
     ):

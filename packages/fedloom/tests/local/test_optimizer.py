@@ -212,7 +212,7 @@ def test_what_cannot_work_is_a_sentence_before_work_starts(
 
 
 def test_what_no_row_can_hold_is_not_kept() -> None:
-    layout = Layout.from_shapes({"w": (2, 2)})
+    layout = Layout.create_from_shapes({"w": (2, 2)})
     local = LocalSGD(optimizer=Odd, optimizer_state="kept")
     with pytest.raises(ConfigError, match="'said' of .*Odd' is a str"):
         slots_of(local, layout, torch.zeros(4))
@@ -222,6 +222,6 @@ def test_adamw_decays_as_in_torch_unless_told_otherwise() -> None:
     assert LocalSGD(optimizer="adamw").weight_decay == 0.01
     assert LocalSGD(optimizer="adamw", weight_decay=0.0).weight_decay == 0
     assert LocalSGD(optimizer="adam").weight_decay == LocalSGD().weight_decay == 0
-    written = fl.Setting.of("fedavg", local={"optimizer": torch.optim.AdamW}).document()["local"]
+    written = fl.Setting.create("fedavg", local={"optimizer": torch.optim.AdamW}).document()["local"]
     assert written["weight_decay"] == 0.01
     assert LocalSGD(**written) == LocalSGD(optimizer="torch.optim.adamw:AdamW")

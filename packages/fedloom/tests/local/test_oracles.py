@@ -197,7 +197,7 @@ def test_the_rule_on_an_accelerator(
 ) -> None:
     monkeypatch.setattr(oracles, "fails_stacked", lambda _module, _fed: rejection)
     monkeypatch.setattr(oracles, "draws_itself", lambda _module, _fed: draws)
-    monkeypatch.setattr(oracles, "moved_values", lambda _module, _fed: moved)
+    monkeypatch.setattr(oracles, "find_changed_values", lambda _module, _fed: moved)
     fed: Any = SimpleNamespace(device=torch.device("cuda"), data=SimpleNamespace(each=False))
     assert oracles._rule(MLP().build((6,), CLASSES), fed) == "fused"
     assert oracles._rule(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
@@ -362,7 +362,7 @@ def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monke
 @pytest.mark.parametrize("case", CASES)
 def test_many_models_are_evaluated_as_one_by_one(case: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also clients without samples or with more than fit together; any split of the clients gives the same bits."""
-    monkeypatch.setattr("fedloom.local.oracles.forward.PIECE", together)
+    monkeypatch.setattr("fedloom.local.oracles.forward.FORWARD_SAMPLES", together)
     fed = handwritten.federation((3, 9, 1, 20, 6), shape=CASES[case].shape).to(dtype=torch.float32)
     oracle = oracle_of(seeded(lambda: CASES[case].spec.build(CASES[case].shape, CLASSES, 0)), fed)
     rows = torch.randn(fed.n, oracle.layout.d, generator=torch.Generator().manual_seed(0)) / 4
@@ -409,7 +409,7 @@ def test_outputs_do_not_depend_on_the_order_in_memory(name: str, case: str) -> N
 
 @pytest.mark.parametrize("piece", [4096, 10])
 def test_statistics_of_a_row_are_those_of_the_training_parts(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.local.oracles.network.PIECE", piece)
+    monkeypatch.setattr("fedloom.local.oracles.network.FORWARD_SAMPLES", piece)
     sizes, ids = (7, 20, 50, 1), [2, 0, 3]
     fed, module = handwritten.federation(sizes), seeded(normalised)
     oracle = oracle_of(module, fed)

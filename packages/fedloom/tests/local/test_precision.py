@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import Network, make_oracle, precision
 from fedloom.local.oracles.looped import Looped
-from fedloom.local.oracles.precision import of_products
+from fedloom.local.oracles.precision import find_product_parameters
 from fedloom.models import CNN, MLP, Softmax
 from fedloom.tasks import task_of
 
@@ -59,7 +59,7 @@ def test_a_callers_switches_of_single_libraries_are_put_aside_and_back(switched:
         assert backends.mkldnn.matmul.fp32_precision == "ieee"
         assert torch.get_float32_matmul_precision() == "highest"  # which PyTorch's exporters read
         for chosen, value in (("tf32", "tf32"), ("full", "ieee")):
-            with precision.repeatable(torch.device("cuda"), chosen):
+            with precision.make_repeatable(torch.device("cuda"), chosen):
                 gpu = backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul
                 assert [library.fp32_precision for library in gpu] == [value] * 3
                 assert backends.mkldnn.matmul.fp32_precision == "ieee"
@@ -71,7 +71,7 @@ def test_a_callers_rounding_of_products_is_put_aside_and_back(chosen: str) -> No
     cudnn, before = torch.backends.cudnn, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(chosen)
     try:
-        with precision.undisturbed(), precision.repeatable(torch.device("cuda"), "full"):
+        with precision.undisturbed(), precision.make_repeatable(torch.device("cuda"), "full"):
             assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == ("highest", False)
         assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == (chosen, True)
     finally:
@@ -114,9 +114,9 @@ def test_parameters_rounded_once_give_the_bits_of_those_rounded_at_every_use(cas
 def test_parameters_that_another_layer_uses_are_not_rounded_for_it() -> None:
     table, head, norm = nn.Embedding(7, 4), nn.Linear(4, 7), nn.GroupNorm(1, 4)
     module = nn.Sequential(table, norm, head)
-    assert of_products(module, list(module.parameters())) == [False, False, False, True, True]
+    assert find_product_parameters(module, list(module.parameters())) == [False, False, False, True, True]
     head.weight = table.weight
-    assert of_products(module, list(module.parameters())) == [False, False, False, True]
+    assert find_product_parameters(module, list(module.parameters())) == [False, False, False, True]
 
 
 @pytest.mark.usefixtures("able")
@@ -158,6 +158,6 @@ def test_what_bfloat16_does_nothing_for_is_refused_by_name() -> None:
 def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
     refused(FedAvg(), SMALL, "no instructions for bfloat16")
-    for name in precision.INSTRUCTIONS:
+    for name in precision.BFLOAT16_INSTRUCTIONS:
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda name=name: {name: True})
         assert precision.has_bf16(torch.device("cpu"))

@@ -39,7 +39,7 @@ def value(w: Tensor, i: int) -> Tensor:
 
 @pytest.mark.parametrize("piece", [1024, 8])
 def test_gradient_and_loss_are_those_of_the_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.local.batches.PIECE", piece)
+    monkeypatch.setattr("fedloom.local.batches.PIECE_SAMPLES", piece)
     at = work(weight_decay=0.2)
     g, loss = at.full_grad(START), at.loss(START)
     for k, i in enumerate(IDS.tolist()):

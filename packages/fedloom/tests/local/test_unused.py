@@ -58,7 +58,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def federation() -> fl.Federation:
-    return fl.Federation.of([(samples(), samples())], task="classification", validation=0)
+    return fl.Federation.create([(samples(), samples())], task="classification", validation=0)
 
 
 def by_torch(module: nn.Module, make: Any) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def test_grad_is_the_gradient_of_the_mean_batch_loss(name: str, task: str, clip:
 def test_a_pass_leaves_out_clients_that_have_ended(
     name: str, order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.local.batches.PIECE", 8)
+    monkeypatch.setattr("fedloom.local.batches.PIECE_SAMPLES", 8)
     problem = Problem(CASES["mlp"])
     work = make_work(problem.oracle(name), LocalSGD(batch_size=20))
     gradient, loss = work.full_grad(problem.start), work.loss(problem.start)
@@ -77,7 +77,7 @@ def test_a_pass_leaves_out_clients_that_have_ended(
 def test_full_grad_and_loss_are_those_of_the_mean_loss(
     task: str, piece: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.local.batches.PIECE", piece)
+    monkeypatch.setattr("fedloom.local.batches.PIECE_SAMPLES", piece)
     problem = Problem(CASES[case], task=task)
     for oracle in oracles_of(problem):
         work = make_work(problem.oracle(oracle), LocalSGD(weight_decay=0.2, clip=1e-3))
@@ -121,7 +121,7 @@ def test_dropout_does_nothing_in_losses_and_activations(name: str) -> None:
 def test_activations_are_what_a_forward_hook_sees(
     name: str, layer: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.local.oracles.forward.PIECE", piece)
+    monkeypatch.setattr("fedloom.local.oracles.forward.FORWARD_SAMPLES", piece)
     problem = Problem(CASES["mlp"])
     work = make_work(problem.oracle(name), LocalSGD(), [2, 0, 3])
     rows = problem.start[[2, 0, 3]]

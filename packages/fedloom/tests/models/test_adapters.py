@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError, LayoutError, Refused
 from fedloom.lab.cli import app
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import make_oracle
-from fedloom.models import CNN, MLP, Adapters, Hub, ModelSpec, Transformer, adapted, head, merged
+from fedloom.models import CNN, MLP, Adapters, Hub, ModelSpec, Transformer, add_adapters, head_prefixes, merge_adapters
 from fedloom.rows.layout import Layout
 from fedloom.tasks import Classification
 from fedloom.trained.export import load
@@ -46,7 +46,7 @@ def test_adapters_are_the_only_parameters_that_train() -> None:
         for part in ("query", "key", "value", "out")
         for factor in ("down", "up")
     ]
-    assert Layout.of(module).d == 2 * 4 * 2 * (8 * 2)
+    assert Layout.create(module).d == 2 * 4 * 2 * (8 * 2)
     everywhere = names(built(TRANSFORMER, rank=2, on="linear"))
     assert {"blocks.0.fc1.down", "blocks.1.fc2.up", "head.down"} < {*everywhere}
     with_head = names(built(TRANSFORMER, rank=2, head=True))
@@ -63,13 +63,13 @@ def test_an_adapter_starts_as_nothing_and_adds_a_product() -> None:
         for name, p in module.named_parameters():
             if name.endswith("up"):
                 p.normal_(generator=torch.Generator().manual_seed(1))
-    together = merged(module)
+    together = merge_adapters(module)
     assert list(together.state_dict()) == list(before)
     torch.testing.assert_close(together(x), module(x))
     layer = module.get_submodule("blocks.0.fc1")
     wanted = before["blocks.0.fc1.weight"] + 0.5 * layer.up @ layer.down
     torch.testing.assert_close(together.get_submodule("blocks.0.fc1").weight, wanted)
-    assert merged(plain) is plain
+    assert merge_adapters(plain) is plain
 
 
 def test_initial_values_depend_on_the_seed_and_the_base_only_on_its_own_draw() -> None:
@@ -92,10 +92,10 @@ class SelfAttn(nn.Module):
 
 
 def test_any_module_with_linear_layers_takes_them() -> None:
-    module = adapted(nn.Sequential(SelfAttn(), nn.ReLU(), nn.Linear(3, 2)), Adapters(rank=1))
+    module = add_adapters(nn.Sequential(SelfAttn(), nn.ReLU(), nn.Linear(3, 2)), Adapters(rank=1))
     assert names(module) == ["0.q.down", "0.q.up", "0.after.down", "0.after.up"]
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    own = adapted(encoder, Adapters(rank=2, on="linear"))
+    own = add_adapters(encoder, Adapters(rank=2, on="linear"))
     assert names(own) == ["linear1.down", "linear1.up", "linear2.down", "linear2.up"]  # attention calls its own kernel
     x = torch.rand(2, 3, 8)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_any_module_with_linear_layers_takes_them() -> None:
             if name.endswith("up"):
                 p.fill_(0.1)
         torch.testing.assert_close(own.eval()(x), own.train()(x), atol=1e-5, rtol=0)
-        torch.testing.assert_close(merged(own).train()(x), own.train()(x), atol=1e-5, rtol=0)
+        torch.testing.assert_close(merge_adapters(own).train()(x), own.train()(x), atol=1e-5, rtol=0)
     assert all(p.requires_grad for p in encoder.parameters())
 
 
@@ -130,15 +130,15 @@ def test_what_cannot_be_is_said(spec: ModelSpec, adapters: dict[str, Any], words
 
 def test_a_model_without_linear_layers_has_none() -> None:
     with pytest.raises(ConfigError, match="none at all"):
-        adapted(nn.Sequential(nn.Conv2d(1, 1, 1)), Adapters(on="linear"))
+        add_adapters(nn.Sequential(nn.Conv2d(1, 1, 1)), Adapters(on="linear"))
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(LayoutError, match="no parameter of Linear trains"):
-        Layout.of(frozen)
+        Layout.create(frozen)
 
 
 def test_heads_are_known_by_the_name_of_their_adapter() -> None:
-    assert head(built(TRANSFORMER, rank=2, on="linear")) == ("head.",)
-    assert head(built(TRANSFORMER, rank=2, head=True)) == ("head.",)
+    assert head_prefixes(built(TRANSFORMER, rank=2, on="linear")) == ("head.",)
+    assert head_prefixes(built(TRANSFORMER, rank=2, head=True)) == ("head.",)
 
 
 # ---------------------------------------------------------------------------------------------------- what is trained
@@ -147,7 +147,7 @@ def test_heads_are_known_by_the_name_of_their_adapter() -> None:
 def federation() -> fl.data.Federation:
     g = torch.Generator().manual_seed(3)
     x = torch.randint(1, 9, (60, 6), generator=g)
-    return fl.partition.iid(clients=3, test=0.2, validation=0.2)(fl.Dataset.of((x, x % 5), vocabulary=9)).to(
+    return fl.partition.iid(clients=3, test=0.2, validation=0.2)(fl.Dataset.create((x, x % 5), vocabulary=9)).to(
         dtype=torch.float64
     )
 
@@ -383,7 +383,7 @@ def test_a_model_of_transformers_takes_adapters(kind: str, each: bool) -> None:
     pytest.importorskip("transformers")
     spec = Hub(config={"model_type": kind, **TINY[kind]}, adapters={"rank": 2, "head": True})
     x = torch.randint(1, 9, (24, 6), generator=torch.Generator().manual_seed(1))
-    data = fl.Dataset.of((x, x % 5 if each else x[:, -1] % 5), vocabulary=9)
+    data = fl.Dataset.create((x, x % 5 if each else x[:, -1] % 5), vocabulary=9)
     fed = fl.partition.iid(clients=2)(data)
     result = fl.simulate(fl.algorithms.Ditto(), fed, model=spec, rounds=2, local=LocalSGD(lr=0.1))
     layout = result.job.oracle.layout
@@ -391,7 +391,7 @@ def test_a_model_of_transformers_takes_adapters(kind: str, each: bool) -> None:
     assert all("attention" in name or "attn" in name or name.startswith("head") for name in layout.names)
     assert bool(result.final("personal", "loss").isfinite().all())
     module = result.models.model("personal", 0).module()
-    torch.testing.assert_close(merged(module)(x), module(x), atol=1e-5, rtol=0)
+    torch.testing.assert_close(merge_adapters(module)(x), module(x), atol=1e-5, rtol=0)
 
 
 def test_what_transformers_cannot_make_is_said() -> None:

@@ -21,7 +21,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.models import Import
-from fedloom.models.imported import Held, given_model
+from fedloom.models.imported import Held, describe_model
 from tests.commands import end, fork
 
 SHORT: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1}}
@@ -290,8 +290,8 @@ def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Fede
 
 
 def test_a_class_of_specifications_is_its_default() -> None:
-    assert Setting.of("fedavg", model=fl.models.MLP).model == fl.models.MLP()
-    assert given_model(fl.models.MLP()) is None
+    assert Setting.create("fedavg", model=fl.models.MLP).model == fl.models.MLP()
+    assert describe_model(fl.models.MLP()) is None
 
 
 @pytest.mark.parametrize("raw", [np.zeros((4, 2)), (np.zeros((4, 2)), np.zeros(4)), fl.load("digits")])
@@ -320,7 +320,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
 
 def test_lazy_parameters_are_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\); call it on a sample first"):
-        given_model(nn.Sequential(nn.LazyLinear(2)))
+        describe_model(nn.Sequential(nn.LazyLinear(2)))
 
 
 class Turned(nn.Module):

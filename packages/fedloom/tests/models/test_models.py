@@ -11,22 +11,34 @@ import torch
 from torch import nn
 
 from fedloom.errors import ConfigError
-from fedloom.models import CNN, MLP, MODELS, PAPERS, Dropout, Import, ModelSpec, ResNet18, Softmax, Transformer, spec_of
+from fedloom.models import (
+    CNN,
+    MLP,
+    MODELS,
+    PAPER_NETWORKS,
+    Dropout,
+    Import,
+    ModelSpec,
+    ResNet18,
+    Softmax,
+    Transformer,
+    spec_of,
+)
 
 MNIST, CIFAR, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64)
 
 COUNTS: list[tuple[str, ModelSpec, tuple[int, ...], int, int]] = [
     ("softmax", Softmax(), MNIST, 10, 7_850),
-    ("flame-mlp", PAPERS["flame-mlp"], MNIST, 10, 109_386),
-    ("equitable-mnist", PAPERS["equitable-mnist"], MNIST, 10, 199_210),
-    ("flame-cifar10", PAPERS["flame-cifar10"], CIFAR, 10, 268_650),
-    ("flame-mmnist", PAPERS["flame-mmnist"], TINY, 6, 206_678),
-    ("flame-femnist", PAPERS["flame-femnist"], MNIST, 62, 214_590),
-    ("lenet", PAPERS["lenet"], CIFAR, 10, 62_006),
-    ("equitable-femnist", PAPERS["equitable-femnist"], MNIST, 62, 608_702),
-    ("fiaelt-synthetic", PAPERS["fiaelt-synthetic"], (60,), 10, 2_282),
-    ("fiaelt-femnist", PAPERS["fiaelt-femnist"], MNIST, 26, 103_834),
-    ("fedslr-resnet18", PAPERS["fedslr-resnet18"], CIFAR, 10, 11_173_952),
+    ("flame-mlp", PAPER_NETWORKS["flame-mlp"], MNIST, 10, 109_386),
+    ("equitable-mnist", PAPER_NETWORKS["equitable-mnist"], MNIST, 10, 199_210),
+    ("flame-cifar10", PAPER_NETWORKS["flame-cifar10"], CIFAR, 10, 268_650),
+    ("flame-mmnist", PAPER_NETWORKS["flame-mmnist"], TINY, 6, 206_678),
+    ("flame-femnist", PAPER_NETWORKS["flame-femnist"], MNIST, 62, 214_590),
+    ("lenet", PAPER_NETWORKS["lenet"], CIFAR, 10, 62_006),
+    ("equitable-femnist", PAPER_NETWORKS["equitable-femnist"], MNIST, 62, 608_702),
+    ("fiaelt-synthetic", PAPER_NETWORKS["fiaelt-synthetic"], (60,), 10, 2_282),
+    ("fiaelt-femnist", PAPER_NETWORKS["fiaelt-femnist"], MNIST, 26, 103_834),
+    ("fedslr-resnet18", PAPER_NETWORKS["fedslr-resnet18"], CIFAR, 10, 11_173_952),
     # the sizes below are added up by hand: kernels, biases, normalisation pairs, linear layers
     ("w3", CNN(), MNIST, 10, 25 * 32 + 32 + 32 * 64 * 25 + 64 + 1024 * 512 + 512 + 5130),
     (
@@ -52,13 +64,15 @@ def test_parameter_counts(spec: ModelSpec, shape: tuple[int, ...], outputs: int,
 
 def test_parameter_counts_of_models_of_tokens() -> None:
     lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
-    assert size(PAPERS["leaf-shakespeare"].build((80,), 80, 0, (82, False))) == 82 * 8 + lstm + 257 * 80 == 819_936
+    assert (
+        size(PAPER_NETWORKS["leaf-shakespeare"].build((80,), 80, 0, (82, False))) == 82 * 8 + lstm + 257 * 80 == 819_936
+    )
     block = 4 * (8 + 1) * 8 + (8 + 1) * 32 + (32 + 1) * 8 + 2 * 16
     assert size(Transformer(width=8, heads=2, layers=3).build((5,), 4, 0, (9, True))) == 9 * 8 + 3 * block + 16 + 36
 
 
 def test_equitable_cifar100_has_the_layers_of_its_description() -> None:
-    module = PAPERS["equitable-cifar100"].build(CIFAR, 100)
+    module = PAPER_NETWORKS["equitable-cifar100"].build(CIFAR, 100)
     kinds = [type(part) for part in module]
     assert (kinds.count(nn.Conv2d), kinds.count(nn.MaxPool2d), kinds.count(nn.Linear)) == (5, 3, 2)
     assert module.get_submodule("head").weight.shape == (100, 512)
@@ -107,7 +121,7 @@ def test_models_without_batch_statistics_stack_under_vmap(spec: ModelSpec) -> No
 
 def test_registries_are_usable_from_settings() -> None:
     assert {*MODELS} == {"softmax", "mlp", "cnn", "resnet18", "lstm", "transformer", "hub", "import"}
-    assert not {*MODELS} & {*PAPERS}
+    assert not {*MODELS} & {*PAPER_NETWORKS}
     assert spec_of("cnn", channels=[8], kernel=3) == CNN(channels=(8,), kernel=3)
     assert spec_of("lenet", dropout=0.1) == CNN(channels=(6, 16), kernel=5, hidden=(120, 84), dropout=0.1)
     with pytest.raises(ConfigError, match="did you mean 'lenet'"):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.models import CNN, MLP, Augment, ModelSpec, ResNet18, Softmax, head, penultimate
+from fedloom.models import CNN, MLP, Augment, ModelSpec, ResNet18, Softmax, head_prefixes, penultimate
 
 
 def seen_by_head(module: nn.Module, x: Tensor) -> Tensor:
     seen: list[Tensor] = []
-    handle = module.get_submodule(head(module)[0].removesuffix(".")).register_forward_pre_hook(
+    handle = module.get_submodule(head_prefixes(module)[0].removesuffix(".")).register_forward_pre_hook(
         lambda _, a: seen.append(a[0])
     )
     module(x)
@@ -51,7 +51,7 @@ def test_penultimate_is_what_the_head_sees(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("spec", [Softmax(), MLP(), CNN(kernel=3), ResNet18()], ids=repr)
 def test_head_prefixes_name_the_last_linear_layer(spec: ModelSpec) -> None:
     module = spec.build((3, 16, 16), 4)
-    named = [name for name, _ in module.named_parameters() if name.startswith(head(module))]
+    named = [name for name, _ in module.named_parameters() if name.startswith(head_prefixes(module))]
     weight = module.get_parameter(named[0])
     assert weight.shape[0] == 4
     assert named[-1] == [name for name, _ in module.named_parameters()][-1]
@@ -71,7 +71,7 @@ class Own(nn.Module):
 
 
 def test_a_module_may_name_its_parts() -> None:
-    assert (head(Own()), penultimate(Own())) == (("out.",), "mid")
+    assert (head_prefixes(Own()), penultimate(Own())) == (("out.",), "mid")
     wrong = Own()
     wrong.penultimate = "midd"
     with pytest.raises(ConfigError, match="did you mean 'mid'"):
@@ -80,7 +80,7 @@ def test_a_module_may_name_its_parts() -> None:
 
 def test_modules_without_such_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match="no linear layer"):
-        head(nn.Sequential(nn.Conv2d(1, 2, 3)))
+        head_prefixes(nn.Sequential(nn.Conv2d(1, 2, 3)))
     with pytest.raises(ConfigError, match="no layer before"):
         penultimate(nn.Sequential(nn.Linear(2, 2)))
 

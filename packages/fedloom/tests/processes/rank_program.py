@@ -10,11 +10,11 @@ from pathlib import Path
 from fedloom.errors import FedloomError
 from fedloom.lab.experiment import Plan, read
 from fedloom.lab.experiment.events import Event
-from fedloom.processes.distributed import joined
+from fedloom.processes.distributed import join_ranks
 
 
 def main(file: str, out: str, *victim: str) -> None:
-    with joined() as ranks:
+    with join_ranks() as ranks:
 
         def hear(event: Event) -> None:
             if (str(ranks.rank), event.label, str(event.round)) == victim:

@@ -30,9 +30,9 @@ from fedloom.lab.experiment import Plan, read
 from fedloom.local.oracles.precision import has_bf16
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.clients import ChunkResult
-from fedloom.processes.distributed import VARIABLES, _leave_word, joined
+from fedloom.processes.distributed import TORCHRUN_VARIABLES, _leave_word, join_ranks
 from fedloom.processes.rank_pool import RankPool, owner
-from fedloom.processes.ranks import ALONE, Move
+from fedloom.processes.ranks import SINGLE_RANK, Move
 from fedloom.processes.row_locations import RowLocations
 from fedloom.storage.store import Store
 from fedloom_studies.reproduce import recipes
@@ -337,8 +337,8 @@ def test_without_torchrun_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     for given in ({}, {"RANK": "1", "WORLD_SIZE": "4"}, {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}):
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        with joined() as ranks:
-            assert ranks is ALONE
+        with join_ranks() as ranks:
+            assert ranks is SINGLE_RANK
             assert not dist.is_initialized()
 
 
@@ -347,7 +347,7 @@ def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkey
     file = written(tmp_path, SHORT)
     commands = (["tune", str(file), "--out", str(tmp_path / "tune")],)
     commands += (["reproduce", next(iter(recipes())), "--out", str(tmp_path / "runs"), "--results", str(tmp_path)],)
-    for name in VARIABLES:
+    for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for command in commands:
@@ -379,11 +379,11 @@ def test_parcels_come_back_as_they_were() -> None:
     ids, share, counts = torch.arange(3), torch.ones(3, 1), torch.arange(21).view(3, 7)
     trained = ChunkResult(ids, share, torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, counts)
     value = [trained, {("global", "test"): {"loss": torch.arange(3.0)}}, (None, "text", 2**60, float("inf"))]
-    text, sent = parcel.write(value)
+    text, sent = parcel.encode_value(value)
     packed = torch.cat([parcel.pack(b"other", []), parcel.pack(text, sent), parcel.pack(b"ones", [torch.ones(3)])])
     (other, nothing), (text, data), (_, ones) = parcel.unpack(packed)
-    assert (other, len(nothing), len(ones)) == (b"other", 0, parcel.ALIGN)
-    back = parcel.read(text, parcel.cut(data, parcel.forms(text)))
+    assert (other, len(nothing), len(ones)) == (b"other", 0, parcel.ALIGNMENT_BYTES)
+    back = parcel.decode_value(text, parcel.cut(data, parcel.forms(text)))
     assert back[0].total == trained.total
     assert back[2] == value[2]
     assert torch.equal(back[0].accepted, trained.accepted)
@@ -398,16 +398,16 @@ def test_parcels_come_back_as_they_were() -> None:
     "error", [ClientError("client step", 3, [1, 2], "boom"), ConfigError("no"), CheckpointError("full"), FedloomError()]
 )
 def test_errors_travel_with_their_kind_and_text(error: FedloomError) -> None:
-    back = parcel.read(parcel.write(error)[0], [])
+    back = parcel.decode_value(parcel.encode_value(error)[0], [])
     assert type(back) is type(error)
     assert str(back) == str(error)
 
 
 def test_only_known_kinds_travel() -> None:
     with pytest.raises(TypeError, match="a set cannot travel"):
-        parcel.write({1, 2})
+        parcel.encode_value({1, 2})
     odd = b'[{"error": ["TYPE_CHECKING", ["x"]]}, []]'
-    assert type(parcel.read(odd, [])) is FedloomError
+    assert type(parcel.decode_value(odd, [])) is FedloomError
 
 
 class Row(tuple[torch.Tensor, ...]):
@@ -481,11 +481,11 @@ def test_the_order_and_the_number_of_results_do_not_depend_on_the_waves() -> Non
 
     stores: Mapping[str, Store[Any]] = {"clients": Store(20, Row(torch.zeros(2)))}  # type: ignore[type-var]
     for room in (1, 1 << 20, 1 << 40):
-        pool = RankPool(ALONE, RowLocations(ALONE, stores), room)
+        pool = RankPool(SINGLE_RANK, RowLocations(SINGLE_RANK, stores), room)
         assert list(pool.map(lambda by, task: by * task.k, 2, [Task(k) for k in range(20)])) == [
             2 * k for k in range(20)
         ]
-    broken = RankPool(ALONE, RowLocations(ALONE, stores), 1)
+    broken = RankPool(SINGLE_RANK, RowLocations(SINGLE_RANK, stores), 1)
     with pytest.raises(FedloomError, match="no"):
         list(broken.map(lambda *_: FedloomError("no"), 2, [Task(0)]))
 

@@ -21,8 +21,8 @@ import fedloom as fl
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.tune import Tuning
 from fedloom.processes import pool as pools
-from fedloom.processes.buffers import LARGE, packed, unpacked
-from fedloom.processes.pool import SHORT, WorkerPool
+from fedloom.processes.buffers import MIN_SHARED_BYTES, packed, unpacked
+from fedloom.processes.pool import MAX_PIPE_BYTES, WorkerPool
 
 
 class Task(NamedTuple):
@@ -36,13 +36,15 @@ def triple(shared: Tensor, task: Task) -> tuple[int, Tensor]:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("size", [3, LARGE, 4 * SHORT], ids=["small", "large", "larger than a pipe takes"])
+@pytest.mark.parametrize(
+    "size", [3, MIN_SHARED_BYTES, 4 * MAX_PIPE_BYTES], ids=["small", "large", "larger than a pipe takes"]
+)
 def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
     """Also where the parent is slow to look: a buffer is not written again before it was read."""
-    shared = torch.arange(float(LARGE))
+    shared = torch.arange(float(MIN_SHARED_BYTES))
     tasks = [Task(k, torch.full((size,), float(k))) for k in range(17)]
     alone = [*WorkerPool([triple], 1).map(triple, shared, tasks)]
-    with WorkerPool([triple], 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
+    with WorkerPool([triple], 3, 5 * MIN_SHARED_BYTES, 4 * (3 * size + MIN_SHARED_BYTES) + 1024, ahead=ahead) as pool:
         for _ in range(2):
             for (k, rows), (order, expected) in zip(pool.map(triple, shared, tasks), alone, strict=True):
                 time.sleep(0.002)
@@ -58,7 +60,7 @@ def test_a_tensor_lies_in_memory_of_another_process_as_torch_places_it() -> None
 
 def federation() -> fl.Federation:
     y = torch.arange(12) % 2
-    return fl.Federation.of([((torch.rand(12, 3), y), (torch.rand(4, 3), y[:4])) for _ in range(3)])
+    return fl.Federation.create([((torch.rand(12, 3), y), (torch.rand(4, 3), y[:4])) for _ in range(3)])
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -211,8 +213,8 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
             os.kill(record.args[0], signal.SIGCONT)  # type: ignore[index,arg-type]
 
     lines: list[str] = []
-    monkeypatch.setattr(pools, "LOOK", 0.02)
-    monkeypatch.setattr(pools, "QUIET", 0.3)
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.3)
     log = logging.getLogger("fedloom")
     handler = Continue()
     log.addHandler(handler)
@@ -241,20 +243,20 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
     lines: list[str] = []
     log, handler = logging.getLogger("fedloom"), Reported()
     log.addHandler(handler)
-    monkeypatch.setattr(pools, "LOOK", 0.02)
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.02)
     try:
         with WorkerPool([slow], 2) as pool:
             list(pool.map(slow, None, [0.01, 0.01, 0.1]))  # far longer, but not long
-            monkeypatch.setattr(pools, "QUIET", 0.1)
+            monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
             list(pool.map(slow, None, [0.4, 0.4]))  # long, but no longer than the other
             time.sleep(0.6)
-            monkeypatch.setattr(pools, "QUIET", 2.0)
+            monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 2.0)
             slow_parent = pool.map(slow, None, [0.01, 0.01, 0.01, 0.01])
             next(slow_parent)
             time.sleep(2.5)  # of the parent, not of a worker
             list(slow_parent)
             assert not lines
-            monkeypatch.setattr(pools, "QUIET", 0.1)
+            monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
             list(pool.map(slow, None, [0.0, 0.0, math.inf]))
     finally:
         log.removeHandler(handler)

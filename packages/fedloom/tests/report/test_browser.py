@@ -34,7 +34,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store(run / "confusion.parquet", ("method", "seed", "client", "model", "true", "predicted", "count"), cells)
     points = [("ditto", 0, c, "personal", float(k % 3), float(k), float(k * c)) for c in (2, 3) for k in range(9)]
     store(run / "tsne.parquet", ("method", "seed", "client", "model", "label", "x", "y"), points)
-    return report.write([run], run / "report.html")
+    return report.write_report([run], run / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs that differ in the share of attackers."""
     folder = tmp_path_factory.mktemp("runs")
     recordings = {share: Recording(methods=3, seeds=2, rounds=10, clients=5, attack=share) for share in (0.0, 0.2, 0.4)}
-    return report.write([r.write(folder / f"share-{share}") for share, r in recordings.items()], folder / "report.html")
+    return report.write_report(
+        [r.write(folder / f"share-{share}") for share, r in recordings.items()], folder / "report.html"
+    )
 
 
 def store(path: Path, names: tuple[str, ...], rows: list[tuple]) -> None:
@@ -140,7 +142,7 @@ def test_tables_fit_on_paper(rich: Path, open_page: Open) -> None:
 def test_no_name_is_cut_on_a_phone(open_page: Open, tmp_path: Path) -> None:
     plain = Recording(methods=4, seeds=2, rounds=10, clients=5).write(tmp_path / "plain")
     other = Recording(methods=4, seeds=2, rounds=10, clients=5, seed=1).write(tmp_path / "a-run-with-quite-a-long-name")
-    page = open_page(report.write([plain, other], tmp_path / "report.html"), "phone")
+    page = open_page(report.write_report([plain, other], tmp_path / "report.html"), "phone")
     drawn = {figure.get_attribute("id"): figure for figure in walk(page)}
     assert {"place-relative", "place-clients"} <= drawn.keys()
     tabs = {tab.get_attribute("value"): tab for tab in page.locator(".tabs input").all()}

@@ -18,9 +18,9 @@ from fedloom.data.sources import source
 from fedloom.lab.report import overview
 from fedloom.lab.report.charts.kit import Figure
 from fedloom.lab.report.charts.partition import aligned, label_skew, skew_table
-from fedloom.lab.report.numbers import curve, rows_of
+from fedloom.lab.report.numbers import curve, method_rows
 from fedloom.lab.report.overview import notes
-from fedloom.lab.report.page import figures
+from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key, Run
 from fedloom.lab.report.settings import settings
@@ -29,7 +29,7 @@ COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "valu
 
 
 def charts(runs: list[Run]) -> dict[str, Figure]:
-    return {figure.id: figure for figure in figures(runs, rows_of(runs))}
+    return {figure.id: figure for figure in make_figures(runs, method_rows(runs))}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
         assert "Clients that attacked are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
-    assert "2 of 6 clients attack (sign-flip)" in " ".join(notes(runs, rows_of(runs)))
+    assert "2 of 6 clients attack (sign-flip)" in " ".join(notes(runs, method_rows(runs)))
 
 
 def test_confusion_leaves_attackers_out(attacked: Path) -> None:
@@ -108,7 +108,7 @@ def test_runs_under_other_attacks_have_winners_of_their_own(tmp_path: Path) -> N
         Recording(methods=2, seeds=2, clients=4, rounds=5, attack=a).write(tmp_path / f"share {a}") for a in (0.0, 0.2)
     ]
     runs = read_runs(paths)
-    text = overview.cards(runs, rows_of(runs))
+    text = overview.cards(runs, method_rows(runs))
     assert re.findall("<h3>(.*?)</h3>", text) == ["share 0.0", "share 0.2"]
     assert not re.search('class="who">[^<]*share', text)
     best = [row["method"] for row in charts(runs)["fairness"].rows if row["best"]]
@@ -202,7 +202,7 @@ def test_warnings_that_seeds_share_are_one_note(tmp_path: Path) -> None:
     summary["warnings"] = ["fedavg, seed 0: too fast", "few samples", "fedavg, seed 1: too fast"]
     (run / "summary.json").write_text(json.dumps(summary))
     runs = read_runs([run])
-    found = notes(runs, rows_of(runs))
+    found = notes(runs, method_rows(runs))
     assert [note for note in found if "fast" in note or "few" in note] == [
         "fedavg, seeds 0, 1: too fast",
         "few samples",

@@ -91,7 +91,7 @@ def test_the_table_fits_80_columns_and_marks_the_best_row(
 
 
 def test_no_column_of_the_first_table_of_results_is_missing_its_status_and_work(run: Path, tmp_path: Path) -> None:
-    page = report.write([run], tmp_path / "page.html", charts=False).read_text()
+    page = report.write_report([run], tmp_path / "page.html", charts=False).read_text()
     table = page.partition('<table class="results">')[2].partition("</table>")[0]
     heads = re.findall(r'data-do="sort">([^<]*)<', table)
     assert heads[:2] == ["Method", "Model"]

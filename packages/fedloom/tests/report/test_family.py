@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from fedloom.lab.report.comparison.family import LEVEL, differences, family
+from fedloom.lab.report.comparison.family import FAMILY_ERROR_LEVEL, differences, family
 from fedloom.lab.report.numbers import Estimate, repeated
 from tests import recomputed
 
@@ -25,7 +25,7 @@ def test_p_values_verdicts_and_intervals_agree(members: list[list[float]]) -> No
     spread = {k: values for k, values in enumerate(members) if len(set(values)) > 1}
     p = [stats.ttest_1samp(spread[k], 0).pvalue if k in spread else float(v[0] == 0) for k, v in enumerate(members)]
     with patch("gc.collect"):  # which statsmodels calls every time
-        rejections, corrected, *_ = multipletests(p, alpha=LEVEL, method="holm")
+        rejections, corrected, *_ = multipletests(p, alpha=FAMILY_ERROR_LEVEL, method="holm")
     for k, values in enumerate(members):
         one = found[k]
         assert one.mean == pytest.approx(np.mean(values), abs=1e-12)
@@ -34,7 +34,7 @@ def test_p_values_verdicts_and_intervals_agree(members: list[list[float]]) -> No
         assert one.testable
         if k in spread and not math.isclose(one.half, abs(one.mean)):
             assert one.significant == (abs(one.mean) > one.half)
-            plain = stats.ttest_1samp(values, 0).confidence_interval(1 - LEVEL)
+            plain = stats.ttest_1samp(values, 0).confidence_interval(1 - FAMILY_ERROR_LEVEL)
             assert one.half >= (plain.high - plain.low) / 2 * (1 - 1e-9)
 
 

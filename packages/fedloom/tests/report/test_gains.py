@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from fedloom.lab import report
 from fedloom.lab.cli import app
-from fedloom.lab.report.comparison.gains import FEW, MEANS, gains, gains_csv, gains_html, gains_latex
-from fedloom.lab.report.numbers import rows_of
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, MEAN_ROWS, gains, gains_csv, gains_html, gains_latex
+from fedloom.lab.report.numbers import method_rows
 from fedloom.lab.report.overview import notes
 from fedloom.lab.report.reading import read_runs
 from tests import hospitals
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def of_clients(folder: Path, method: str) -> np.ndarray:
+def make_client_record(folder: Path, method: str) -> np.ndarray:
     """AUROC ``[5, 3]`` by seed and client at the last round."""
     table = pq.read_table(folder / "metrics.parquet")
     for name, value in (("method", method), ("part", "test"), ("metric", "auroc"), ("round", 3)):
@@ -80,10 +80,10 @@ def records(text: str) -> list[dict[str, str]]:
 
 
 def test_the_gains_of_a_run_are_those_of_scipy_and_statsmodels(folder: Path, tmp_path: Path) -> None:
-    report.write([folder], tmp_path / "r.html", charts=False)
+    report.write_report([folder], tmp_path / "r.html", charts=False)
     lines = records((tmp_path / "r" / "sites.csv").read_text())
-    assert [line["site"] for line in lines] == ["Celle", "Dorn", "Esche", *MEANS]
-    difference = of_clients(folder, "fedavg") - of_clients(folder, "local")
+    assert [line["site"] for line in lines] == ["Celle", "Dorn", "Esche", *MEAN_ROWS]
+    difference = make_client_record(folder, "fedavg") - make_client_record(folder, "local")
     assert np.isfinite(difference[:, :2]).all()
     assert np.isnan(difference[:, 2]).all()
     parts = pq.read_table(folder / "partition.parquet").to_pandas()
@@ -111,7 +111,7 @@ def test_the_gains_of_a_run_are_those_of_scipy_and_statsmodels(folder: Path, tmp
 
 def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     runs = read_runs([folder])
-    tables = gains(runs, rows_of(runs), "auroc")
+    tables = gains(runs, method_rows(runs), "auroc")
     line = tables[0].lines[2]
     low, high = min(line.samples), max(line.samples)
     size = f"{low}" if low == high else f"{low} to {high}"
@@ -122,14 +122,14 @@ def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
 
 
 def test_the_page_opens_with_it(folder: Path, tmp_path: Path) -> None:
-    text = report.write([folder], tmp_path / "r.html", charts=False).read_text()
+    text = report.write_report([folder], tmp_path / "r.html", charts=False).read_text()
     assert text.index('<section id="gains"') == text.index("<section ")
     assert '<a class="skip" href="#gains">' in text
 
 
 def shown(recording: Recording, folder: Path, lead: str) -> str:
     runs = read_runs([recording.write(folder)])
-    tables = gains(runs, rows_of(runs), lead)
+    tables = gains(runs, method_rows(runs), lead)
     assert gains_latex(tables, "a_b").count("\\\\\n") == sum(1 + len(table.lines) for table in tables)
     return gains_csv(tables)
 
@@ -146,10 +146,13 @@ def test_lower_errors_are_gains_and_few_seeds_decide_nothing(tmp_path: Path) -> 
 
 
 def test_many_sites_and_runs_without_training_alone_have_no_table(tmp_path: Path) -> None:
-    assert shown(Recording(methods=4, seeds=2, clients=FEW + 1, rounds=5), tmp_path / "many", "accuracy") == ""
+    assert (
+        shown(Recording(methods=4, seeds=2, clients=MAX_LISTED_SITES + 1, rounds=5), tmp_path / "many", "accuracy")
+        == ""
+    )
     assert shown(Recording(methods=2, seeds=2, clients=4, rounds=5), tmp_path / "no-local", "accuracy") == ""
-    few = Recording(methods=4, seeds=2, clients=FEW, rounds=5)
-    assert len(records(shown(few, tmp_path / "few", "accuracy"))) == FEW + 2
+    few = Recording(methods=4, seeds=2, clients=MAX_LISTED_SITES, rounds=5)
+    assert len(records(shown(few, tmp_path / "few", "accuracy"))) == MAX_LISTED_SITES + 2
 
 
 def test_numbered_clients_are_sites_where_the_partition_cuts_by_site(tmp_path: Path) -> None:
@@ -158,11 +161,11 @@ def test_numbered_clients_are_sites_where_the_partition_cuts_by_site(tmp_path: P
     numbers = [str(client) for client in table["client"].to_pylist()]
     pq.write_table(table.set_column(table.column_names.index("name"), "name", [numbers]), folder / "partition.parquet")
     runs = read_runs([folder])
-    assert gains(runs, rows_of(runs), "accuracy") == []
+    assert gains(runs, method_rows(runs), "accuracy") == []
     settings = folder / "experiment.toml"
     settings.write_text(settings.read_text().replace('kind = "hybrid"', 'kind = "writers"'))
     runs = read_runs([folder])
-    assert len(gains(runs, rows_of(runs), "accuracy")) == 1
+    assert len(gains(runs, method_rows(runs), "accuracy")) == 1
 
 
 def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
         table.set_column(table.column_names.index("attacks"), "attacks", attacks), folder / "partition.parquet"
     )
     runs = read_runs([folder])
-    lines = gains(runs, rows_of(runs), "accuracy")[0].lines
+    lines = gains(runs, method_rows(runs), "accuracy")[0].lines
     assert [line.comparison.seeds for line in lines] == [2, 0, 0, 2, 2, 2, 2, 2]  # client 1 has no test part
     assert lines[1].reason.endswith("none of its samples was tested.")
     assert lines[2].reason.endswith("attacks and is not scored.")
@@ -181,4 +184,4 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
 
 def test_the_notes_name_who_is_left_out_of_the_means(folder: Path) -> None:
     runs = read_runs([folder])
-    assert "Clients without AUROC, left out of the means: up to 1 of 3; Esche." in notes(runs, rows_of(runs))
+    assert "Clients without AUROC, left out of the means: up to 1 of 3; Esche." in notes(runs, method_rows(runs))

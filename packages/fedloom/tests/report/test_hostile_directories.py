@@ -20,7 +20,7 @@ from recorded import Recording
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError
 from fedloom.lab import report
-from fedloom.lab.report.charts.kit import Figure, chart, mark, number
+from fedloom.lab.report.charts.kit import Figure, layer_chart, mark, number
 from fedloom.lab.report.csv_files import csv_of, csv_of_table
 
 pytestmark = pytest.mark.attack("hostile directories")
@@ -46,7 +46,7 @@ def copy(tiny: Path, tmp_path: Path) -> Path:
 def outcome(run: Path) -> str:
     """What a report of a directory comes to: "" or the sentence; any other error is raised."""
     try:
-        report.write([run], run / "report.html", charts=False)
+        report.write_report([run], run / "report.html", charts=False)
     except FedloomError as error:
         return str(error)
     return ""
@@ -176,7 +176,9 @@ def test_a_client_that_the_partition_has_not_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize("letter", ["\x07", "\x0b", "\x0c", "\x1b", "\x00", "\ufffe", "\uffff", "\ud800"])
 def test_a_chart_with_any_character_becomes_a_picture(letter: str) -> None:
     rows = [{"x": 1.0, f"y{letter}": 2.0, "name": f"a{letter}b"}]
-    spec = chart(mark("point", {"x": number("x", f"title{letter}"), "color": {"field": "name", "type": "nominal"}}))
+    spec = layer_chart(
+        mark("point", {"x": number("x", f"title{letter}"), "color": {"field": "name", "type": "nominal"}})
+    )
     svg = Figure("a", "g", f"t{letter}", "t", f"caption{letter}", spec, {"rows": rows}, "wide").svg()
     assert "a\ufffdb" in svg
     assert letter not in svg
@@ -189,7 +191,7 @@ def test_a_report_is_not_written_through_a_link(link: str, copy: Path, tmp_path:
     (other / "results.csv").write_text("years of work")
     (copy / link).symlink_to(other if link == "report" else other / "results.csv")
     with pytest.raises(ConfigError, match="is a link"):
-        report.write([copy], copy / "report.html")
+        report.write_report([copy], copy / "report.html")
     assert [path.read_text() for path in other.iterdir()] == ["years of work"]
 
 
@@ -199,7 +201,7 @@ def test_links_at_the_names_of_drafts_and_results_are_replaced_not_followed(copy
     (copy / "report").mkdir()
     for name in (f"report.html.{os.getpid()}.tmp", "report/results.csv", f"report/results.csv.{os.getpid()}.tmp"):
         (copy / name).symlink_to(precious)
-    report.write([copy], copy / "report.html", charts=False)
+    report.write_report([copy], copy / "report.html", charts=False)
     assert precious.read_text() == "years of work"
     assert not (copy / "report" / "results.csv").is_symlink()
 
@@ -234,7 +236,7 @@ def test_a_page_of_a_directory_with_odd_names_is_written_with_its_charts(tmp_pat
     summary = json.loads((run / "summary.json").read_text())
     summary["classes"] = ["\x0b", "=1+1"]
     (run / "summary.json").write_text(json.dumps(summary))
-    report.write([run], run / "report.html")
+    report.write_report([run], run / "report.html")
     assert list((run / "report").glob("*.svg"))
 
 
@@ -242,6 +244,6 @@ def test_what_does_not_fit_together_is_said(copy: Path, monkeypatch: pytest.Monk
     def broken(*_: object) -> Callable[[], None]:
         raise KeyError("x")
 
-    monkeypatch.setattr("fedloom.lab.report.page.figures", broken)
+    monkeypatch.setattr("fedloom.lab.report.page.make_figures", broken)
     with pytest.raises(RunDirError, match=r"does not fit together \(KeyError: 'x'\)"):
-        report.write([copy], copy / "report.html")
+        report.write_report([copy], copy / "report.html")

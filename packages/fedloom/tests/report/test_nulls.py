@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 import fedloom as fl
-from fedloom.lab.report.comparison.family import LEVEL, PairVerdict, family, pair_verdict
+from fedloom.lab.report.comparison.family import FAMILY_ERROR_LEVEL, PairVerdict, family, pair_verdict
 
 METHODS, FEATURES = 4, 3
 
@@ -22,7 +22,7 @@ def accuracies(rng: np.random.Generator, samples: int, seeds: int, clients: int)
     """Accuracies ``[seeds, METHODS]`` of nearest means by block, over clients, and test samples per training sample."""
     y = rng.integers(0, 2, samples)
     x = rng.standard_normal((samples, METHODS, FEATURES)) + 0.35 * (2 * y[:, None, None] - 1)
-    data = fl.Dataset.of((x.reshape(samples, -1).astype(np.float32), y))
+    data = fl.Dataset.create((x.reshape(samples, -1).astype(np.float32), y))
     cut = fl.partition.iid(clients=clients)
     found, tested, trained = np.zeros((seeds, METHODS)), 0, 0
     for seed in range(seeds):
@@ -50,7 +50,7 @@ def false_families(repetitions: int, seeds: int, clients: int, samples: int = 30
 
 def at_most_the_level(false: int, repetitions: int) -> bool:
     """Whether a count of false families is what an error of at most 5 % gives, at 1 %."""
-    return bool(stats.binomtest(false, repetitions, LEVEL, alternative="greater").pvalue > 0.01)
+    return bool(stats.binomtest(false, repetitions, FAMILY_ERROR_LEVEL, alternative="greater").pvalue > 0.01)
 
 
 def test_seeds_that_split_the_same_samples_give_few_false_verdicts_on_the_source() -> None:

@@ -19,7 +19,7 @@ from fedloom.lab.report import numbers, overview
 from fedloom.lab.report.comparison import criteria as compare
 from fedloom.lab.report.comparison.contenders import reference
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html, pairs_latex
-from fedloom.lab.report.numbers import Estimate, Row, rows_of
+from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key
 from fedloom.rundir import RunRecord
@@ -54,7 +54,7 @@ def test_statistics_over_clients_by_hand(tmp_path: Path) -> None:
     rows = clients("a", 0, 5, "test", "accuracy", accuracy) + clients(
         "a", 0, 5, "test", "loss", [1.0, 3.0, 5.0, math.nan]
     )
-    (row,) = rows_of(read_runs([store(tmp_path / "r", rows)]))
+    (row,) = method_rows(read_runs([store(tmp_path / "r", rows)]))
     assert row.figures["accuracy"].mean == pytest.approx(0.69)
     assert row.figures["accuracy/worst10"].mean == pytest.approx(0.51)
     assert row.figures["loss/variance"].mean == pytest.approx(4.0)  # divisor n - 1
@@ -67,7 +67,7 @@ def test_recorded_statistics_are_taken_as_they_are(tmp_path: Path) -> None:
         ("a", 0, 5, -1, "global", "test", "accuracy/mean", 0.35),
         ("a", 0, 5, -1, "global", "test", "loss/variance", 7.0),
     ]
-    (row,) = rows_of(read_runs([store(tmp_path / "r", rows)]))
+    (row,) = method_rows(read_runs([store(tmp_path / "r", rows)]))
     assert row.figures["accuracy"].mean == 0.35
     assert row.figures["loss/variance"].mean == 7.0
 
@@ -78,7 +78,7 @@ def test_rounds_are_chosen_on_validation_and_never_on_test(tmp_path: Path) -> No
         rows += clients("a", 0, t, "validation", "accuracy", [validation]) + clients(
             "a", 0, t, "test", "accuracy", [test]
         )
-    (row,) = rows_of(read_runs([store(tmp_path / "r", rows)]))
+    (row,) = method_rows(read_runs([store(tmp_path / "r", rows)]))
     assert row.figures["accuracy@validation"].mean == 0.6  # the first of the equals
     assert row.figures["accuracy"].mean == 0.65
 
@@ -89,7 +89,7 @@ def test_work_of_a_seed_that_ended_early_is_pooled_with_its_like_only(tmp_path: 
     rows = [r for s, v in ((0, 0.5), (1, 0.7), (2, 0.1)) for r in clients("a", s, 4, "test", "accuracy", [v])]
     rows += [("a", s, 4, -1, "", "", "steps", 10.0 * (s + 1)) for s in range(3)]
     runs = [{"method": "a", "seed": s, "status": "done" if s < whole else end, "rounds": 4} for s in range(3)]
-    (row,) = rows_of(read_runs([store(tmp_path / "r", rows, runs=runs)]))
+    (row,) = method_rows(read_runs([store(tmp_path / "r", rows, runs=runs)]))
     assert row.figures["steps"].mean == (15 if whole else 20)
     measured = 3 if end == "interrupted" else whole
     assert row.measured == measured
@@ -106,12 +106,12 @@ def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:
         rows += [("a", 0, t, -1, "", "", "bytes_up", 3.0 * t), ("a", 0, t, -1, "", "", "bytes_down", 4.0 * t)]
     runs = read_runs([store(tmp_path / "r", rows)])
     assert compare.cumulative(runs[0], "a", 0, "bytes").value.tolist() == [7, 14]
-    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.5, "bytes")[0].mean == 7
-    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.6, "bytes")[0].mean == 14
-    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.95, "bytes") == {}
+    assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.5, "bytes")[0].mean == 7
+    assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.6, "bytes")[0].mean == 14
+    assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.95, "bytes") == {}
     runs = read_runs([store(tmp_path / "r", [*rows, *clients("a", 0, 0, "test", "accuracy", [0.6])])])
-    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.9, "bytes")[0].mean == 14
-    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.6, "bytes") == {}  # met before any round
+    assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.9, "bytes")[0].mean == 14
+    assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.6, "bytes") == {}  # met before any round
 
 
 def row(name: str, values: list[float], status: str = "done") -> Row:
@@ -214,7 +214,7 @@ def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words:
     criterion = compare.Criterion(figure, "", "", 1.0, True, {})
     for rows in ([best, behind], [best, behind, lost], [best, behind, few]):
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
-        said = overview.sure(compare.winner(replace(criterion, values=values), rows), rows)
+        said = overview.significance_text(compare.winner(replace(criterion, values=values), rows), rows)
         some = f" that {words} with every seed" * (len(rows) > 2)
         lead = "ahead of behind global." if figure == "accuracy" else "times behind global's."
         assert said.startswith(f"<b>Better</b> than every other method{some}: ")

@@ -22,8 +22,8 @@ from fedloom.lab import report
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.report import document, overview
 from fedloom.lab.report.charts.kit import slug
-from fedloom.lab.report.numbers import Estimate, Row, rows_of
-from fedloom.lab.report.page import figures
+from fedloom.lab.report.numbers import Estimate, Row, method_rows
+from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key
 from fedloom.lab.report.tables import csv_text, latex
@@ -32,7 +32,7 @@ from fedloom.rundir import RunRecord
 
 @pytest.fixture(scope="module")
 def page(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report.write([small], tmp_path_factory.mktemp("report") / "report.html")
+    return report.write_report([small], tmp_path_factory.mktemp("report") / "report.html")
 
 
 def payload(page: Path, id: str) -> list[dict]:
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
 ) -> None:
     """It fills up at the first file, at a later one, at the last: no half-written file, no draft; the page stays."""
     monkeypatch.setattr("fedloom.lab.report.charts.kit.Figure.svg", lambda _figure: "<svg></svg>")  # takes seconds
-    out = report.write([small], tmp_path / "report.html")
+    out = report.write_report([small], tmp_path / "report.html")
     files, page = sorted(tmp_path.rglob("*")), out.read_bytes()
     real, left = Path.write_text, [0]
 
@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
     for count in (0, 2, len(files) - 2):  # of the files one is a folder; the page comes last
         left[0] = count
         with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact; free some"):
-            report.write([small], out)
+            report.write_report([small], out)
         assert sorted(tmp_path.rglob("*")) == files
         assert out.read_bytes() == page
         assert all(path.read_text().endswith("</svg>") for path in files if path.suffix == ".svg")
@@ -165,7 +165,7 @@ def test_recorded_text_cannot_become_markup(tmp_path: Path) -> None:
     summary["warnings"] = [evil]
     summary["runs"][0]["reason"] = evil
     (run / "summary.json").write_text(json.dumps(summary))
-    out = report.write([run], tmp_path / "out.html")
+    out = report.write_report([run], tmp_path / "out.html")
     assert "<img" not in own_part(out)
     assert own_part(out).count("</script>") == own_part(out).count("<script")
     assert evil in {run.summary.runs[0].reason for run in read_runs([run])}
@@ -173,7 +173,7 @@ def test_recorded_text_cannot_become_markup(tmp_path: Path) -> None:
 
 def test_numbers_in_the_csv_are_those_of_the_arrow_table(small: Path) -> None:
     table = report.result_table(small).to_pylist()
-    cells = list(csv.DictReader(io.StringIO(csv_text(rows_of(read_runs([small]))))))
+    cells = list(csv.DictReader(io.StringIO(csv_text(method_rows(read_runs([small]))))))
     assert [row["method"] for row in cells] == [row["method"] for row in table]
     for cell, row in zip(cells, table, strict=True):
         for name in ("accuracy", "accuracy_common"):
@@ -182,7 +182,7 @@ def test_numbers_in_the_csv_are_those_of_the_arrow_table(small: Path) -> None:
 
 def test_latex_is_escaped_and_rectangular(small: Path) -> None:
     (run,) = read_runs([small])
-    rows = [replace(row, method="a_b & 50%") if row.method == "fedavg" else row for row in rows_of([run])]
+    rows = [replace(row, method="a_b & 50%") if row.method == "fedavg" else row for row in method_rows([run])]
     lines = latex(rows, "x_y").splitlines()
     assert "\\caption{x\\_y}" in lines
     assert any(line.startswith("a\\_b \\& 50\\% & global") for line in lines)
@@ -210,7 +210,7 @@ def test_every_kind_of_run_gets_a_page(
     recording: Recording, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedloom.lab.report.charts.kit.Figure.svg", lambda _: "<svg/>")
-    out = report.write([recording.write(tmp_path / "run")], tmp_path / "report.html")
+    out = report.write_report([recording.write(tmp_path / "run")], tmp_path / "report.html")
     assert title in own_part(out)
     assert payload(out, "figures")
 
@@ -219,7 +219,7 @@ def test_runs_with_other_attacks_become_a_robustness_curve(tmp_path: Path, monke
     monkeypatch.setattr("fedloom.lab.report.charts.kit.Figure.svg", lambda _: "<svg/>")
     recording = Recording(methods=2, seeds=2, clients=4, rounds=5)
     runs = [replace(recording, attack=a, seed=i).write(tmp_path / f"run{i}") for i, a in enumerate((0.0, 0.2))]
-    out = report.write(runs, tmp_path / "report.html")
+    out = report.write_report(runs, tmp_path / "report.html")
     curve = next(figure for figure in payload(out, "figures") if figure["id"] == "attacks")
     rows = curve["spec"]["datasets"]["rows"]
     assert {row[rows["columns"].index("x")] for row in rows["rows"]} == {0.0, 0.2}
@@ -230,12 +230,12 @@ def test_the_same_run_gives_the_same_page(
     small: Path, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedloom.lab.report.charts.kit.Figure.svg", lambda _: "<svg/>")
-    again = report.write([small], tmp_path / "report.html")
+    again = report.write_report([small], tmp_path / "report.html")
     assert again.read_bytes() == page.read_bytes()
 
 
 def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
-    rows = rows_of(read_runs([small]))
+    rows = method_rows(read_runs([small]))
     head = latex(rows, "x").splitlines()[6]
     assert head.count("&") == 1 + 6
     assert (
@@ -256,11 +256,11 @@ def test_a_run_that_exploded_sets_no_axis_and_no_number_has_sixteen_digits(tmp_p
     bad = pc.and_(pc.equal(table["method"], "local"), pc.not_equal(table["client"], -1))
     values = pc.if_else(bad, pc.multiply(table["value"], 7856937935508588.0), table["value"])
     pq.write_table(table.set_column(table.column_names.index("value"), "value", values), run / "metrics.parquet")
-    out = report.write([run], tmp_path / "report.html", charts=False)
+    out = report.write_report([run], tmp_path / "report.html", charts=False)
     assert not re.search(
         r"\d[\d\u202f]{15}", re.sub(r'data-value="[^"]*"', "", own_part(out).partition('id="figures"')[0])
     )
-    drawn = {figure.id: figure for figure in figures(read_runs([run]), rows_of(read_runs([run])))}
+    drawn = {figure.id: figure for figure in make_figures(read_runs([run]), method_rows(read_runs([run])))}
     for id in ("curves-rmse-round", "fairness", "clients", "each-client", "single-clients"):
         assert "Far outside of the axis: local" in drawn[id].caption, id
         domains = re.findall(r'"domain": \[(-?[\d.e+-]+), (-?[\d.e+-]+)\]', json.dumps(drawn[id].chart))
@@ -271,7 +271,7 @@ def test_a_run_that_exploded_sets_no_axis_and_no_number_has_sixteen_digits(tmp_p
 def test_few_seeds_are_drawn_one_by_one_and_many_as_an_interval(tmp_path: Path) -> None:
     for seeds, single, interval in ((3, True, False), (5, False, True)):
         run = Recording(methods=2, seeds=seeds, rounds=10, clients=4).write(tmp_path / f"run{seeds}")
-        drawn = {figure.id: figure for figure in figures(read_runs([run]), rows_of(read_runs([run])))}
+        drawn = {figure.id: figure for figure in make_figures(read_runs([run]), method_rows(read_runs([run])))}
         for id in ("curves-accuracy-round", "costs"):
             assert any(row["seed"] is not None for row in drawn[id].rows) is single
             assert any(row.get("low") is not None for row in drawn[id].rows) is interval
@@ -299,7 +299,7 @@ def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, mon
 
 def test_every_chart_is_vega_lite(small: Path) -> None:
     runs = read_runs([small])
-    for figure in figures(runs, rows_of(runs)):
+    for figure in make_figures(runs, method_rows(runs)):
         some = {name: rows[:3] for name, rows in figure.data.items()}  # of rows the schema asks no more than a table
         alt.Chart.from_dict({**figure.chart, "datasets": some}, validate=True)
 
@@ -307,7 +307,7 @@ def test_every_chart_is_vega_lite(small: Path) -> None:
 def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> None:
     run = Recording(methods=2, seeds=1, clients=2000, rounds=5, classes=4).write(tmp_path / "run")
     runs = read_runs([run])
-    drawn = {figure.id: figure for figure in figures(runs, rows_of(runs))}
+    drawn = {figure.id: figure for figure in make_figures(runs, method_rows(runs))}
     rows = drawn["single-clients"].rows
     best = next(row["row"] for row in rows if f"worst with {row['row']}" in drawn["single-clients"].caption)
     worst = {row["client"]: row["value"] for row in rows if row["row"] == best}
@@ -319,7 +319,7 @@ def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> Non
     assert len(dots) < 2000
     assert (min(dots), max(dots)) == pytest.approx((last[0], last[-1]), rel=1e-4)
     assert len(drawn["partition-0"].rows) <= 4000
-    out = report.write([run], tmp_path / "report.html", charts=False)
+    out = report.write_report([run], tmp_path / "report.html", charts=False)
     assert out.stat().st_size < 1.5e6
 
 

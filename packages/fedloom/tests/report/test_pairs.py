@@ -29,7 +29,7 @@ from fedloom.lab.report.comparison.contenders import Models, contenders, same
 from fedloom.lab.report.comparison.criteria import marks, winners
 from fedloom.lab.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex
-from fedloom.lab.report.numbers import Estimate, Row, rows_of
+from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 
@@ -54,7 +54,7 @@ def run(folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def rows(run: Run) -> list[Row]:
-    return rows_of([run])
+    return method_rows([run])
 
 
 def test_one_row_a_method_and_the_rival_of_hybrid_models(run: Run, rows: list[Row]) -> None:
@@ -135,7 +135,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
     table.loc[chosen, "value"] = np.where(table.loc[chosen, "metric"].str.startswith("loss"), -1.0, 2.0)
     pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
     run = read_runs([place])[0]
-    shown = contenders([run], rows_of([run]))
+    shown = contenders([run], method_rows([run]))
     own, rival = (next(k for k, row in enumerate(shown) if row.method == m) for m in (better, "local or fedavg"))
     for name, figure in shown[rival].figures.items():
         assert figure.by_seed == pytest.approx(shown[own].figures[name].by_seed, nan_ok=True)
@@ -143,7 +143,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
     for one, other in zip(winners([run], shown, "accuracy"), without, strict=True):
         assert (one.lead, one.half) == (pytest.approx(other.lead), pytest.approx(other.half))
     for reference in [row.method for row in shown if row.method not in ("fedprox", "local or fedavg")]:
-        found = {pair.row.method: pair for pair in pairs([run], rows_of([run]), reference)}
+        found = {pair.row.method: pair for pair in pairs([run], method_rows([run]), reference)}
         for method, (_, holm, rejected) in recomputed(run, shown, reference, ("fedprox", "local or fedavg")).items():
             assert found[method].comparison is not None
             assert found[method].comparison[3:5] == (pytest.approx(holm), rejected)
@@ -152,7 +152,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
 
 @pytest.mark.parametrize("models", ["used", "personal", "all"])
 def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, folder: Path, tmp_path: Path) -> None:
-    page = report.write([folder], tmp_path / "r.html", models=models, charts=False).read_text()
+    page = report.write_report([folder], tmp_path / "r.html", models=models, charts=False).read_text()
     cards = set(re.findall(r'<p class="who">([^<]+) <span class="model" data-model="(\w+)"', page))
     compared = {(pair.row.method, pair.row.model) for pair in pairs(*_read(folder), None, models)}
     assert cards
@@ -162,7 +162,7 @@ def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, fol
 
 def _read(folder: Path) -> tuple[list[Run], list[Row]]:
     runs = read_runs([folder])
-    return runs, rows_of(runs)
+    return runs, method_rows(runs)
 
 
 def test_methods_without_a_result_are_not_the_same_models(rows: list[Row]) -> None:
@@ -189,9 +189,9 @@ def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> No
 
 def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
     few = read_runs([Recording(methods=4, seeds=4, rounds=5).write(tmp_path / "few")])
-    found: list[Pair] = pairs(few, rows_of(few), "local")
+    found: list[Pair] = pairs(few, method_rows(few), "local")
     assert {(pair.verdict, pair.reason) for pair in found} == {("not tested", "fewer than five seeds")}
-    assert "dagger" not in results_latex(few, rows_of(few))
+    assert "dagger" not in results_latex(few, method_rows(few))
 
 
 def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tm
     wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--models", "mine"])
     assert (wrong.exit_code, "allowed: all, personal, used" in wrong.output) == (2, True)
     with pytest.raises(ConfigError, match="method to compare with"):
-        report.write([folder], out, against="nobody")
+        report.write_report([folder], out, against="nobody")
 
 
 def test_runs_under_other_attacks_have_references_of_their_own(tmp_path: Path) -> None:
     recording = Recording(methods=4, seeds=5, clients=6, rounds=5)
     runs = read_runs([replace(recording, attack=a, seed=k).write(tmp_path / f"r{k}") for k, a in enumerate((0.0, 0.2))])
-    found = pairs(runs, rows_of(runs), None)
+    found = pairs(runs, method_rows(runs), None)
     assert {(pair.row.run, pair.reference.name) for pair in found} == {("r0", "local · r0"), ("r1", "local · r1")}
-    assert {pair.reference.run for pair in pairs(runs, rows_of(runs), "local · r1")} == {"r1"}
+    assert {pair.reference.run for pair in pairs(runs, method_rows(runs), "local · r1")} == {"r1"}

@@ -28,13 +28,13 @@ from fedloom.analyses.importance import check_importance, importance
 from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.report.charts.calibrated import curve, point, wilson
-from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
+from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.by_patient import delong
 from fedloom.lab.report.patients import Predicted
 from fedloom.tasks.survival import SurvivalRows, concordance
-from fedloom_clinic.left_out import scores_of_new, without
+from fedloom_clinic.left_out import remove_client, scores_of_new
 from fedloom_clinic.references import check_references, references
-from fedloom_clinic.sections.left_out import LEAD
+from fedloom_clinic.sections.left_out import LEFT_OUT_TEXT
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 
@@ -153,20 +153,20 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
     options = {"users": "hospital", "categorical": ["ward", "sex"], "impute": True, "missing": ["-9"],
                "drop": ["patient_id", "hours_to_death", "troponin_hs"]}  # fmt: skip
     cut = fl.partition.writers(test=0.0, validation=0.0)
-    whole, others = (fl.Dataset.of(rows, "died", **options) for rows in (table, table[table.hospital != "Celle"]))
+    whole, others = (fl.Dataset.create(rows, "died", **options) for rows in (table, table[table.hospital != "Celle"]))
     fed = cut(whole, seed=0)
     choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
-    left, never = (fl.simulate("fedavg", one, **choices) for one in (without(fed, 2), cut(others, seed=0)))
+    left, never = (fl.simulate("fedavg", one, **choices) for one in (remove_client(fed, 2), cut(others, seed=0)))
     scores = scores_of_new(left, fed, 2).to_pylist()
-    celle = fl.Dataset.of(table[table.hospital == "Celle"], "died", **options)
+    celle = fl.Dataset.create(table[table.hospital == "Celle"], "died", **options)
     models = (never.models.ready("global"), never.models.ready("global").rescaled(celle))
     for scaling, model in zip(("as the clients' on average", "on these rows"), models, strict=True):
         found = {line["metric"]: line["value"] for line in scores if line["scaling"] == scaling}
         assert found.pop("samples") == 400
         assert found == pytest.approx(model.score(celle), abs=1e-12)
-    age, start = without(fed, 2).data.fitted.values[:, 0], (ROOT / "docs" / "clinical.md").read_text()
+    age, start = remove_client(fed, 2).data.fitted.values[:, 0], (ROOT / "docs" / "clinical.md").read_text()
     assert torch.equal(models[0].fitted[0, :3], age[:, :3].quantile(0.5, dim=0))
-    assert "by the medians of the other sites" in LEAD
+    assert "by the medians of the other sites" in LEFT_OUT_TEXT
     assert "the medians of the other sites" in " ".join(start.split())
 
 
@@ -215,10 +215,10 @@ def test_metrics_of_weighted_samples_are_those_of_repeated_ones(seed: int, rows:
         "deviance": mean_poisson_deviance(y, mu),
     }  # fmt: skip
     for name, value in expected.items():
-        assert weighted(name, times[None].astype(float), samples)[0] == pytest.approx(value), name
+        assert weighted_metric(name, times[None].astype(float), samples)[0] == pytest.approx(value), name
     assert samples.event is not None
     several = concordance(SurvivalRows(mu, y, samples.event[repeated]))
-    assert weighted("c_index", times[None].astype(float), samples)[0] == pytest.approx(several, nan_ok=True)
+    assert weighted_metric("c_index", times[None].astype(float), samples)[0] == pytest.approx(several, nan_ok=True)
 
 
 def test_the_bootstrap_is_the_textbook_error_of_a_mean_and_pairs_the_patients() -> None:
@@ -261,7 +261,7 @@ def test_groups_take_columns_and_bounds() -> None:
     table = pd.DataFrame(
         {"age": [70, 75, None, 80], "sex": ["f", "m", "m", None], "x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]}
     )
-    data = fl.Dataset.of(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+    data = fl.Dataset.create(table, "y", kept=["age", "sex"], drop=["age", "sex"])
     assert data.shape == (1,)
     groups = {name: inside.tolist() for name, inside in groups_of(data, ["sex", "age >= 75"]).items()}
     assert groups == {
@@ -269,7 +269,7 @@ def test_groups_take_columns_and_bounds() -> None:
         "age>=75": [False, True, False, True], "age<75": [True, False, False, False],
     }  # fmt: skip
     for choice, sentence in (("race", "race"), ("sex>=3", "is no number"), ("wide", "give a bound")):
-        wide = fl.Dataset.of(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+        wide = fl.Dataset.create(table, "y", kept=["age", "sex"], drop=["age", "sex"])
         wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
         with pytest.raises(ConfigError, match=sentence):
             groups_of(wide, [choice])
@@ -286,7 +286,7 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
     table = pd.DataFrame(
         {"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "level": level, "y": y, "site": rng.choice(["n", "s"], 400)}
     )
-    data = fl.Dataset.of(table, "y", task="regression", users="site", categorical=["level"], drop=["c"])
+    data = fl.Dataset.create(table, "y", task="regression", users="site", categorical=["level"], drop=["c"])
     fed = fl.partition.writers(test=0.5)(data, seed=0)
     result = fl.simulate("fedavg", fed, rounds=30, local=fl.LocalSGD(lr=0.1, batch_size=32))
     found = importance(result).to_pylist()
@@ -309,7 +309,7 @@ def test_reference_models_are_scikit_learns(run: Path) -> None:
 
     table = pd.DataFrame([row for site in ("Amsel", "Birke") for row in patients(site, si=False)])
     drop = ["patient_id", "hours_to_death", "troponin_hs", "glucose", "ward", "sex", "systolic"]
-    data = fl.Dataset.of(table, "died", users="hospital", drop=drop)
+    data = fl.Dataset.create(table, "died", users="hospital", drop=drop)
     fed = fl.partition.writers(test=0.4)(data, seed=0)
     found = references(fl.simulate("local", fed, rounds=1)).to_pylist()
     assert {(line["client"], line["model"]) for line in found} == {

@@ -96,16 +96,16 @@ def damage_settings(run: Path) -> None:
 def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path, damage, said: str) -> None:
     damage(copy)
     with pytest.raises(RunDirError, match=said):
-        report.write([copy], tmp_path / "out.html")
+        report.write_report([copy], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
     assert not (tmp_path / "out").exists()
 
 
 def test_no_run_and_the_same_run_twice_are_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="at least one"):
-        report.write([], tmp_path / "out.html")
+        report.write_report([], tmp_path / "out.html")
     with pytest.raises(RunDirError, match="given twice"):
-        report.write([small, small / ".." / small.name], tmp_path / "out.html")
+        report.write_report([small, small / ".." / small.name], tmp_path / "out.html")
 
 
 def test_equal_names_get_their_folder(small: Path, tmp_path: Path) -> None:

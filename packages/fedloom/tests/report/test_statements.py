@@ -19,12 +19,12 @@ import fedloom as fl
 from fedloom.lab.report import overview
 from fedloom.lab.report.charts.kit import Figure
 from fedloom.lab.report.comparison import devices
-from fedloom.lab.report.comparison.contenders import MODELS, Models, contenders
+from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models, contenders
 from fedloom.lab.report.comparison.criteria import Criterion, winner
 from fedloom.lab.report.comparison.gains import federated_leader
-from fedloom.lab.report.document import READING
-from fedloom.lab.report.numbers import Estimate, Row, rows_of
-from fedloom.lab.report.page import figures
+from fedloom.lab.report.document import READING_TEXTS
+from fedloom.lab.report.numbers import Estimate, Row, method_rows
+from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.rundir import RunRecord, Summary
@@ -34,7 +34,7 @@ ODD = Recording(methods=6, seeds=5, clients=6, rounds=10, aggregates=False)
 
 
 def charts(runs: list[Run], models: Models = "used") -> dict[str, Figure]:
-    return {figure.id: figure for figure in figures(runs, rows_of(runs), models)}
+    return {figure.id: figure for figure in make_figures(runs, method_rows(runs), models)}
 
 
 def diverge(run: Path, *methods: str, by: float = 0.2) -> Path:
@@ -50,11 +50,11 @@ def diverge(run: Path, *methods: str, by: float = 0.2) -> Path:
     return run
 
 
-@pytest.mark.parametrize("models", MODELS)
+@pytest.mark.parametrize("models", COMPARED_MODELS)
 def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
     """A personal model may be better than the one of the same method that the overview compares."""
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), "flame")])
-    rows = rows_of(runs)
+    rows = method_rows(runs)
     compared = [
         row for row in contenders(runs, rows, "used" if models == "all" else models) if row.sound and row.algorithm
     ]
@@ -70,7 +70,7 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
 def test_classes_of_devices_have_the_target_of_the_overview(tmp_path: Path) -> None:
     """Of two runs that are compared the better one sets it for both."""
     runs = read_runs([ODD.write(tmp_path / "one"), replace(ODD, seed=1).write(tmp_path / "two")])
-    goals = {devices.target_of(run, runs, rows_of(runs), "accuracy") for run in runs}
+    goals = {devices.target_of(run, runs, method_rows(runs), "accuracy") for run in runs}
     assert goals == {point["target"] for point in charts(runs)["costs-reached"].rows}
 
 
@@ -79,7 +79,7 @@ def test_classes_of_devices_have_the_target_of_the_overview(tmp_path: Path) -> N
 )
 def test_a_diverged_method_is_called_best_nowhere(tmp_path: Path, bad: tuple[str, ...]) -> None:
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), *bad)])
-    rows, drawn = rows_of(runs), charts(runs)
+    rows, drawn = method_rows(runs), charts(runs)
     thick = re.findall(r"Thick: (\S+)", drawn["each-client"].caption)
     sound = [row for row in rows if row.sound]
     means = {row.title: row.figures["accuracy"].mean for row in sound}
@@ -108,7 +108,7 @@ def test_the_best_of_a_column_is_that_of_runs_on_equal_data(tmp_path: Path) -> N
     settings = (two / "experiment.toml").read_text()
     (two / "experiment.toml").write_text(settings.replace("beta = 0.5", "beta = 0.1"))
     runs = read_runs([one, two])
-    rows = rows_of(runs)
+    rows = method_rows(runs)
     page, caption = overview.results(rows, runs), charts(runs)["each-client"].caption
     bold = re.findall(r'data-value="(\S+ · \w+)">.*?<td data-value="[^"]*"><span( class="best")?>', page)
     for run in runs:
@@ -128,7 +128,7 @@ def test_attackers_are_counted_as_recorded(tmp_path: Path, hostile: tuple[int, .
     attacks = pc.is_in(table["client"], pa.array(hostile))
     pq.write_table(table.set_column(table.column_names.index("attacks"), "attacks", attacks), run / "partition.parquet")
     runs = read_runs([run])
-    assert words in " ".join(overview.notes(runs, rows_of(runs)))
+    assert words in " ".join(overview.notes(runs, method_rows(runs)))
 
 
 def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> None:
@@ -140,7 +140,9 @@ def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> 
 
     def said(*rows: Row) -> str:
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
-        return overview.sure(winner(Criterion("accuracy", "", "%", 100.0, True, values), list(rows)), list(rows))
+        return overview.significance_text(
+            winner(Criterion("accuracy", "", "%", 100.0, True, values), list(rows)), list(rows)
+        )
 
     best = row("best", {s: 0.5 + 0.4 * (s > 4) for s in range(10)})
     level = row("level", dict.fromkeys(range(-5, 5), 0.6))
@@ -168,10 +170,10 @@ def test_a_status_names_how_many_seeds_ended_alike() -> None:
 def test_where_every_method_diverged_no_card_denies_its_result(tmp_path: Path) -> None:
     """A diverged method that went on to its end has results with every seed."""
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), *ODD.labels())])
-    cards = overview.cards(runs, rows_of(runs))
+    cards = overview.cards(runs, method_rows(runs))
     assert "Every method that has this result diverged or failed with some seed." in cards
     assert "No method has" not in cards
-    assert all(len(row.figures["accuracy"].finite) == 5 for row in rows_of(runs))
+    assert all(len(row.figures["accuracy"].finite) == 5 for row in method_rows(runs))
 
 
 def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
@@ -188,7 +190,7 @@ def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
         at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]
         losses = {(row["model"], row["client"]): row["value"] for row in at_start}
         assert losses["personal", 0] != losses["global", 0]
-    assert "as FedAvg-FT and FedBABU, do so in round 0 too." in READING["Models"]
+    assert "as FedAvg-FT and FedBABU, do so in round 0 too." in READING_TEXTS["Models"]
 
 
 def test_page_of_two_runs_counts_their_methods_once() -> None:

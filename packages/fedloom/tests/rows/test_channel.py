@@ -63,7 +63,7 @@ def test_rows_are_independent_and_arguments_unmodified(channel, dtype):
 @given(seed=SEEDS, size=st.sampled_from([0.0, 1e-30, 1e-4, 1.0, 1e6]))
 @settings(max_examples=8)
 def test_the_wire_carries_exactly_what_was_sent(channel, dtype, seed, size):
-    codec = Codec(Layout.from_shapes({"w": (D,)}), {"diff": channel.field(D, dtype)})
+    codec = Codec(Layout.create_from_shapes({"w": (D,)}), {"diff": channel.field(D, dtype)})
     x = (rows(3, seed, dtype) * size).index_fill(1, torch.tensor([seed % D]), 0.0)
     sent, _ = channel.apply(start(channel, 3, dtype), x, gens(3, seed))
     messages = [codec.encode({"diff": row}) for row in sent]
@@ -77,8 +77,8 @@ def test_compressed_messages_are_as_short_as_they_say():
     x = rows(1, 0, dtype, d)
 
     def payload(channel) -> int:
-        codec = Codec(Layout.from_shapes({"w": (d,)}), {"diff": channel.field(d, dtype)})
-        empty = Codec(Layout.from_shapes({"w": (d,)}), {"diff": channel.field(0, dtype)})
+        codec = Codec(Layout.create_from_shapes({"w": (d,)}), {"diff": channel.field(d, dtype)})
+        empty = Codec(Layout.create_from_shapes({"w": (d,)}), {"diff": channel.field(0, dtype)})
         nothing = empty.length({"diff": x[:, :0]}) - empty.paper_bytes({"diff": x[:, :0]})
         sent, _ = channel.apply(None, x, gens(1))
         return int(codec.length({"diff": sent}) - nothing)

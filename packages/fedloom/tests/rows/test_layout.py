@@ -16,7 +16,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=5).map(tuple)
 
 
 def layout_of(shapes) -> Layout:
-    return Layout.from_shapes({f"p{k}.weight": shape for k, shape in enumerate(shapes)})
+    return Layout.create_from_shapes({f"p{k}.weight": shape for k, shape in enumerate(shapes)})
 
 
 def rows_of(layout: Layout, m: int, seed: int = 0) -> torch.Tensor:
@@ -59,15 +59,15 @@ def test_matrices_round_trip_and_definition(shapes, m):
     rows = rows_of(layout, m)
     for w in (rows, rows[0]):
         matrices = layout.matrices(w)
-        assert torch.equal(layout.with_matrices(w, matrices), w)
+        assert torch.equal(layout.replace_matrices(w, matrices), w)
         assert {n: tuple(v.shape[-2:]) for n, v in matrices.items()} == layout.matrix_shapes
-        changed = layout.with_matrices(w, {n: 2 * v for n, v in matrices.items()})
+        changed = layout.replace_matrices(w, {n: 2 * v for n, v in matrices.items()})
         for name, value in layout.tree(changed).items():
             assert torch.equal(value, layout.tree(w)[name] * (2 if name in matrices else 1))
 
 
 def test_a_convolution_becomes_its_swapped_matrix():
-    layout = Layout.of(Net())
+    layout = Layout.create(Net())
     rows = rows_of(layout, 3)
     conv = layout.tree(rows)["conv.weight"]
     matrix = layout.matrices(rows)["conv.weight"]
@@ -80,7 +80,7 @@ def test_a_convolution_becomes_its_swapped_matrix():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_vector_and_load_are_inverse_and_copy(dtype):
     net, other = Net().to(dtype), Net().to(dtype)
-    layout = Layout.of(net)
+    layout = Layout.create(net)
     w = layout.vector(net)
     assert w.shape == (layout.d,)
     assert w.dtype == dtype
@@ -96,13 +96,13 @@ def test_vector_and_load_are_inverse_and_copy(dtype):
 
 def test_vector_of_one_parameter_is_a_copy():
     net = nn.Linear(3, 2, bias=False)
-    w = Layout.of(net).vector(net)
+    w = Layout.create(net).vector(net)
     w.zero_()
     assert net.weight.abs().sum() > 0
 
 
 def test_mask_by_module_parameter_and_open_prefix():
-    layout = Layout.of(Net())
+    layout = Layout.create(Net())
     ones = torch.ones(layout.d)
     for prefixes, want in [
         (("fc1",), {"fc1.weight", "fc1.bias"}),
@@ -119,10 +119,10 @@ def test_mask_by_module_parameter_and_open_prefix():
 
 
 def test_value_header_and_fingerprint():
-    layout = Layout.of(Net())
-    assert layout == Layout.of(Net())
-    assert hash(layout) == hash(Layout.of(Net()))
-    again = Layout.from_header(layout.header())
+    layout = Layout.create(Net())
+    assert layout == Layout.create(Net())
+    assert hash(layout) == hash(Layout.create(Net()))
+    again = Layout.read_header(layout.header())
     assert again == layout
     assert again.offsets == layout.offsets
     assert again.d == layout.d
@@ -130,32 +130,32 @@ def test_value_header_and_fingerprint():
     copy = ForkingPickler.loads(ForkingPickler.dumps(layout))
     assert copy == layout
     assert copy.fingerprint == layout.fingerprint
-    assert Layout.of(nn.Linear(2, 3)).fingerprint != Layout.of(nn.Linear(3, 2)).fingerprint
+    assert Layout.create(nn.Linear(2, 3)).fingerprint != Layout.create(nn.Linear(3, 2)).fingerprint
     for sizes in ((0, 4), (1000,), (2**48 - 1,)):
-        assert Layout.from_header({"layout": json.dumps([["w", sizes]])}).shapes == (torch.Size(sizes),)
+        assert Layout.read_header({"layout": json.dumps([["w", sizes]])}).shapes == (torch.Size(sizes),)
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists).map(json.dumps))
 def test_a_damaged_header_is_a_layout_error(text):
     try:
-        layout = Layout.from_header({"layout": text})
+        layout = Layout.read_header({"layout": text})
     except LayoutError:
         return
-    assert Layout.from_header(layout.header()) == layout
+    assert Layout.read_header(layout.header()) == layout
 
 
 @pytest.mark.parametrize("size", [-1, 2**48, 1.0, True, "3", None])
 def test_a_size_in_a_header_is_a_whole_number_in_bounds(size):
     with pytest.raises(LayoutError, match="damaged"):
-        Layout.from_header({"layout": json.dumps([["w", [4, size]]])})
+        Layout.read_header({"layout": json.dumps([["w", [4, size]]])})
 
 
 def test_errors_say_what_is_wrong():
-    layout = Layout.of(Net())
+    layout = Layout.create(Net())
     with pytest.raises(LayoutError, match="no readable layout"):
-        Layout.from_header({})
+        Layout.read_header({})
     with pytest.raises(LayoutError, match="distinct names"):
-        Layout.of(nn.ReLU())
+        Layout.create(nn.ReLU())
     with pytest.raises(LayoutError, match=rf"\[\.\.\., {layout.d}\], got \[3\]"):
         layout.tree(torch.zeros(3))
     with pytest.raises(LayoutError, match="not those of"):
@@ -166,6 +166,6 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(LayoutError, match=r"fc10\.weight"):
         layout.flatten(tree | {"fc10.weight": torch.zeros(6, 2)})
     with pytest.raises(LayoutError, match=r"did you mean 'fc1\.weight'"):
-        layout.with_matrices(torch.zeros(layout.d), {"fc1.wieght": torch.zeros(6, 4)})
+        layout.replace_matrices(torch.zeros(layout.d), {"fc1.wieght": torch.zeros(6, 4)})
     with pytest.raises(LayoutError, match="must have shape"):
-        layout.with_matrices(torch.zeros(layout.d), {"fc1.weight": torch.zeros(4, 6)})
+        layout.replace_matrices(torch.zeros(layout.d), {"fc1.weight": torch.zeros(4, 6)})

@@ -42,7 +42,7 @@ def test_a_part_is_taken_out_and_put_back(chosen: list[bool], m: int) -> None:
 )
 def test_the_smallest_of_every_matrix(first: int, second: int, whole: list[int], seed: int) -> None:
     """As many as asked for, none larger than one that is left out; ties and parts that are no matrices included."""
-    layout = Layout.from_shapes({"a.weight": (2, 3), "a.bias": (3,), "b.weight": (4, 1)})
+    layout = Layout.create_from_shapes({"a.weight": (2, 3), "a.bias": (3,), "b.weight": (4, 1)})
     noise = torch.rand(2, 13, generator=torch.Generator().manual_seed(seed))
     for score in (torch.tensor(whole, dtype=torch.float32).reshape(2, 13), noise):
         chosen = masks.smallest(score, layout, torch.tensor([first, second]))

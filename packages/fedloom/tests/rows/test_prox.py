@@ -11,7 +11,9 @@ from fedloom.errors import ConfigError
 from fedloom.rows import prox as P
 from fedloom.rows.layout import Layout
 
-LAYOUT = Layout.from_shapes({"conv.weight": (2, 3, 2, 1), "conv.bias": (2,), "fc.weight": (3, 4), "fc.bias": (3,)})
+LAYOUT = Layout.create_from_shapes(
+    {"conv.weight": (2, 3, 2, 1), "conv.bias": (2,), "fc.weight": (3, 4), "fc.bias": (3,)}
+)
 D = LAYOUT.d
 A = tuple(tuple(float((j * (i + 2) + i) % (5 + i) - 2) for j in range(D)) for i in range(3))
 
@@ -201,7 +203,7 @@ def test_singular_value_threshold(seed, t, more):
     assert torch.equal(tree["fc.bias"], before["fc.bias"])
     assert torch.equal(tree["conv.bias"], before["conv.bias"])
     q, r = (torch.linalg.qr(torch.randn(k, k, dtype=torch.float64, generator=gen(seed)))[0] for k in (3, 4))
-    turned = LAYOUT.with_matrices(v, {"fc.weight": q @ LAYOUT.matrices(v)["fc.weight"] @ r})
+    turned = LAYOUT.replace_matrices(v, {"fc.weight": q @ LAYOUT.matrices(v)["fc.weight"] @ r})
     torch.testing.assert_close(
         LAYOUT.matrices(f.prox(turned, t, LAYOUT))["fc.weight"], q @ LAYOUT.matrices(x)["fc.weight"] @ r
     )
@@ -307,7 +309,7 @@ def test_pyproximal_agrees(f, peer):
 
 
 def test_pyproximal_agrees_on_matrices_groups_and_affine_sets():
-    single = Layout.from_shapes({"fc": (5, 4)})
+    single = Layout.create_from_shapes({"fc": (5, 4)})
     v = torch.randn(20, dtype=torch.float64, generator=gen(3))
     peer = pyproximal.Nuclear((5, 4), sigma=0.4)
     torch.testing.assert_close(P.Nuclear(c=0.4).prox(v, T, single), torch.from_numpy(peer.prox(v.numpy(), T)))
@@ -358,7 +360,7 @@ def test_registry_and_refusals():
 
 
 def test_groups_by_hand():
-    layout = Layout.from_shapes({"fc.weight": (2, 3), "gain": (), "fc.bias": (2,)})
+    layout = Layout.create_from_shapes({"fc.weight": (2, 3), "gain": (), "fc.bias": (2,)})
     v = torch.arange(1.0, 10.0, dtype=torch.float64)
     groups = {"parameter": ([0, 1, 2, 3, 4, 5], [6], [7, 8]), "unit": ([0, 1, 2], [3, 4, 5], [6], [7], [8])}
     for by, parts in groups.items():

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError, WireError
-from fedloom.rows.algebra import on_grid
+from fedloom.rows.algebra import grid_value
 from fedloom.rows.encodings import tensor
-from fedloom.rows.fields import DTYPES, Field
+from fedloom.rows.fields import FIELD_DTYPES, Field
 from fedloom.rows.layout import Layout
-from fedloom.rows.wire import HEAD, Codec
+from fedloom.rows.wire import WIRE_HEADER, Codec
 
-LAYOUT = Layout.from_shapes({"conv.weight": (6, 5, 3, 3), "conv.bias": (6,), "fc.weight": (12, 9), "fc.bias": (12,)})
+LAYOUT = Layout.create_from_shapes(
+    {"conv.weight": (6, 5, 3, 3), "conv.bias": (6,), "fc.weight": (12, 9), "fc.bias": (12,)}
+)
 FLOATS = [torch.float64, torch.float32]
 
 
@@ -30,7 +32,7 @@ def lowrank_rows(m: int, rank: int, dtype: torch.dtype, seed: int = 0) -> torch.
         n: torch.randn(m, r, rank, dtype=dtype, generator=gen(seed + r)) @ torch.randn(m, rank, c, dtype=dtype)
         for n, (r, c) in LAYOUT.matrix_shapes.items()
     }
-    return LAYOUT.with_matrices(rows, matrices)
+    return LAYOUT.replace_matrices(rows, matrices)
 
 
 def sparse_rows(m: int, d: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -43,7 +45,7 @@ def measured(codec: Codec, values: dict[str, torch.Tensor], m: int, **kw) -> lis
     return [len(codec.encode({n: v[i] for n, v in values.items()}, **kw)) for i in range(m)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FIELD_DTYPES)
 @pytest.mark.parametrize("encoding", ["dense", "sparse"])
 @pytest.mark.parametrize("part", [False, True])
 @given(seed=st.integers(0, 2**20))
@@ -93,7 +95,7 @@ def test_lowrank_round_trip_length_and_papers_count(dtype, rank):
 
 
 def test_matrices_alone_of_rank_zero_travel_as_their_table():
-    layout = Layout.from_shapes({"a": (6, 5), "b": (4, 7)})
+    layout = Layout.create_from_shapes({"a": (6, 5), "b": (4, 7)})
     codec = Codec(layout, {"w": Field((layout.d,), torch.float32, "lowrank", layout=layout)})
     zero = torch.zeros(layout.d)
     assert torch.equal(codec.decode(codec.encode({"w": zero}))["w"], zero)
@@ -125,7 +127,7 @@ def test_packed_round_trip_is_exact(dtype, encoding, levels, seed, d, size):
     codes[:, seed % d] = levels
     if encoding == "sign":
         codes = 2 * (codes >= 0).long() - 1
-    rows = on_grid(torch.full((4, 1), size, dtype=dtype), codes, levels)
+    rows = grid_value(torch.full((4, 1), size, dtype=dtype), codes, levels)
     codec = Codec(LAYOUT, {"g": Field((d,), dtype, encoding, levels=levels)})
     assert measured(codec, {"g": rows}, 4) == codec.length({"g": rows}).tolist()
     bits = 1 if encoding == "sign" else {1: 2, 7: 4, 127: 8}[levels]
@@ -183,7 +185,7 @@ CODEC = Codec(
 VALUES = {
     "w": lowrank_rows(1, 2, torch.float32)[0],
     "s": sparse_rows(3, 40, torch.float64, 5)[1] * (torch.arange(40) < 20),
-    "g": on_grid(torch.tensor([2.0]), torch.arange(17) % 11 - 5, 5),
+    "g": grid_value(torch.tensor([2.0]), torch.arange(17) % 11 - 5, 5),
     "b": torch.ones(9, dtype=torch.bfloat16),
     "n": torch.tensor([7]),
     "p": torch.ones(6, dtype=torch.float16),
@@ -193,7 +195,7 @@ MESSAGE = CODEC.encode(VALUES)
 
 def sealed(body: bytes) -> bytes:
     """The body under a header with a right checksum."""
-    return MESSAGE[: HEAD.size - 4] + struct.pack("<I", zlib.crc32(body)) + body
+    return MESSAGE[: WIRE_HEADER.size - 4] + struct.pack("<I", zlib.crc32(body)) + body
 
 
 def decodes_or_refuses(message: bytes) -> bool:
@@ -212,14 +214,14 @@ def test_the_message_itself_decodes():
     for name in ("s", "g", "b", "n"):
         assert torch.equal(got[name], VALUES[name])
     assert decodes_or_refuses(bytearray(MESSAGE))
-    assert sealed(MESSAGE[HEAD.size :]) == MESSAGE
+    assert sealed(MESSAGE[WIRE_HEADER.size :]) == MESSAGE
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=300)
 def test_random_bytes_are_refused(data):
     assert not decodes_or_refuses(data)
-    assert not decodes_or_refuses(MESSAGE[: HEAD.size] + data)
+    assert not decodes_or_refuses(MESSAGE[: WIRE_HEADER.size] + data)
     assert not decodes_or_refuses(sealed(data))
 
 
@@ -229,10 +231,12 @@ def test_every_changed_byte_is_noticed(at, change):
     assert not decodes_or_refuses(MESSAGE[:at] + bytes([MESSAGE[at] ^ change]) + MESSAGE[at + 1 :])
 
 
-@given(st.lists(st.tuples(st.integers(0, len(MESSAGE) - HEAD.size - 1), st.integers(0, 255)), max_size=4), st.data())
+@given(
+    st.lists(st.tuples(st.integers(0, len(MESSAGE) - WIRE_HEADER.size - 1), st.integers(0, 255)), max_size=4), st.data()
+)
 @settings(max_examples=500)
 def test_edits_under_a_right_checksum_never_escape(edits, data):
-    body = bytearray(MESSAGE[HEAD.size :])
+    body = bytearray(MESSAGE[WIRE_HEADER.size :])
     for at, value in edits:
         body[at] = value
     cut = data.draw(st.integers(0, len(body)) | st.just(len(body)))
@@ -246,8 +250,8 @@ def test_edits_under_a_right_checksum_never_escape(edits, data):
 @given(st.integers(0, len(MESSAGE) - 8), st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
 @settings(max_examples=300)
 def test_huge_numbers_allocate_nothing(at, number):
-    at = max(at, HEAD.size)
-    body = (MESSAGE[:at] + struct.pack("<Q", number) + MESSAGE[at + 8 :])[HEAD.size : len(MESSAGE)]
+    at = max(at, WIRE_HEADER.size)
+    body = (MESSAGE[:at] + struct.pack("<Q", number) + MESSAGE[at + 8 :])[WIRE_HEADER.size : len(MESSAGE)]
     tracemalloc.start()
     decodes_or_refuses(sealed(body))
     peak = tracemalloc.get_traced_memory()[1]
@@ -256,14 +260,17 @@ def test_huge_numbers_allocate_nothing(at, number):
 
 
 def test_errors_name_the_fault():
-    other = Codec(Layout.from_shapes({"z": (3,)}), CODEC.fields | {"w": Field((LAYOUT.d,))})
+    other = Codec(Layout.create_from_shapes({"z": (3,)}), CODEC.fields | {"w": Field((LAYOUT.d,))})
     for message, words in [
         (b"", "at least"),
         (b"\0" * 40, "not a fedloom message"),
         (MESSAGE[:4] + b"\x63" + MESSAGE[5:], "version 99"),
         (MESSAGE[:-1], "checksum"),
-        (sealed(MESSAGE[HEAD.size : -1]), "payloads end at"),
-        (sealed(MESSAGE[HEAD.size : HEAD.size + 1] + b"v" + MESSAGE[HEAD.size + 2 :]), "field 'w'"),
+        (sealed(MESSAGE[WIRE_HEADER.size : -1]), "payloads end at"),
+        (
+            sealed(MESSAGE[WIRE_HEADER.size : WIRE_HEADER.size + 1] + b"v" + MESSAGE[WIRE_HEADER.size + 2 :]),
+            "field 'w'",
+        ),
         (Codec(LAYOUT, {"w": Field((1,))}).encode({"w": torch.ones(1)}), "1 fields"),
     ]:
         with pytest.raises(WireError, match=words):
@@ -276,27 +283,31 @@ def test_indices_must_ascend_and_integers_be_in_range():
     codec = Codec(LAYOUT, {"s": Field((9,), torch.float32, "sparse")})
     good = codec.encode({"s": torch.tensor([0.0, 1, 0, 0, 0, 0, 0, 2, 0])})
     for pair in [(7, 1), (1, 1), (1, 9), (-1, 3)]:
-        body = good[HEAD.size : -8] + struct.pack("<ii", *pair)
+        body = good[WIRE_HEADER.size : -8] + struct.pack("<ii", *pair)
         with pytest.raises(WireError, match="ascend"):
-            codec.decode(good[: HEAD.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
+            codec.decode(good[: WIRE_HEADER.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
     codec = Codec(LAYOUT, {"g": Field((2,), torch.float32, "levels", levels=5)})
     good = codec.encode({"g": torch.tensor([1.0, 1.0])})
-    body = good[HEAD.size : -1] + b"\xff"
+    body = good[WIRE_HEADER.size : -1] + b"\xff"
     with pytest.raises(WireError, match="beyond"):
-        codec.decode(good[: HEAD.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
+        codec.decode(good[: WIRE_HEADER.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
 
 
 def test_lengths_that_belong_to_other_fields_are_refused():
     codec = Codec(LAYOUT, {"a": Field((3,)), "b": Field((5,))})
     good = codec.encode({"a": torch.ones(3), "b": torch.ones(5)})
     lengths = [struct.pack("<Q", 4 * k) for k in (3, 5)]
-    at = [HEAD.size + good[HEAD.size :].index(name) + 2 + 3 + 8 for name in (b"\x01a", b"\x01b")]
+    at = [WIRE_HEADER.size + good[WIRE_HEADER.size :].index(name) + 2 + 3 + 8 for name in (b"\x01a", b"\x01b")]
     body = bytearray(good)
     for start, length in zip(at, reversed(lengths), strict=True):
         body[start : start + 8] = length
     assert len(body) == len(good)
     assert bytes(body) != good
-    message = bytes(body[: HEAD.size - 4]) + struct.pack("<I", zlib.crc32(body[HEAD.size :])) + bytes(body[HEAD.size :])
+    message = (
+        bytes(body[: WIRE_HEADER.size - 4])
+        + struct.pack("<I", zlib.crc32(body[WIRE_HEADER.size :]))
+        + bytes(body[WIRE_HEADER.size :])
+    )
     with pytest.raises(WireError, match="field 'a' .* cannot be 20 bytes"):
         codec.decode(message)
 
@@ -307,9 +318,14 @@ def test_factors_that_are_not_smaller_than_their_matrix_are_refused():
     table = good.index(struct.pack("<II", 1, 1))
     extra = 5 * (12 + 9) * 4  # fc.weight with rank 6 instead of 1, all lengths right
     length = len(good) - table
-    body = good[HEAD.size : table - 8] + struct.pack("<QII", length + extra, 1, 6) + good[table + 8 :] + bytes(extra)
+    body = (
+        good[WIRE_HEADER.size : table - 8]
+        + struct.pack("<QII", length + extra, 1, 6)
+        + good[table + 8 :]
+        + bytes(extra)
+    )
     with pytest.raises(WireError, match="cannot have factors of rank 6"):
-        codec.decode(good[: HEAD.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
+        codec.decode(good[: WIRE_HEADER.size - 4] + struct.pack("<I", zlib.crc32(body)) + body)
 
 
 def test_wrong_use_is_refused():
@@ -335,7 +351,7 @@ def test_wrong_use_is_refused():
         with pytest.raises(ConfigError):
             Field((3,), **options)
     with pytest.raises(ConfigError, match="another model"):
-        Codec(Layout.from_shapes({"z": (LAYOUT.d,)}), CODEC.fields)
+        Codec(Layout.create_from_shapes({"z": (LAYOUT.d,)}), CODEC.fields)
     assert Field((3,), levels=2**15 - 1).bits == 16
     for name in ("", "n" * 256, "é" * 128):
         with pytest.raises(ConfigError, match="255"):

@@ -25,7 +25,7 @@ from fedloom.lab.cli import app
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, OverSelection, Presence, Synchronous, Trace
 from fedloom.testing import check_timing
-from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run
+from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run_rounds
 
 NONE = torch.zeros(0)
 KRUM = {"kind": "multi-krum", "f": 1}
@@ -38,16 +38,16 @@ def test_methods_obey_the_laws_of_time(method: Any) -> None:
 
 @pytest.mark.parametrize("method", [FedAMP, HeurFedAMP, FedACS])
 def test_mixtures_among_all_are_those_of_a_whole_cohort_and_work_in_a_stream(method: Any) -> None:
-    cohort, everyone = (run(method(among=among), None, Synchronous()) for among in ("cohort", "all"))
+    cohort, everyone = (run_rounds(method(among=among), None, Synchronous()) for among in ("cohort", "all"))
     torch.testing.assert_close(*(r.job.kept.read(torch.arange(N)).w for r in (cohort, everyone)), rtol=0, atol=1e-5)
-    stream = run(method(among="all"), LogNormal(), Buffered(buffer=2, concurrency=4), rounds=12)
+    stream = run_rounds(method(among="all"), LogNormal(), Buffered(buffer=2, concurrency=4), rounds=12)
     assert max(stream.uploads()["staleness"].to_pylist()) > 0
     assert bool(stream.job.kept.read(torch.arange(N)).w.isfinite().all())
 
 
 @pytest.mark.parametrize("schedule", [Buffered(buffer=2, concurrency=4), {"kind": "asynchronous"}], ids=str)
 def test_a_method_that_sends_nothing_works_in_a_stream(schedule: Any) -> None:
-    result = run("local", LogNormal(), schedule)
+    result = run_rounds("local", LogNormal(), schedule)
     start, models = result.job.clients.template, result.models.rows("personal")
     assert bool(models.isfinite().all())
     assert not torch.equal(models, start[0].expand_as(models))
@@ -141,7 +141,7 @@ def test_the_end_of_work_is_where_as_much_presence_has_passed(seed: int) -> None
             inside |= (rest >= cuts[k]) & (rest < cuts[k + 1])
         worked = inside.mean() * (grid[-1] - start)
         if math.isfinite(end):
-            assert there.worked(0, end) - there.worked(0, start) == pytest.approx(busy, abs=1e-9)
+            assert there.presence_seconds(0, end) - there.presence_seconds(0, start) == pytest.approx(busy, abs=1e-9)
             assert worked == pytest.approx(busy, abs=2e-3 * max(end - start, 1))
         else:
             assert math.isinf(period)
@@ -227,7 +227,7 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
     fleet = Trace(file=str(packed)).fleet(2, 0, NONE)
     assert fleet.seconds.tolist() == [0.5, 0.25]
     assert fleet.presence is not None
-    assert [fleet.presence.worked(0, t) for t in (3.0, 6.0, 7.0)] == [3.0, 3.0, 4.0]
+    assert [fleet.presence.presence_seconds(0, t) for t in (3.0, 6.0, 7.0)] == [3.0, 3.0, 4.0]
     columns = {name: pa.array([0.0, 1.0]).dictionary_encode() for name in ("client", "speed")}
     names = pa.array(["new", "old"]).dictionary_encode()
     pq.write_table(pa.table({**columns, "up": [1, 1], "down": [1.0, 1.0], "class": names}), odd)
@@ -259,20 +259,20 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
 )
 def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
     with pytest.raises(Refused, match=f"clients train one by one; {cure}"):
-        run(method, LogNormal(), Buffered(buffer=2))
+        run_rounds(method, LogNormal(), Buffered(buffer=2))
 
 
 def test_a_run_in_which_everyone_would_be_given_up_is_refused() -> None:
     with pytest.raises(Refused, match="no client answers within 0.1 s, as the fastest one takes") as refused:
-        run("fedavg", Equal(speed=1.0), Buffered(buffer=2, timeout=0.1))
+        run_rounds("fedavg", Equal(speed=1.0), Buffered(buffer=2, timeout=0.1))
     assert refused.value.rule == "deadline-unmet"
 
 
 def test_partial_work_ends_within_the_deadline() -> None:
     speeds = Speeds(speeds=(90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     local = {"lr": 0.1, "batch_size": 2, "steps": 6}
-    whole = run("fedprox", speeds, Deadline(seconds=0.2), local=local)
-    part = run("fedprox", speeds, Deadline(seconds=0.2, partial=True), local=local)
+    whole = run_rounds("fedprox", speeds, Deadline(seconds=0.2), local=local)
+    part = run_rounds("fedprox", speeds, Deadline(seconds=0.2, partial=True), local=local)
     for result, least in ((whole, 0), (part, N)):
         log = clock_of(result).history()
         taken = log[log[:, 6] == 0]
@@ -286,7 +286,7 @@ def test_a_deadline_has_the_rounds_of_fiaelt_shorter_which_reports_its_criterion
     speeds, seconds = Speeds(speeds=(900.0, 500.0, 200.0, 700.0, 110.0, 90.0, 300.0, 60.0)), 0.8
     local, more = {"lr": 0.1, "batch_size": 2, "steps": 6}, {"evaluate": {"every": 1}}
     slow, fast = (
-        run(FIAELT(passes=2, r=0.4), devices, Deadline(seconds=seconds, partial=True), local=local, **more)
+        run_rounds(FIAELT(passes=2, r=0.4), devices, Deadline(seconds=seconds, partial=True), local=local, **more)
         for devices in (speeds, Equal(speed=1e5))
     )
     log = clock_of(slow).history()
@@ -295,7 +295,7 @@ def test_a_deadline_has_the_rounds_of_fiaelt_shorter_which_reports_its_criterion
     assert float(slow.state.server.iterations) < float(fast.state.server.iterations)
     assert float(slow.state.server.met) < float(fast.state.server.met) <= 1
     with pytest.raises(Refused, match="set solver='sgd' in the method"):
-        run(FIAELT(solver="gd", smooth=1.0), speeds, Deadline(seconds=seconds, partial=True))
+        run_rounds(FIAELT(solver="gd", smooth=1.0), speeds, Deadline(seconds=seconds, partial=True))
 
 
 def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
@@ -303,7 +303,7 @@ def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
     centres = (0.25, 4.25)
     clients = [((np.ones((3, 1)), np.full(3, c)), (np.ones((1, 1)), np.full(1, c))) for c in centres]
     result = fl.simulate(
-        "fedavg", Federation.of(clients, validation=0.0), rounds=400, weights="uniform",
+        "fedavg", Federation.create(clients, validation=0.0), rounds=400, weights="uniform",
         local={"lr": 0.005, "batch_size": "full", "steps": 1}, evaluate={"every": 1000},
         devices=Speeds(speeds=(90.0, 30.0)), schedule=Buffered(buffer=1, discount="none"),
     )  # fmt: skip
@@ -313,14 +313,15 @@ def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
 
 def test_workers_change_no_bit() -> None:
     one, two = (
-        run("flame", LogNormal(), Buffered(buffer=3), engine={"workers": w, "chunk": 2}, rounds=6) for w in (1, 2)
+        run_rounds("flame", LogNormal(), Buffered(buffer=3), engine={"workers": w, "chunk": 2}, rounds=6)
+        for w in (1, 2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one.state.server, two.state.server, strict=True))
     assert clock_of(one).now == clock_of(two).now
 
 
 def test_results_have_uploads_and_the_time_to_a_target() -> None:
-    result = run("fedavg", LogNormal(), Buffered(buffer=2), rounds=20, evaluate={"every": 2})
+    result = run_rounds("fedavg", LogNormal(), Buffered(buffer=2), rounds=20, evaluate={"every": 2})
     table = result.uploads()
     assert table.num_rows == 40
     assert max(table["staleness"].to_pylist()) > 0
@@ -330,7 +331,7 @@ def test_results_have_uploads_and_the_time_to_a_target() -> None:
     assert set(result.time_to(0.5, by="device")) == {"slow", "middle", "fast"}
     assert result.time_to(2.0) == {"all": math.inf}
     with pytest.raises(ConfigError, match="has no clock"):
-        run("fedavg", None, Synchronous()).uploads()
+        run_rounds("fedavg", None, Synchronous()).uploads()
 
 
 def test_a_report_has_the_classes_of_devices(tmp_path: Path) -> None:
@@ -389,12 +390,12 @@ schedule = { kind = "buffered", buffer = 2 }
 
 def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
     devices = LogNormal(present=0.1, period=40.0)
-    result = run("fedavg", devices, Buffered(buffer=2), rounds=5, sampler={"kind": "uniform", "clients": 3})
+    result = run_rounds("fedavg", devices, Buffered(buffer=2), rounds=5, sampler={"kind": "uniform", "clients": 3})
     assert result.rounds == 5
     fleet = devices.fleet(N, 0, torch.zeros(N))
     log = clock_of(result).history()
     for client, start, end, busy in log[:, [0, 3, 4, 5]]:
-        assert fleet.worked(int(client), start, end) == pytest.approx(busy, abs=1e-6)
+        assert fleet.presence_seconds(int(client), start, end) == pytest.approx(busy, abs=1e-6)
         assert fleet.next(int(client), start) == pytest.approx(start)
 
 
@@ -413,12 +414,12 @@ def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
 )
 def test_parts_are_the_same_with_a_buffer_of_the_whole_cohort_and_run_with_a_small_one(choices: dict[str, Any]) -> None:
     size = 4 if "sampler" in choices else N
-    plain = run("fedavg", None, Synchronous(), **choices)
-    late = run("fedavg", Equal(), Deadline(seconds=1e9), **choices)
+    plain = run_rounds("fedavg", None, Synchronous(), **choices)
+    late = run_rounds("fedavg", Equal(), Deadline(seconds=1e9), **choices)
     assert all(torch.equal(a, b) for a, b in zip(plain.state.server, late.state.server, strict=True))
     if size == N:
-        whole = run("fedavg", Equal(), Buffered(buffer=N), **choices)
+        whole = run_rounds("fedavg", Equal(), Buffered(buffer=N), **choices)
         assert all(torch.equal(a, b) for a, b in zip(plain.state.server, whole.state.server, strict=True))
-    small = run("fedavg", LogNormal(), Buffered(buffer=2, concurrency=4), **choices)
+    small = run_rounds("fedavg", LogNormal(), Buffered(buffer=2, concurrency=4), **choices)
     assert small.rounds == plain.rounds
     assert bool(small.state.server.x.isfinite().all())

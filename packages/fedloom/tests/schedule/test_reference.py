@@ -12,7 +12,7 @@ import fedloom as fl
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import END, LOG, Clock
+from fedloom.engine.virtual.clock import END_COLUMN, LOG_COLUMNS, Clock
 from fedloom.schedule import Asynchronous, Buffered, Schedule
 from fedloom.seeds import derive, generator
 from fedloom.testing.timing import Speeds
@@ -30,7 +30,7 @@ def data(i: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def engine(schedule: Schedule, clients: int, **more: object) -> Result:
-    fed = Federation.of([(data(i), data(i)) for i in range(N)], validation=0.0)
+    fed = Federation.create([(data(i), data(i)) for i in range(N)], validation=0.0)
     given = {"local": {"lr": LR, "batch_size": "full", "steps": STEPS}, "evaluate": {"every": 100}, **more}
     devices = Speeds(speeds=SPEEDS)
     sampler = {"kind": "uniform", "clients": clients}
@@ -101,7 +101,7 @@ def test_an_independent_event_loop(buffer: int, clients: int, mix: float | None)
     assert clock is not None
     length = int(result.state.totals[3:5].sum()) // (ROUNDS * buffer)  # bytes of an upload and a download
     w, log = event_loop(buffer, clients, mix, length)
-    mine = clock.history()[:, : END + 1]
+    mine = clock.history()[:, : END_COLUMN + 1]
     theirs = np.array(log)
     for rows in (mine, theirs):
         rows[:] = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
@@ -118,7 +118,7 @@ def test_a_kill_in_flight_and_a_resumed_run_give_the_same_bits(tmp_path: Path) -
             raise KeyboardInterrupt
 
     at_once = {"dtype": "float64", "checkpoint_every": 1e-9}
-    fed = Federation.of([(data(i), data(i)) for i in range(N)], validation=0.0)
+    fed = Federation.create([(data(i), data(i)) for i in range(N)], validation=0.0)
     setting = whole.job.setting.with_(engine=at_once)
     initial = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(KeyboardInterrupt):
@@ -131,5 +131,5 @@ def test_a_kill_in_flight_and_a_resumed_run_give_the_same_bits(tmp_path: Path) -
     assert all(isinstance(clock, Clock) for clock in clocks)
     assert len({clock.now for clock in clocks if clock}) == 1
     one, two = (clock.history() for clock in clocks if clock)
-    assert one.shape[1] == len(LOG)
+    assert one.shape[1] == len(LOG_COLUMNS)
     np.testing.assert_array_equal(one, two)

@@ -19,7 +19,7 @@ import fedloom
 from fedloom.errors import CheckpointError, RunDirError
 from fedloom.storage import disk, files, locks
 from fedloom_sites.deploy.site import handover
-from fedloom_studies.store import alone
+from fedloom_studies.store import lock_folder
 
 SOURCE = str(Path(fedloom.__file__).parents[1])
 
@@ -304,12 +304,12 @@ def test_a_disk_without_file_locks_is_named_wherever_a_lock_is_taken(refusal, tm
     site.write_text("")
     for place, take in (
         (run / ".lock", lambda: locks.lock(run).__enter__()),
-        (tmp_path, lambda: alone(tmp_path).__enter__()),
+        (tmp_path, lambda: lock_folder(tmp_path).__enter__()),
         (tmp_path / "state" / "warm.lock", handover._Begin(site, tmp_path / "state", os.getpid()).attempt),
     ):
         with pytest.raises(RunDirError, match=f"^{place} cannot be locked .*no file locks.*on a local disk"):
             take()
-    assert not locks.in_use(run)
+    assert not locks.is_in_use(run)
     files.write_atomic(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
 
@@ -346,7 +346,7 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
     run = tmp_path / "runs" / "a"
     with python(HOLD, run) as first:
         assert first.stdout.readline() == "in\n"
-        assert locks.in_use(run)
+        assert locks.is_in_use(run)
         with (
             pytest.raises(RunDirError, match=rf"a is in use by process {first.pid} on .*wait for it, or choose"),
             locks.lock(run),
@@ -355,7 +355,7 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
         first.kill()
         first.wait()
         (run / ".lock").write_text(f"{os.getpid()} {os.uname().nodename}")  # its number is another's now
-        assert not locks.in_use(run)
+        assert not locks.is_in_use(run)
         start = time.monotonic()
         with locks.lock(run):
             assert time.monotonic() - start < 1

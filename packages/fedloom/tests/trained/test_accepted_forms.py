@@ -25,7 +25,7 @@ import fedloom_sites.flower as ff
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
-from fedloom.trained.export import export, load
+from fedloom.trained.export import export_model, load
 from fedloom.trained.models import Models
 from tests.cures import applied
 
@@ -68,14 +68,14 @@ LABELLED: dict[str, Callable[[Path], Any]] = {
     "arrays": lambda _: (BYTES, Y),
     "tensors": lambda _: (torch.from_numpy(BYTES), torch.from_numpy(Y)),
     "dictionary": lambda _: {"images": BYTES, "labels": Y},
-    "channels last": lambda _: fl.Dataset.of((LAST, Y), channels_last=True),
+    "channels last": lambda _: fl.Dataset.create((LAST, Y), channels_last=True),
     "TensorDataset": lambda _: TensorDataset(torch.from_numpy(BYTES), torch.from_numpy(Y)),
     "torch data set of tensors": lambda _: Samples(lambda i: (torch.from_numpy(BYTES[i]), int(Y[i]))),
     "torch data set of pictures": lambda _: Samples(lambda i: (Image.fromarray(LAST[i]), int(Y[i]))),
-    "pictures that are said to have channels last": lambda _: fl.Dataset.of(
+    "pictures that are said to have channels last": lambda _: fl.Dataset.create(
         Samples(lambda i: (Image.fromarray(LAST[i]), int(Y[i]))), channels_last=True
     ),
-    "torch data set, channels last": lambda _: fl.Dataset.of(
+    "torch data set, channels last": lambda _: fl.Dataset.create(
         Samples(lambda i: (LAST[i], int(Y[i]))), channels_last=True
     ),
     "list of pairs": lambda _: [(x, int(y)) for x, y in zip(BYTES, Y, strict=True)],
@@ -95,7 +95,7 @@ UNLABELLED: dict[str, Callable[[Path], Any]] = {
     "list of arrays": lambda _: list(BYTES),
     "list of tensors": lambda _: list(torch.from_numpy(BYTES)),
     "list of pictures": lambda _: pictures(),
-    "data set": lambda _: fl.Dataset.of((BYTES, Y)),
+    "data set": lambda _: fl.Dataset.create((BYTES, Y)),
     "torch data set": lambda _: Samples(lambda i: (torch.from_numpy(BYTES[i]), int(Y[i]))),
     "torch data set without targets": lambda _: Samples(lambda i: Image.fromarray(LAST[i])),
     "hub": lambda _: Hub({"image": p, "label": int(y)} for p, y in zip(pictures(), Y, strict=True)),
@@ -106,7 +106,7 @@ AS_FLOATS: dict[str, Any] = {
     "tensor": torch.from_numpy(FLOATS),
     "torch data set": Samples(lambda i: (torch.from_numpy(FLOATS[i]), int(Y[i]))),
     "list of tensors": list(torch.from_numpy(FLOATS)),
-    "data set": fl.Dataset.of((FLOATS, Y)),
+    "data set": fl.Dataset.create((FLOATS, Y)),
 }
 
 
@@ -139,7 +139,7 @@ def test_every_form_of_labelled_bytes_trains_scores_and_adapts_alike(
     assert of_bytes.model("global").score(data) == of_bytes.model("global").score((BYTES, Y))
     want = of_bytes.adapt((BYTES, Y))  # type: ignore[arg-type]
     assert torch.equal(of_bytes.adapt(data).row, want.row)
-    fed = fl.Federation.of({"a": data, "b": data}) if not isinstance(data, fl.Dataset) else None
+    fed = fl.Federation.create({"a": data, "b": data}) if not isinstance(data, fl.Dataset) else None
     assert fed is None or torch.equal(fed.data.x[: len(Y)], torch.from_numpy(BYTES))
 
 
@@ -165,14 +165,14 @@ def test_floats_score_and_adapt_as_the_bytes_do(of_bytes: Models) -> None:
     by_bytes, by_floats = one.score((BYTES, Y)), one.score((FLOATS, Y))
     assert by_floats == pytest.approx(by_bytes, abs=1e-6)
     assert by_bytes["accuracy"] > 0.8
-    adapted = [of_bytes.adapt(fl.Dataset.of((x, Y))) for x in (BYTES, FLOATS)]
+    adapted = [of_bytes.adapt(fl.Dataset.create((x, Y))) for x in (BYTES, FLOATS)]
     torch.testing.assert_close(adapted[0].row, adapted[1].row)
     np.testing.assert_allclose(adapted[0].predict_proba(FLOATS), adapted[1].predict_proba(BYTES), atol=1e-5)
 
 
 def test_a_mean_and_a_deviation_apply_to_bytes_and_floats_alike() -> None:
     scaled = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.1]}
-    models = trained(fl.Dataset.of((BYTES, Y), **scaled))
+    models = trained(fl.Dataset.create((BYTES, Y), **scaled))
     np.testing.assert_allclose(models.predict_proba(FLOATS), models.predict_proba(BYTES), atol=1e-5)
     plain = models.module("global")
     x = (torch.from_numpy(FLOATS) - torch.tensor(scaled["mean"])[:, None, None]) / torch.tensor(scaled["std"])[
@@ -184,7 +184,7 @@ def test_a_mean_and_a_deviation_apply_to_bytes_and_floats_alike() -> None:
 
 def test_bytes_with_noise_of_a_partition_were_bytes() -> None:
     """The noise makes floats of them; what comes later is divided by 255 all the same."""
-    fed = fl.partition.quality(clients=2, sigma=0.1)(fl.Dataset.of((BYTES, Y)), seed=0)
+    fed = fl.partition.quality(clients=2, sigma=0.1)(fl.Dataset.create((BYTES, Y)), seed=0)
     assert fed.data.x.is_floating_point()
     models = fl.simulate("fedavg", fed, "softmax", **CHOICES).models
     np.testing.assert_allclose(models.predict_proba(FLOATS), models.predict_proba(BYTES), atol=1e-6)
@@ -220,7 +220,7 @@ def test_other_numbers_are_refused_with_a_cure_that_works(case: str, of_bytes: M
     with pytest.raises(DataError, match=words) as error:
         of_bytes.predict(given)
     np.testing.assert_allclose(of_bytes.predict_proba(cured(error, given)), of_bytes.predict_proba(BYTES), atol=5e-3)
-    if case != "channels last":  # of which fl.Dataset.of asks
+    if case != "channels last":  # of which fl.Dataset.create asks
         for entrance in (of_bytes.model("global").score, of_bytes.adapt):
             with pytest.raises(DataError, match=words) as error:
                 entrance((given, Y))  # type: ignore[operator]
@@ -313,8 +313,8 @@ def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models,
     for models, x in ((of_bytes, BYTES), (of_floats, FLOATS)):
         one = models.model("global")
         want = one.predict_proba(x)
-        export(one, tmp_path / "m.onnx", "onnx")
-        export(one, tmp_path / "m.pt2", "torch")
+        export_model(one, tmp_path / "m.onnx", "onnx")
+        export_model(one, tmp_path / "m.pt2", "torch")
         graph, program = onnxruntime.InferenceSession(tmp_path / "m.onnx"), load(tmp_path / "m.pt2")
         assert [i.type for i in graph.get_inputs()] == [f"tensor({'uint8' if x is BYTES else 'float'})"]
         np.testing.assert_allclose(graph.run(["probabilities"], {"samples": x})[0], want, atol=1e-6)
@@ -322,7 +322,7 @@ def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models,
         np.testing.assert_allclose(program.scores(list(torch.from_numpy(x))), want, atol=1e-6)
     with pytest.raises(DataError, match="samples are bytes"):
         program.scores(BYTES)
-    export(of_bytes.model("global"), tmp_path / "m.pt2", "torch")
+    export_model(of_bytes.model("global"), tmp_path / "m.pt2", "torch")
     program = load(tmp_path / "m.pt2")
     with pytest.raises(DataError, match=r"the program takes bytes \(uint8\) only, got floats; give") as error:
         program.predict(FLOATS)
@@ -366,7 +366,7 @@ def test_commands_take_bytes_and_floats_of_files_alike(tmp_path: Path) -> None:
 def test_a_table_is_the_same_rows_as_a_frame_an_arrow_table_and_columns() -> None:
     """Bytes of a table are numbers, whose columns are scaled."""
     frame = pd.DataFrame({f"c{k}": BYTES[:, 0, 0, k] for k in range(4)})
-    models = trained(fl.Dataset.of(frame.assign(y=Y), "y"))
+    models = trained(fl.Dataset.create(frame.assign(y=Y), "y"))
     want = models.predict_proba(frame, client=0)
     table = pa.Table.from_pandas(frame)
     for given in (table, {c: frame[c].tolist() for c in frame}, frame.to_numpy(), frame.to_numpy(float)):
@@ -393,7 +393,7 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
 
 
 def test_a_run_shows_the_notes_on_its_data_however_it_is_started() -> None:
-    data = fl.Dataset.of((LARGE, Y + 1))
+    data = fl.Dataset.create((LARGE, Y + 1))
     fed = fl.partition.iid(clients=2)(data, seed=0)
     notes = fl.simulate("fedavg", fed, "softmax", rounds=1).notes
     for words in ("data: x has numbers of up to 255; floats are taken as they are", "data: the data have no sample of"):

@@ -19,7 +19,7 @@ from fedloom.lab import report
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.report.reading import read_table
-from fedloom.storage.checkpoint import check_digest, save_tensors
+from fedloom.storage.checkpoint import check_file_digest, save_tensors
 from fedloom.trained.model import open_tensors
 
 SMALL: dict[str, Any] = {
@@ -53,7 +53,7 @@ def flip(path: Path, bit: int) -> None:
 def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.safetensors", {"rows": torch.arange(3.0), "more": torch.zeros(2, 0)}
     save_tensors(path, tensors, {"about": '"sha256": "0"'})
-    check_digest(path)
+    check_file_digest(path)
     whole = path.read_bytes()
     for bit in range(8 * len(whole)):
         flip(path, bit)
@@ -67,12 +67,12 @@ def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path: Path) -> None:
     for cut in (whole[:-1], whole[:20], b"", b"[]", whole + b"\0"):
         path.write_bytes(cut)
         with pytest.raises(LayoutError, match="damaged"):
-            check_digest(path)
+            check_file_digest(path)
 
 
 def test_a_file_of_another_program_has_no_digest_and_passes(tmp_path: Path) -> None:
     save_file({"rows": torch.zeros(3)}, tmp_path / "a.safetensors", {"about": "{}"})
-    check_digest(tmp_path / "a.safetensors")
+    check_file_digest(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("name", ["global", "personal", "hybrid", "server"])
@@ -101,7 +101,7 @@ def test_damaged_models_are_refused_at_every_door(name: str, run: Path) -> None:
 def test_settings_and_summaries_that_have_changed_are_refused(name: str, old: bytes, new: bytes, run: Path) -> None:
     content = (run / name).read_bytes()
     (run / name).write_bytes(content.replace(old, new))
-    for read in (fl.open_run, lambda path: report.write([path], path / "report.html")):
+    for read in (fl.open_run, lambda path: report.write_report([path], path / "report.html")):
         with pytest.raises(RunDirError, match=rf"{name} is damaged, or was changed"):
             read(run)
     (run / name).write_bytes(content.replace(b"sha256 of", b"none of").replace(old, new))  # has no digest then

@@ -21,7 +21,7 @@ from fedloom.data import Dataset
 from fedloom.errors import DataError, Refused
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.opened import RunDirectory
-from fedloom.trained.export import export, load, units
+from fedloom.trained.export import export_model, load, units
 from tests.data.test_doors import Hub
 
 SITES = ("north", "south", "west")
@@ -144,7 +144,7 @@ def labelled(opened: RunDirectory, frame: pd.DataFrame, target: str, folder: Pat
     keys: dict[str, Any] = tomllib.loads(TARGETS[target])
     keys |= {"users": "site", "missing": ("-9",), "impute": True}
     label = keys.pop("label")
-    return made | {"pandas": Dataset.of(frame, label, **keys), "hub": Dataset.of(hub(frame), label, **keys)}
+    return made | {"pandas": Dataset.create(frame, label, **keys), "hub": Dataset.create(hub(frame), label, **keys)}
 
 
 def check_figures(
@@ -250,7 +250,7 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     keys: dict[str, Any] = {"users": "site", "missing": ["-9", "-144"], "impute": True, "categorical": ["ward"]}
     partition, short = fl.partition.writers(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
     want, found = (
-        fl.simulate("ditto", partition(Dataset.of(rows, "ill", task="binary", **keys, **more), seed=0), **short)
+        fl.simulate("ditto", partition(Dataset.create(rows, "ill", task="binary", **keys, **more), seed=0), **short)
         for rows, more in ((frame, {}), (other, {"factors": factors}))
     )
     other.to_csv(tmp_path / "t.csv", index=False)
@@ -299,7 +299,7 @@ def test_every_exported_model_gives_the_same_numbers(
     frame.to_csv(tmp_path / "rows.csv", index=False)
     models = opened[method, 0].models
     want = opened.predict(tmp_path / "rows.csv", method, client="south").scores
-    export(models.ready(None, "south"), tmp_path / "m", format)
+    export_model(models.ready(None, "south"), tmp_path / "m", format)
     if format == "torch":
         program = load(tmp_path / "m")
         for count in (1, 5, ROWS):

@@ -40,10 +40,10 @@ from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.layout import Layout
 from fedloom.seeds import derive
 from fedloom.tasks import task_of
-from fedloom.trained.export import FORMATS, export, load
+from fedloom.trained.export import EXPORT_FORMATS, export_model, load
 from fedloom.trained.model import Model
 from fedloom.trained.models import Models
-from fedloom.trained.saved import PIECE, SavedModels
+from fedloom.trained.saved import MODELS_PER_BATCH, SavedModels
 
 NORMALISED = CNN(channels=(4,), kernel=3, norm="batch", hidden=(8,))
 LOCAL = LocalSGD(lr=0.1, batch_size=20)
@@ -186,7 +186,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
 
 
 def test_new_data_is_refused_with_the_reason(fed: Federation, stranger: Dataset) -> None:
-    facts = InputSpec.of(fed.data)
+    facts = InputSpec.create(fed.data)
 
     def refused(sentence: str, **changes: Any) -> None:
         with pytest.raises(DataError, match=sentence):
@@ -214,7 +214,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
     rows = [f"{k},{('red', 'green', 'blue')[k % 3]},{k % 2}" for k in range(60)]
     data = table("\n".join(["a,colour,y", *rows]))
     fed = fl.partition.iid(clients=2)(data, seed=0)
-    facts = InputSpec.of(fed.data)
+    facts = InputSpec.create(fed.data)
     again = InputSpec.model_validate_json(facts.model_dump_json())
     assert again == facts
     fewer = again.take(table("colour,a,y\nblue,3,1\nred,4,0\nblue,5,1\n"))
@@ -236,7 +236,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
 def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     """The work of a new client in the round after the last, and the global model."""
     job = result.job
-    fed = lone_client(InputSpec.of(job.eval_fed.data).take(data))
+    fed = lone_client(InputSpec.create(job.eval_fed.data).take(data))
     oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
     seed = derive(job.setting.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))
@@ -343,7 +343,7 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         fl.open_model(path, nn.Linear(2, 2))
     assert again.score(stranger) == made.score(stranger)
     with safe_open(path, "pt") as file:
-        assert Layout.from_header(file.metadata()) == models.recipe.layout
+        assert Layout.read_header(file.metadata()) == models.recipe.layout
     with pytest.raises(LayoutError, match="another layout"):
         Model.load(path, MLP(hidden=(8,)))
     for name in ("personal", "server"):
@@ -375,8 +375,8 @@ def plain(state: dict[str, Tensor], spec: ModelSpec) -> nn.Module:
 )
 def test_exported_models_predict_alike_everywhere(fed: Federation, tmp_path: Path, kind: str, spec: ModelSpec) -> None:
     model = run(fed, Ditto(), spec).models.model(kind, 2)
-    for format in FORMATS:
-        assert export(model, tmp_path / format, format) == {}
+    for format in EXPORT_FORMATS:
+        assert export_model(model, tmp_path / format, format) == {}
     index = fed.indices("train", 2)
     x, raw = fed.fetch(index), fed.data.x[index]
     with torch.no_grad():
@@ -397,7 +397,7 @@ def test_exported_models_predict_alike_everywhere(fed: Federation, tmp_path: Pat
 def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_path: Path) -> None:
     spec = MLP(hidden=(32,))
     model = run(fed, FedSLR(lam=0.03, settings="paper"), spec, rounds=4).models.model("global")
-    ranks = {format: export(model, tmp_path / format, format, factorised=True) for format in FORMATS}
+    ranks = {format: export_model(model, tmp_path / format, format, factorised=True) for format in EXPORT_FORMATS}
     assert ranks["torch"] == ranks["safetensors"] == ranks["onnx"]
     assert ranks["torch"]
     index = fed.indices("train", 0)
@@ -418,7 +418,7 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
 def test_an_unknown_format_writes_nothing(fed: Federation, tmp_path: Path) -> None:
     model = run(fed, Composition(FedAvg())).models.model("global")
     with pytest.raises(ConfigError, match="did you mean 'onnx'"):
-        export(model, tmp_path / "folder" / "file", "onxx")
+        export_model(model, tmp_path / "folder" / "file", "onxx")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -434,9 +434,9 @@ def test_what_the_server_mixes_for_all_is_mixed_once_for_all_models(
         return down(self, server, kept, ctx)
 
     monkeypatch.setattr(FedAMP, "down", counted)
-    many = fl.partition.iid(clients=2 * PIECE + 1)(digits, seed=0)
+    many = fl.partition.iid(clients=2 * MODELS_PER_BATCH + 1)(digits, seed=0)
     result = run(many, FedAMP(), Softmax(), rounds=1)
     calls.clear()
     result.models.save(tmp_path)
-    assert result.models.model("personal", PIECE).row.shape == (result.job.oracle.layout.d,)
+    assert result.models.model("personal", MODELS_PER_BATCH).row.shape == (result.job.oracle.layout.d,)
     assert calls == [many.n]

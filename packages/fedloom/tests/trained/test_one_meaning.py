@@ -17,7 +17,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 import fedloom as fl
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.opened import RunDirectory
-from fedloom.trained.export import export, load
+from fedloom.trained.export import export_model, load
 from tests import hospitals
 from tests.commands import call
 
@@ -128,7 +128,7 @@ def test_every_command_and_every_file_give_the_same_numbers(
 
 def same_outside(model: Any, rows: list[hospitals.Row], want: np.ndarray, folder: Path) -> None:
     """What a graph says of the same rows."""
-    export(model, folder / "m.onnx", "onnx")
+    export_model(model, folder / "m.onnx", "onnx")
     graph = onnxruntime.InferenceSession(folder / "m.onnx")
     names = json.loads(graph.get_modelmeta().custom_metadata_map["columns"])
     assert names == {"numbers": list(NUMBERS), "texts": ["sex", "ward"]}
@@ -138,7 +138,7 @@ def same_outside(model: Any, rows: list[hospitals.Row], want: np.ndarray, folder
         "texts": np.array([[row["sex"], row["ward"]] for row in rows], object),
     }
     np.testing.assert_allclose(graph.run(["probabilities"], feed)[0], want, atol=1e-6)
-    export(model, folder / "m.pt2", "torch")
+    export_model(model, folder / "m.pt2", "torch")
     np.testing.assert_allclose(load(folder / "m.pt2").scores(pd.DataFrame(rows)), want, atol=1e-6)
 
 

@@ -23,7 +23,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.opened import RunDirectory
-from fedloom.trained.export import export, load
+from fedloom.trained.export import export_model, load
 
 SITES = {"north": 0.0, "south": 1.0, "west": -1.0}
 EXPERIMENT = """
@@ -190,7 +190,7 @@ def test_what_cannot_be_predicted_is_a_sentence(
         models.predict({**columns, "age": ["old"] * 27})
     with pytest.raises(DataError, match="column 'age': must be a list with a cell for each row"):
         models.predict({"age": 50.0, "pressure": 120.0, "ward": "A"})
-    with pytest.raises(DataError, match=r"is a table; give fl.Dataset.of\(table, LABEL, ...\)"):
+    with pytest.raises(DataError, match=r"is a table; give fl.Dataset.create\(table, LABEL, ...\)"):
         models.model("global").score(pd.DataFrame(columns))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
@@ -243,8 +243,8 @@ def test_exports_take_raw_rows(
 ) -> None:
     model = opened["ditto", 0].models.ready(kind, client)
     want = model.predict_proba(columns)
-    export(model, tmp_path / "m.onnx", "onnx")
-    export(model, tmp_path / "m.pt2", "torch")
+    export_model(model, tmp_path / "m.onnx", "onnx")
+    export_model(model, tmp_path / "m.pt2", "torch")
     np.testing.assert_allclose(load(tmp_path / "m.pt2").scores(columns), want, atol=1e-6)
     assert load(tmp_path / "m.pt2").predict(columns).tolist() == model.predict(columns).tolist()
     graph = onnxruntime.InferenceSession(tmp_path / "m.onnx")

@@ -18,7 +18,7 @@ import torch
 import fedloom as fl
 from fedloom.errors import LayoutError
 from fedloom.models import MLP
-from fedloom.trained.export import export, load
+from fedloom.trained.export import export_model, load
 
 Parts = dict[str, bytes]
 MARK = "run_by_a_file"
@@ -151,7 +151,7 @@ ATTACKS: dict[str, tuple[Callable[[Parts], None], str]] = {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
     path = tmp_path_factory.mktemp("program") / "model.pt2"
-    export(fl.simulate("fedavg", fed, MLP(hidden=(8,)), rounds=1).models.model("global"), path, "torch")
+    export_model(fl.simulate("fedavg", fed, MLP(hidden=(8,)), rounds=1).models.model("global"), path, "torch")
     return path
 
 

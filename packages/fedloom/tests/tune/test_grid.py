@@ -19,7 +19,7 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.lab.tune import Trial
-from fedloom.lab.tune.search import Search, SearchResult, settings_of, with_params
+from fedloom.lab.tune.search import Search, SearchResult, replace_params, settings_of
 from tests.commands import call, in_a_fork
 
 GRID = """
@@ -149,7 +149,7 @@ def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, l
     for f in whole[1]:
         for trial in f.trials:
             rounds = {"fedavg": 2, "ditto": 3}[f.study.method.label]
-            experiment = parse(with_params(document, f.study.place, trial.params, rounds=rounds))
+            experiment = parse(replace_params(document, f.study.place, trial.params, rounds=rounds))
             fed = experiment.partition(experiment.source.load(), 0)
             result = fl.simulate(experiment.methods[f.study.place].setting, fed)
             models = ["global", "personal"][: len(f.study.goal.models)]

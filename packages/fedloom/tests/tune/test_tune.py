@@ -26,8 +26,8 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.lab.tune import Trial
-from fedloom.lab.tune.search import Search, check_values, defaults, own_params, space_of, with_params
-from fedloom.rundir import WORK
+from fedloom.lab.tune.search import Search, check_values, defaults, file_params, replace_params, space_of
+from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, disk
 from fedloom.values import fields_of
 from tests.commands import call, end, fork, in_a_fork
@@ -83,7 +83,7 @@ def test_processes_that_join_find_the_same_though_one_is_killed(
         monkeypatch.setattr("fedloom.lab.tune.tuning.write_report", lambda *_, **__: None)  # a fork cannot draw
         tuning(SMALL, tmp_path / "out").run(join=True)
 
-    claims = Claims(tmp_path / "out" / WORK)
+    claims = Claims(tmp_path / "out" / WORK_FOLDER)
     processes, killed = [fork(search) for _ in range(3)], None
     while killed is None:
         holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
@@ -386,7 +386,7 @@ def test_a_score_may_be_weighted_by_samples(tmp_path: Path) -> None:
     found = search.run()
     for f in found:
         for trial in f.trials:
-            made = parse(with_params(tomllib.loads(plain), f.study.place, trial.params))
+            made = parse(replace_params(tomllib.loads(plain), f.study.place, trial.params))
             run = made.methods[f.study.place].setting.with_(seed=search.goal.seeds[0], rounds=trial.rounds)
             result = fl.simulate(run, made.partition(made.source.load(), search.goal.seeds[0]))
             values = result.final("global", "accuracy", "validation").numpy()
@@ -526,7 +526,7 @@ def test_every_default_space_fits_its_method() -> None:
         space = space_of(method, experiment.tune, "defaults")
         assert space
         check_values(document, place, space, "defaults")
-        own = own_params(method, space)
+        own = file_params(method, space)
         fields = fields_of(method.entry)
         open_ = [name for name in space if name in fields and fields[name].default is None]
         derived = [name for name in open_ if "1x" not in space[name]]
@@ -534,7 +534,9 @@ def test_every_default_space_fits_its_method() -> None:
         for name in open_:  # a derived option is looked for around its rule; FairFed's belongs to its weigher
             assert method.algorithm == "fairfed" or {"0.5x", "1x", "2x"} <= set(space[name])
         if own is not None:
-            assert parse(with_params(document, place, own)).methods[place].setting.algorithm == method.setting.algorithm
+            assert (
+                parse(replace_params(document, place, own)).methods[place].setting.algorithm == method.setting.algorithm
+            )
 
 
 def test_a_suggestion_depends_on_what_was_tried_only() -> None:

@@ -15,25 +15,28 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 def cox(
     file: FileArgument,
     time: Annotated[
-        str | None, typer.Option(help="column of the time to the event, or to the end of observation; as in [data]")
+        str | None, typer.Option(help="column with the time to the event or to the end of observation. As in [data]")
     ] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 where the time is that of an event, else 0; as in [data]")
+        str | None, typer.Option(help="column with 1 if the time ends with an event, else 0. As in [data]")
     ] = None,
     ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
     bins: Annotated[
         float | None,
-        typer.Option(min=0, help="width of time bins that sites agree on; they then send secure sums only"),
+        typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
     ] = None,
     least: Annotated[
-        int, typer.Option(min=1, help="with --bins: events of a site in a bin, and its rows at risk, that it may send")
+        int,
+        typer.Option(
+            min=1, help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing"
+        ),
     ] = 5,
-    stratify: Annotated[bool, typer.Option("--stratify", help="a baseline hazard for every site")] = False,
+    stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
     test: Annotated[
         str | None,
-        typer.Option(help="COLUMN=VALUE of rows that are not fitted; the concordance on them is printed"),
+        typer.Option(help="COLUMN=VALUE of rows left out of the fit. The concordance on them is printed"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:

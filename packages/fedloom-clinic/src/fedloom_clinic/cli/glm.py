@@ -13,7 +13,7 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 @app.command(rich_help_panel="Statistics")
 def glm(
     file: FileArgument,
-    by_site: Annotated[bool, typer.Option("--by-site", help="an intercept for every site")] = False,
+    by_site: Annotated[bool, typer.Option("--by-site", help="use an intercept per site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
     data_dir: DataDir = None,

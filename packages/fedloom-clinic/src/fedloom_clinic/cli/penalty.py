@@ -13,20 +13,22 @@ if TYPE_CHECKING:
 
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
-    typer.Option(help="ridge or firth: finite coefficients also where columns separate the rows"),
+    typer.Option(help="ridge or firth: finite coefficients even if columns separate the rows"),
 ]
 Strength = Annotated[
     str | None,
     typer.Option(
-        help="of a ridge, per row and for columns of unit deviation, as lifelines' penalizer; cv, or without it: by "
-        "cross-validated likelihood",
+        help=(
+            "strength of a ridge, per row and for columns of unit deviation, as lifelines' penalizer. Cv "
+            "(default): by cross-validated likelihood"
+        ),
         show_default=False,
     ),
 ]
 
 
 def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Read the value of --strength; None where there is no ridge.
+    """Read the value of --strength. None where there is no ridge.
 
     Raises:
         ConfigError: it is neither a number above 0 nor cv, or there is no ridge.

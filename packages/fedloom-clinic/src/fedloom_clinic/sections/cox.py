@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from fedloom.formats import p_value, significant
-from fedloom.lab.sections import Row, Run, Section, csv_of, scrolling, table_of
+from fedloom.lab.sections import Row, Run, Section, csv_of, read_columns, scrolling
 from fedloom.rundir import analysis_file
 
-LEAD = "Hazard ratios per unit of a column over the rows of all clients, from sums alone."
+COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, from sums alone."
 HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
 NAMES = (
     "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
@@ -23,11 +23,11 @@ NAMES = (
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on the regressions of some runs, None without one."""
     body = cox_tables(runs)
-    return Section("Cox regression", LEAD, body, {"cox": cox_csv(runs)}) if body else None
+    return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
 
 
 def cox_tables(runs: list[Run]) -> str:
-    """An HTML table per run with a Cox regression over the rows of all clients."""
+    """Render an HTML table per run with a Cox regression over the rows of all clients."""
     text = ""
     for run in runs:
         rows = _rows(run)
@@ -53,12 +53,12 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES
-    table = table_of(path, names)
+    table = read_columns(path, names)
     return [] if table is None else table.to_pylist()
 
 
 def cox_words(row: dict[str, Any]) -> str:
-    """What a regression is of, and what it lost."""
+    """Describe the rows of a regression and what it lost."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )

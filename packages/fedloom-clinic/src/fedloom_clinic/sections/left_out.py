@@ -6,7 +6,7 @@ from html import escape
 
 import pyarrow as pa
 
-from fedloom.formats import DASH
+from fedloom.formats import UNKNOWN_DASH
 from fedloom.lab.sections import (
     Estimate,
     Row,
@@ -17,17 +17,17 @@ from fedloom.lab.sections import (
     csv_of,
     federated_leader,
     figure,
+    read_columns,
     rows_where,
     scrolling,
     site_estimate,
-    table_of,
     titled,
     values_by_seed,
 )
 from fedloom.rundir import analysis_file
 
-NAMES = ("method", "seed", "client", "scaling", "metric", "value")
-LEAD = (
+LEFT_OUT_COLUMNS = ("method", "seed", "client", "scaling", "metric", "value")
+LEFT_OUT_TEXT = (
     "Every site in turn as one that was not there: trained on the others, and scored on all of its samples. Left out: "
     "columns are scaled by the medians of the other sites, as a new site would use the model. On its own rows: "
     "the site scales columns by its own samples first. Beside them its result with the same method where it takes "
@@ -37,15 +37,15 @@ LEAD = (
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on clients that were left out of some runs, None without one."""
-    body = left_out_tables(runs, rows, lead)
-    return Section("A new site", LEAD, body, {"left_out": left_out_csv(runs)}) if body else None
+    body = make_left_out_tables(runs, rows, lead)
+    return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 
 
-def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """An HTML table per run that left out every site in turn, of each method with a global model."""
+def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """Render an HTML table, per run that left out every site in turn, of each method with a global model."""
     text = ""
     for run in runs:
-        table = table_of(run.path / analysis_file("left-out"), NAMES)
+        table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)
@@ -74,17 +74,17 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
         estimates = [Estimate(values.get((client, scaling), {})) for scaling in scalings]
         estimates += [site_estimate(by_seed, client) for by_seed in inside.values()]
         words = [cell_text(lead, estimate) for estimate in estimates]
-        lines.append([escape(run.client(client)), str(samples.get(client, DASH)), *words])
+        lines.append([escape(run.client(client)), str(samples.get(client, UNKNOWN_DASH)), *words])
     label = f"{row.method}{f', {run.label}' if several else ''}"
     return f"<h3>{escape(label)}</h3>" + scrolling(f"Sites left out: {label}", heads, lines)
 
 
-def left_out_csv(runs: list[Run]) -> str:
+def write_left_out_csv(runs: list[Run]) -> str:
     """Every figure of every left out site, by seed and unscaled."""
     lines = [
-        (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in NAMES))
+        (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs
-        if (table := table_of(run.path / analysis_file("left-out"), NAMES)) is not None
+        if (table := read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)) is not None
         for line in table.to_pylist()
     ]
     return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""

@@ -14,29 +14,31 @@ from fedloom.lab.sections import (
     contenders_of,
     federated_leader,
     figure,
+    read_columns,
     rows_where,
     scrolling,
     site_estimate,
-    table_of,
     titled,
     values_by_seed,
 )
 from fedloom.rundir import analysis_file
 
-LEAD = "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+REFERENCES_TEXT = (
+    "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+)
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on the reference models of some runs, None without them."""
     body = reference_tables(runs, rows, lead)
-    return Section("Reference models", LEAD, body) if body else None
+    return Section("Reference models", REFERENCES_TEXT, body) if body else None
 
 
 def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """An HTML table per run whose reference models were fitted."""
+    """Render an HTML table per run whose reference models were fitted."""
     text = ""
     for run in runs:
-        table = table_of(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))
+        table = read_columns(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)

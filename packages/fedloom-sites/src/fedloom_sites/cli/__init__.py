@@ -1,4 +1,4 @@
-"""The command ``fedloom deploy``, and the results of a deployment's directory; fedloom loads both by entry points."""
+"""The command ``fedloom deploy``, and the results of a deployment's directory. Fedloom loads both by entry points."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ deploy = typer.Typer(
     cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites; models travel.",
+    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites. Models travel.",
 )
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
-WIDE = 120
+FILE_COLUMNS = 120
 """Columns of a table that goes to a file or another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
@@ -28,44 +28,57 @@ SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site
 @deploy.command()
 def init(
     file: FileArgument,
-    sites: Annotated[int | None, typer.Option(help="number of sites; the clients of the partition by default")] = None,
-    names: Annotated[str | None, typer.Option(help="names of the sites, with commas; site-0, ... by default")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory to write; the file's name by default")] = None,
+    sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
+    names: Annotated[
+        str | None, typer.Option(help="names of the sites, separated by commas (default: site-0, site-1, ...)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="directory to write (default: the file's name)")] = None,
     method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
     rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="the first of the experiment by default", min=0)] = None,
-    host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
-    gate_port: Annotated[int, typer.Option(help="port that sites reach the server by")] = 8443,
-    port: Annotated[int, typer.Option(help="port of the server on loopback, behind the gate")] = 18000,
-    quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
+    host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
+    gate_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
+    port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
+    quorum: Annotated[
+        int | None, typer.Option(help="accepted replies that a round needs (default: more than half)")
+    ] = None,
     norm_bound: Annotated[
         float | None,
-        typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
+        typer.Option(
+            help=("maximum norm of an accepted update (default: 10 times the largest of a simulated first round)")
+        ),
     ] = None,
     most_samples: Annotated[
         int | None,
         typer.Option(
-            help="samples that a site may claim of any part; the largest client's by default, with --own-data 10^8",
+            help=(
+                "most samples that a site may claim for a part (default: the largest client's, or 10^8 with --own-data)"
+            ),
             min=1,
         ),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="port of the server's metrics in Prometheus' format, on loopback; none by default"),
+        typer.Option(help="port of Prometheus metrics on loopback (default: none)"),
     ] = None,
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
-    days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
-    own_data: Annotated[bool, typer.Option("--own-data", help="every site has data of its own, not a share")] = False,
+    days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
+    own_data: Annotated[
+        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+    ] = False,
     fixed_data: Annotated[
         bool,
-        typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else the change is logged"),
+        typer.Option(
+            "--fixed-data", help="refuse a site whose samples change during the run. Otherwise log the change"
+        ),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="the server gets masked sums, and no site's own upload")
+        bool, typer.Option("--secure-aggregation", help="the server receives masked sums and no single upload")
     ] = False,
     threshold: Annotated[
-        int | None, typer.Option(help="sites without which no masked sum is opened; more than two thirds by default")
+        int | None,
+        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
     ] = None,
     changes: Annotated[
         int | None,
@@ -89,7 +102,7 @@ def init(
         with about_file(file):
             experiment = read(file, trust=trust)
         from fedloom.values import make
-        from fedloom_sites.deploy.ops.directory import Location, write
+        from fedloom_sites.deploy.ops.directory import Location, write_directory
         from fedloom_sites.deploy.ops.plan import plan
 
         options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
@@ -116,7 +129,7 @@ def init(
         }
         planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
-        write(planned, folder, place)
+        write_directory(planned, folder, place)
         say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
             bound = planned.norm_bound
@@ -150,7 +163,7 @@ def init(
 @deploy.command()
 def check(
     site: SiteFolder,
-    offline: Annotated[bool, typer.Option("--offline", help="leave the server alone")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="do not start the server")] = False,
 ) -> None:
     """Check what a site needs before it joins.
 
@@ -175,7 +188,7 @@ def check(
 def local(
     directory: Directory,
     port: Annotated[
-        int | None, typer.Option(help="port of the server; a free one by default", min=1, max=65535)
+        int | None, typer.Option(help="port of the server (default: a free port)", min=1, max=65535)
     ] = None,
 ) -> None:
     """Run a deployment on this machine.
@@ -199,7 +212,7 @@ def local(
         if rows:
             from fedloom.lab.printing import print_rows
 
-            print_rows(rows, ("site", "model", "round"), width=WIDE)
+            print_rows(rows, ("site", "model", "round"), width=FILE_COLUMNS)
         else:  # no site's own scores reach the server: their means, or that there are none
             say(*lines(status_of(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
@@ -214,7 +227,7 @@ def local(
 @deploy.command()
 def status(
     folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="everything as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Show how far a deployment is, site by site.
 
@@ -233,7 +246,7 @@ def status(
             say(json.dumps(shown, indent=1))
             return
         say(*lines(shown))
-        print_rows(table(shown), ("site",), width=WIDE)
+        print_rows(table(shown), ("site",), width=FILE_COLUMNS)
 
 
 @deploy.command("verify-log")
@@ -248,14 +261,14 @@ def verify_log(
     Example: fedloom deploy verify-log hospitals
     """
     with errors():
-        from fedloom_sites.deploy.audit import SENT
+        from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
         from fedloom_sites.deploy.ops.status import server_of
         from fedloom_sites.deploy.settings import read_site
 
         logs = [place]
         if (place / "site.toml").exists():
-            logs = sorted(read_site(place / "site.toml").state.glob(f"*/{SENT}")) or [place / SENT]
+            logs = sorted(read_site(place / "site.toml").state.glob(f"*/{SENT_FILE}")) or [place / SENT_FILE]
         elif place.is_dir():
             logs = [server_of(place).audit]
         for log in logs:

@@ -15,13 +15,14 @@ from fedloom_sites.cli.deploy import Directory, SiteFolder, deploy
 def renew(
     directory: Directory,
     host: Annotated[
-        str | None, typer.Option(help="name or address that sites reach the server by; as in server.toml by default")
+        str | None,
+        typer.Option(help="host name or address at which sites reach the server (default: as in server.toml)"),
     ] = None,
-    days: Annotated[int, typer.Option(help="days that the certificate is valid")] = 365,
+    days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
 ) -> None:
     """Make another certificate of the server.
 
-    The same authority signs it; sites need nothing new.
+    The same authority signs it. Sites need nothing new.
 
     Example: fedloom deploy renew hospitals
     """
@@ -46,7 +47,7 @@ def add(
 ) -> None:
     """Let a site join a deployment that has run.
 
-    A new agreement begins from the last round's model; every site approves it for itself.
+    A new agreement begins from the last round's model. Every site approves it for itself.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -66,13 +67,13 @@ def add(
 def approve(
     site: SiteFolder,
     change: Annotated[
-        Path | None, typer.Argument(help="folder 'approval' of a new agreement; the run of site.toml by default")
+        Path | None, typer.Argument(help="folder 'approval' of a new agreement (default: the run of site.toml)")
     ] = None,
-    digest: Annotated[str, typer.Option(help="digest of the run, as its coordinator gave it")] = "",
+    digest: Annotated[str, typer.Option(help="digest of the run, given by its coordinator")] = "",
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    It is named by its digest; without --digest the digest is shown.
+    It is named by its digest, without --digest the digest is shown.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -103,7 +104,7 @@ def remove(
 ) -> None:
     """Take a site out of the server's settings.
 
-    This is done between two runs; the site's key stays registered.
+    This is done between two runs. The site's key stays registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """

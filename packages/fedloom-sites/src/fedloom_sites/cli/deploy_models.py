@@ -1,4 +1,4 @@
-"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
+"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export_model``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from fedloom.lab.cli._app import errors, say
 from fedloom.lab.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
 from fedloom_sites.cli.deploy import SiteFolder, deploy
 
-FileKind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
+FileKind = Annotated[
+    str | None, typer.Option("--model", help="global, personal or hybrid (default: the model that the site uses)")
+]
 
 
 @deploy.command()
 def models(
     folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
-    test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder for the exported state dicts, one per site")] = None,
+    test: Annotated[bool, typer.Option("--test", help="score each model on its own site's test data")] = False,
     force: ForceOption = False,
 ) -> None:
     """List, score and export the models of sites.
@@ -30,7 +32,7 @@ def models(
     """
     with errors():
         from fedloom.outputs import check_output_folder
-        from fedloom_sites.deploy.site.models import export, figures, owned
+        from fedloom_sites.deploy.site.models import export_state_dict, owned, score_site_model
 
         if out is not None:
             check_output_folder(out)
@@ -38,10 +40,10 @@ def models(
         if not models_there:
             say("no model yet: a site has one after the first round that it took part in")
         for one in models_there:
-            path = one.model.path if out is None else export(one, out, force=force)
+            path = one.model.path if out is None else export_state_dict(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
-                scores = ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items())
+                scores = ", ".join(f"{name} {significant(value)}" for name, value in score_site_model(one).items())
                 say(f"  {scores or 'no test samples'}")
 
 
@@ -62,13 +64,13 @@ def predict(
     Example: fedloom deploy predict /srv/fedloom/site new.csv
     """
     with errors():
-        from fedloom.trained.predictions import alone, predicted
+        from fedloom.trained.predictions import predict_with_one, predicted
         from fedloom_sites.deploy.site.models import new_rows, used
 
         file = PredictionsFile(out, (rows,), force=force)
         trained = used(site, model)
         inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
-        predictions = predicted(inputs, alone(trained, inputs))
+        predictions = predicted(inputs, predict_with_one(trained, inputs))
         file.write(predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}")
 
 
@@ -78,7 +80,8 @@ def evaluate(
     rows: Annotated[Path | None, typer.Argument(help="file of rows with labels", show_default=False)] = None,
     model: FileKind = None,
     importance: Annotated[
-        bool, typer.Option("--importance", help="permute each column in the site's own test part, in place of rows")
+        bool,
+        typer.Option("--importance", help="permute each column in the site's own test part, instead of reading rows"),
     ] = False,
 ) -> None:
     """Score a site's model, or find what drives it.
@@ -91,7 +94,7 @@ def evaluate(
         from fedloom.data.new_rows import new_rows as taken
         from fedloom.errors import ConfigError
         from fedloom.lab.printing import print_rows
-        from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
+        from fedloom.trained.predictions import OWN_SCALE, Evaluated, predict_with_one
         from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
 
         if importance is (rows is not None):
@@ -105,7 +108,9 @@ def evaluate(
         trained = used(site, model)
         data = new_rows(site).labelled(trained.recipe.facts, rows)
         inputs = taken(trained.recipe.facts, data)
-        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
+        scored = Evaluated(
+            trained.about, trained.about["kind"], OWN_SCALE, predict_with_one(trained, inputs), inputs, data
+        )
         print_rows([scored.row()])
         say(*inputs.notes, *scored.choice.strange(inputs.x), *notes)
 
@@ -127,7 +132,7 @@ def export(
     """
     with errors():
         from fedloom.trained.export import decision, units
-        from fedloom.trained.export import export as write
+        from fedloom.trained.export import export_model as write
         from fedloom.trained.files import check_model_file
         from fedloom_sites.deploy.site.models import new_rows, used
 

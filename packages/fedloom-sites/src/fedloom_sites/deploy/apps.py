@@ -27,13 +27,13 @@ client_app = ClientApp()
 
 
 @server_app.main()
-def run(grid: Grid, context: Context) -> None:
-    """The server: its settings are in the file that the run configuration names.
+def run_server(grid: Grid, context: Context) -> None:
+    """Run the server. The run configuration names the file with its settings.
 
     Raises:
-        FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
+        FedloomError: the run did not get to its end. Flower records it as failed, the sentence has been printed.
     """
-    from fedloom_sites.deploy.server.run import STOPS, finished, serve
+    from fedloom_sites.deploy.server.run import STOP_PREFIX, finished, serve
     from fedloom_sites.deploy.settings import read_server
 
     try:
@@ -43,7 +43,7 @@ def run(grid: Grid, context: Context) -> None:
             raise RunStopped(stop, "see the lines above and the audit log")
     except FedloomError as error:
         if not isinstance(error, RunStopped):
-            _say(f"{STOPS}{error}")
+            _say(f"{STOP_PREFIX}{error}")
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it would call this unhandled, with a traceback
         raise
 
@@ -56,7 +56,7 @@ def _say(line: str) -> None:
 @client_app.train()
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """A site: its settings are in the file that the node configuration names."""
+    """Answer a message as a site. The node configuration names the file with the site's settings."""
     reply = hand_over(_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
     return Message(decode_records(reply), reply_to=message)
 

@@ -1,4 +1,4 @@
-"""Audit: an append-only log of every reply, accepted or not and why; one JSON object per line, on disk before use.
+"""Audit: an append-only log of every reply, accepted or not and why. One JSON object per line, on disk before use.
 
 Each line has its number and the SHA-256 of the line before, so that a line that was changed, removed or put in is found
 (`verify_log`). A line that a crash cut short is one of them: the line after it names its bytes. Lines that are missing
@@ -18,10 +18,10 @@ from fedloom.errors import RunDirError
 from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file, make_folder
 
-SENT = "sent.jsonl"
+SENT_FILE = "sent.jsonl"
 """The log in the folder of a site's state of what has left the site."""
 TAIL_BYTES = 1 << 16
-"""Bytes at the end of a log in which its last line is looked for; a line has a few hundred."""
+"""Bytes at the end of a log in which its last line is looked for. A line has a few hundred."""
 
 
 class LogEnd(NamedTuple):
@@ -29,7 +29,7 @@ class LogEnd(NamedTuple):
 
     Attributes:
         lines: their number, those among them that a crash cut short included.
-        digest: SHA-256 of the last line; empty without any.
+        digest: SHA-256 of the last line. Empty without any.
     """
 
     lines: int
@@ -40,7 +40,7 @@ class Audit:
     """A log that is only ever appended to.
 
     Args:
-        path: the file; created if need be.
+        path: the file. Created if need be.
 
     Raises:
         CheckpointError: (also of any method) the disk is full or refuses.
@@ -52,7 +52,7 @@ class Audit:
         self._path = path
 
     def write(self, what: str, **facts: Any) -> None:
-        """Append one line: the time, what happened, and the facts (plain values; None is left out)."""
+        """Append one line: time, event, and facts (plain values; None is left out)."""
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
         end = self._end()
@@ -72,12 +72,12 @@ class Audit:
         return LogEnd(len(lines), _digest(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Everything in the log; see `lines_of`."""
+        """Everything in the log, see `lines_of`."""
         return lines_of(self._path)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Everything in a log that may be written at this moment; a line that was cut short is left out.
+    """Everything in a log that may be written at this moment. A line that was cut short is left out.
 
     Raises:
         RunDirError: it is no regular file, or cannot be read.
@@ -89,7 +89,7 @@ def verify_log(path: Path) -> LogEnd:
     """Check that no line of a log was changed, removed or put in since it was written.
 
     Raises:
-        RunDirError: there is no such log, or one was; the first line that shows it is named.
+        RunDirError: there is no such log, or one was. The first line that shows it is named.
     """
     if not path.exists():
         raise RunDirError(f"there is no log {path}; give the folder of a server or of a site that has run, or a log")
@@ -123,7 +123,7 @@ def _digest(line: bytes) -> str:
 
 
 def entry_of(line: bytes) -> dict[str, Any] | None:
-    """The values of a line of a log; None where it was cut short."""
+    """Parse a line of a log. Return None for a line that was cut short."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """User code of a deployment: the modules that its experiment names by import path, the same on all machines.
 
-Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings; a
+Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings. A
 module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run. Of the
 folder nothing else is imported: no other file, and no compiled one.
 """
@@ -20,26 +20,27 @@ from typing import Any
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, read
-from fedloom.models.spec import DIGEST
+from fedloom.models.spec import DIGEST_MARK
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch
 from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprint, digest
 
-FOLDER = "code"
-START = "weights.safetensors"
+CODE_FOLDER = "code"
+INITIAL_MODEL_FILE = "weights.safetensors"
 """File of the initial model, beside the experiment file, where one was agreed on."""
-KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
+IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file that take an import path."""
-LIMIT = 4 << 20
-"""Bytes of user code from which it has to be installed; it is a sign of a folder that holds other things too."""
+MAX_CODE_BYTES = 4 << 20
+"""Bytes of user code from which it has to be installed. It is a sign of a folder that holds other things too."""
 
 
 @dataclass(frozen=True)
 class Code:
     """User code.
 
-    files: contents by path below `FOLDER`; installed: SHA-256 of the source of modules of installed packages, by name.
+    files: contents by path below `CODE_FOLDER`. installed: SHA-256 of the source of modules of installed packages, by
+        name.
     """
 
     files: dict[str, bytes]
@@ -51,7 +52,7 @@ class Code:
 
 
 def code_of(settings: Mapping[str, object]) -> Code:
-    """The user code of an experiment that has been read, so that its modules are imported.
+    """Collect the user code of an experiment that has been read, so that its modules are imported.
 
     Raises:
         ConfigError: a module has no source, two folders have files of one name, or the code is too long to copy.
@@ -72,22 +73,23 @@ def code_of(settings: Mapping[str, object]) -> Code:
             if files.setdefault(key, data) != data:
                 raise ConfigError(f"user code {key} is in two folders, {root} is one; rename one, or install them")
     size = sum(map(len, files.values()))
-    if size > LIMIT:
+    if size > MAX_CODE_BYTES:
         raise ConfigError(
-            f"user code is {len(files)} files of {size >> 20} MiB together, at most {LIMIT >> 20} MiB are copied; move "
+            f"user code is {len(files)} files of {size >> 20} MiB together, at most {MAX_CODE_BYTES >> 20} MiB "
+            "are copied; move "
             "the module to a folder of its own, or install it at the server and every site"
         )
     return Code(files, installed)
 
 
 def check_code(shared: Shared) -> None:
-    """Refuse user code other than that agreed on; none of it is imported.
+    """Refuse user code other than that agreed on. None of it is imported.
 
     Raises:
-        ConfigError: a file or a module is missing or differs; both digests are named.
+        ConfigError: a file or a module is missing or differs. Both digests are named.
     """
     for path, wanted in shared.code.items():
-        file = shared.experiment.parent / FOLDER / path
+        file = shared.experiment.parent / CODE_FOLDER / path
         check_agreed(f"{file}", "user code", content_of(file, "the user code", "get it from the server"), wanted)
     for module, wanted in shared.installed.items():
         try:
@@ -101,14 +103,14 @@ def check_code(shared: Shared) -> None:
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
-    """The experiment of a side, which is the one agreed on, and whose user code is.
+    """Read the agreed experiment at one side, and check that its user code is the agreed code.
 
     Raises:
-        ConfigError: it is not; or its user code does not import.
+        ConfigError: it is not. Or its user code does not import.
     """
     document = document_of(check_fingerprint(shared), shared.experiment)
     check_code(shared)
-    finder = _Finder(shared.experiment.parent / FOLDER, tuple(sorted(shared.code.items())))
+    finder = _Finder(shared.experiment.parent / CODE_FOLDER, tuple(sorted(shared.code.items())))
     if shared.code:  # in front of those of other deployments in this process
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
@@ -117,22 +119,22 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
 
 
 def module_of(path: str) -> str:
-    """The name of the module in a file of `FOLDER`."""
+    """Return the module name of a file in `CODE_FOLDER`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @dataclass(frozen=True)
 class _Finder:
-    """Find the agreed modules of a folder ``code``; files beside them are not looked at.
+    """Find the agreed modules of a folder ``code``. Files beside them are not looked at.
 
-    folder: which; code: path and SHA-256 of its files.
+    folder: which. code: path and SHA-256 of its files.
     """
 
     folder: Path
     code: tuple[tuple[str, str], ...]
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """The module of a name, or None where it was not agreed on."""
+        """Find an agreed module by name. Return None for any other module."""
         stem, wanted = name.replace(".", "/"), dict(self.code)
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in wanted:
@@ -163,24 +165,26 @@ class _Loader(SourceFileLoader):
 
 
 def _start_of(shared: Shared) -> list[str]:
-    """The option that names the agreed initial model.
+    """Return the command-line option that names the agreed initial model.
 
     Raises:
         ConfigError: the file is missing or another one.
     """
     if shared.start is None:
         return []
-    file = shared.experiment.parent / START
+    file = shared.experiment.parent / INITIAL_MODEL_FILE
     content = content_of(file, "the initial model", "get it from the server")
     check_agreed(f"{file}", "initial model", content, shared.start)
-    return [f"model.weights={json.dumps(f'{file}{DIGEST}{shared.start}')}"]  # compared again where the file is loaded
+    return [
+        f"model.weights={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"
+    ]  # compared again where the file is loaded
 
 
 def _paths(settings: object) -> Iterator[str]:
     """Import paths in the tables of an experiment."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
-            imports = key in KEYS or (key == "path" and settings.get("kind") == "import")
+            imports = key in IMPORT_PATH_KEYS or (key == "path" and settings.get("kind") == "import")
             named = value if isinstance(value, list | tuple) else [value]
             yield from (name for name in named if imports and is_path(name))
             yield from _paths(value)
@@ -190,7 +194,7 @@ def _paths(settings: object) -> Iterator[str]:
 
 
 def _files(root: Path, first: str) -> set[Path]:
-    """The files of a module or package of a folder, and of all that they import from that folder."""
+    """Collect the files of a module or package in a folder, and every file that they import from that folder."""
     files: set[Path] = set()
     waiting, names = [first], {"fedloom", "fedloom_sites"}
     while waiting:

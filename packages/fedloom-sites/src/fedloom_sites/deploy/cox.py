@@ -1,6 +1,6 @@
 """Cox regression at real sites: what is agreed on, and the question of a step.
 
-The server requests sums at one vector of coefficients after another, by Newton's method; a step has one sum.
+The server requests sums at one vector of coefficients after another, by Newton's method. A step has one sum.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fedloom.tasks.cox_sites import agreed_ranges, agreement_of
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.values import Value
 
-STEPS = 24
+MAX_SUMS = 24
 """Most sums of a regression."""
 STEPS_FILE = "cox-steps.json"
 """The file in the folder of a site's state with the steps that it has answered."""
-LONGEST = 1 << 20
+MAX_QUESTION_BYTES = 1 << 20
 """Most bytes of a question, or of what was found."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -31,16 +31,16 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 class CoxStep(Value):
     """A step: its number, and coefficients of the columns on [-1, 1]."""
 
-    step: int = Field(ge=0, lt=STEPS)
+    step: int = Field(ge=0, lt=MAX_SUMS)
     beta: tuple[Number, ...]
 
     def encode(self) -> bytes:
-        """As a message."""
+        """Encode as a message."""
         return self.model_dump_json().encode()
 
 
 class CoxFound(Value):
-    """What sites get in the end: coefficients of the columns as they are measured."""
+    """Final result for sites: coefficients of the columns in their measured units."""
 
     columns: tuple[str, ...]
     coefficients: tuple[Number, ...]
@@ -51,7 +51,7 @@ class CoxFound(Value):
 
 
 def agreed_cox(experiment: Experiment, samples: InputSpec) -> tuple[CoxAgreement, list[str]] | None:
-    """What server and sites have agreed on, and the columns of the regression; None without one.
+    """Return the agreement of server and sites on a Cox regression, and its columns, or None without a regression.
 
     Raises:
         ConfigError: the samples are no times to an event in a table, or a column has no agreed range.
@@ -70,7 +70,7 @@ def check_cox(job: Job, experiment: Experiment, samples: InputSpec) -> None:
     """Refuse a regression that sites cannot take part in.
 
     Raises:
-        ConfigError: see `agreed_cox`; or there are more bins than a message has room for.
+        ConfigError: see `agreed_cox`. Or there are more bins than a message has room for.
         Refused: what leaves a site must have noise, and these sums have none.
     """
     agreed = agreed_cox(experiment, samples)

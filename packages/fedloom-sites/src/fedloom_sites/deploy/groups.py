@@ -20,14 +20,14 @@ from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
-from fedloom.rundir import FEDERATION, SAMPLES
+from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
-from fedloom_sites.deploy.protocol.envelope import FIGURES
-from fedloom_sites.deploy.secure.protocol import FEWEST, Broken, Integers
+from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
+from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 
-KINDS = ("global", "hybrid", "personal")
-BITS, MOST = 36, 2.0**24
-"""Sums travel under masks as multiples of 2^-36, each of at most 2^24; the sum of 100 is below 2^63 steps."""
+SCORED_MODELS = ("global", "hybrid", "personal")
+RESOLUTION_BITS, MAX_SUM = 36, 2.0**24
+"""Sums travel under masks as multiples of 2^-36, each of at most 2^24. The sum of 100 is below 2^63 steps."""
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
@@ -47,7 +47,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
     return [] if choice is None else group_names(choice.by, levels)
 
 
-def least_of(experiment: Experiment) -> int:
+def min_rows(experiment: Experiment) -> int:
     """Rows of a group, and of each class or events among them, below which a site does not publish it."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.least)
@@ -59,7 +59,7 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     Raises:
         ConfigError: how many there are.
     """
-    if (count := len(GroupSums(job, names, 0).names)) > FIGURES // 2:
+    if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
             f"the analysis groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give "
             "bounds, or columns of fewer levels"
@@ -72,7 +72,7 @@ class GroupSums:
     Args:
         job: the run.
         names: choice and name of every group.
-        least: see `least_of`.
+        least: see `min_rows`.
     """
 
     def __init__(self, job: Job, names: Sequence[tuple[str, str]], least: int) -> None:
@@ -81,17 +81,17 @@ class GroupSums:
         choices = list(dict.fromkeys(choice for choice, _ in names))
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
         self._width = width(self._task) if names else 0
-        self._keys = [(kind, group) for kind in KINDS for group in self.groups]
+        self._keys = [(kind, group) for kind in SCORED_MODELS for group in self.groups]
         self.length = len(self._keys) * self._width
 
     @property
     def names(self) -> set[str]:
         """Names of all numbers of `as_metrics`."""
         figures = [*(f"{k}" for k in range(self._width)), *metric_names(self._task)] if self.groups else []
-        return {_name(kind, k, figure) for kind in KINDS for k in range(len(self.groups)) for figure in figures}
+        return {_name(kind, k, figure) for kind in SCORED_MODELS for k in range(len(self.groups)) for figure in figures}
 
     def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
-        """Which of a site's test samples are in each group that it may publish, bool ``[N]``; no row where it may not.
+        """Return a bool ``[N]`` mask of a site's test samples per group that it may publish. All False if it may not.
 
         Raises:
             ConfigError: a column of the groups is not there.
@@ -107,7 +107,7 @@ class GroupSums:
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
-        """Sums ``[S]`` and metrics of every model and group that has samples here.
+        """Compute the sums ``[S]`` and metrics of every model and group with samples at this site.
 
         Args:
             passes: outputs of every kind of model on the site's test part.
@@ -130,7 +130,7 @@ class GroupSums:
     # ----------------------------------------------------------------------------------------------- site by site
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
-        """The sums and metrics of a site as the numbers of a message."""
+        """Convert the sums and metrics of a site to the numbers of a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             place = self.groups.index(group)
@@ -148,7 +148,7 @@ class GroupSums:
                 if not np.isfinite(sums).all() or sums[0] < self._least:
                     continue
                 total += torch.tensor(sums, dtype=torch.float64)
-                rows.append((client, kind, group, SAMPLES, sums[0]))
+                rows.append((client, kind, group, SAMPLES_FIGURE, sums[0]))
                 names = metric_names(self._task)
                 figures = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
                 rows += [(client, kind, group, name, number) for name, number in figures.items()]
@@ -158,11 +158,11 @@ class GroupSums:
     # ------------------------------------------------------------------------------------------------ under masks
 
     def bits(self, members: Mapping[str, Tensor]) -> int:
-        """Groups that a site publishes, as bits; one without a row counts, its sums are zero."""
+        """Encode the groups that a site publishes as bits. A group without a row counts, with sums of zero."""
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Which groups are summed, so that neither a sum nor what a choice leaves is of fewer than `FEWEST` sites.
+        """Return the summed groups: no sum and no remainder is of fewer than `MIN_SITES` sites.
 
         That holds for any sum of at least the threshold of the sites.
 
@@ -171,16 +171,16 @@ class GroupSums:
             threshold: sites of a sum at least.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
-        is_summed = [threshold - lack >= FEWEST for lack in lacking]
+        is_summed = [threshold - lack >= MIN_SITES for lack in lacking]
         for part in {*self._part}:
             places = [k for k, choice in enumerate(self._part) if choice == part]
             with_rest = sum(any(not one >> k & 1 for k in places) for one in bits)
-            if all(is_summed[k] for k in places) and 0 < with_rest < FEWEST + len(bits) - threshold:
+            if all(is_summed[k] for k in places) and 0 < with_rest < MIN_SITES + len(bits) - threshold:
                 is_summed[max(places, key=lambda k: lacking[k])] = False  # then every site may be among the rest
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers:
-        """A site's sums as integers; a group that is not summed, or has no sample here, is zero.
+        """Convert a site's sums to integers. A group that is not summed, or has no sample here, becomes zero.
 
         Raises:
             Broken: a sum is out of range.
@@ -189,9 +189,9 @@ class GroupSums:
         nothing = torch.zeros(self._width, dtype=torch.float64)
         rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._keys]
         values = torch.stack(rows).flatten().numpy() if rows else np.zeros(0)
-        if not (np.abs(values) <= MOST).all():
+        if not (np.abs(values) <= MAX_SUM).all():
             raise Broken("a sum over a group of samples is out of range")
-        steps: Integers = np.rint(np.ldexp(values, BITS)).astype(np.int64).view(np.uint64)
+        steps: Integers = np.rint(np.ldexp(values, RESOLUTION_BITS)).astype(np.int64).view(np.uint64)
         return steps
 
     def decode(self, total: Integers, count: int) -> list[GroupScore]:
@@ -200,8 +200,10 @@ class GroupSums:
         Raises:
             Broken: a sum is out of range.
         """
-        values = np.ldexp(total.view(np.int64).astype(np.float64), -BITS).reshape(len(self._keys), self._width)
-        if bool((np.abs(values) > count * MOST).any()) or bool((values[:, :1] < 0).any()):
+        values = np.ldexp(total.view(np.int64).astype(np.float64), -RESOLUTION_BITS).reshape(
+            len(self._keys), self._width
+        )
+        if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
             raise Broken("the sum over a group of samples is out of range: a mask is still on it")
         rows = zip(self._keys, torch.from_numpy(values), strict=True)
         return [score for (kind, group), sums in rows for score in self._together(kind, group, sums)]
@@ -209,8 +211,8 @@ class GroupSums:
     def _together(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
         figures = metrics_of(self._task, sums)
         if figures or float(sums[0]) > 0:
-            yield FEDERATION, kind, group, SAMPLES, float(sums[0])
-        yield from ((FEDERATION, kind, group, name, figure) for name, figure in figures.items())
+            yield FEDERATION_CLIENT, kind, group, SAMPLES_FIGURE, float(sums[0])
+        yield from ((FEDERATION_CLIENT, kind, group, name, figure) for name, figure in figures.items())
 
 
 def _name(kind: str, place: int, figure: str) -> str:

@@ -2,7 +2,7 @@
 
 Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating point of the
 result carries no trace of what was noised (Mironov, CCS 2012). OpenDP samples the discrete Gaussian exactly, in integer
-arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits; no PyTorch or numpy
+arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No PyTorch or numpy
 generator takes part.
 
 Why the multiplier is what the settings say: rows are clipped, then rounded toward zero, and the integers' Euclidean
@@ -17,7 +17,7 @@ where T is the fewest sites whose sum is ever unmasked (`SharedMean`). The sum o
 not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2
 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at least 2^6, tau D is below 10^-17000, which the
 2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Anyone with the shares of c
-sites is left with noise of T - c; epsilon is recorded for c = 0 and for c = T - 1 (`left_to_sites`).
+sites is left with noise of T - c. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fedloom.rows.aggregate._base import Rows, State
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rows.context import Cohort
 
-FINEST = 2.0**6
+MIN_NOISE_STEPS = 2.0**6
 """Smallest scale of a site's noise in steps of the grid, for the bound of the sum of several."""
-_FINE, _WIDE = 30, 52
-"""Powers of two that the clip and the noise's scale have at most in steps of the grid; sums stay far inside 64 bits."""
+_CLIP_BITS, _SUM_BITS = 30, 52
+"""Powers of two that the clip and the noise's scale have at most in steps of the grid. Sums stay far inside 64 bits."""
 
 
 def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
-    """The sum of clipped rows plus discrete Gaussian noise of standard deviation ``sigma * clip``.
+    """Sum clipped rows and add discrete Gaussian noise of standard deviation ``sigma * clip``.
 
     Args:
-        rows: ``[m, D]``; one that is not finite counts as zero, so that there is always a result.
+        rows: ``[m, D]``. One that is not finite counts as zero, so that there is always a result.
         clip: largest norm of a row, above 0.
         sigma: noise multiplier, above 0.
 
@@ -68,14 +68,14 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
 
 def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
     """Exponent e of the grid 2^e, scale t of the noise in its steps, and the largest square of a row's norm in them."""
-    exponent = max(math.frexp(clip)[1] - _FINE, math.frexp(clip)[1] + math.frexp(sigma)[1] - _WIDE)
+    exponent = max(math.frexp(clip)[1] - _CLIP_BITS, math.frexp(clip)[1] + math.frexp(sigma)[1] - _SUM_BITS)
     step = Fraction(2) ** exponent
     scale = float(Fraction(clip) * Fraction(sigma) / step)
     return exponent, scale, math.floor(min(Fraction(scale) / Fraction(sigma), Fraction(clip) / step) ** 2)
 
 
 def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
-    """A row clipped and rounded toward zero to the grid ``[D]`` int64; the square of its norm is at most ``bound``."""
+    """Clip a row and round it toward zero to the grid ``[D]`` int64. Its squared norm is at most ``bound``."""
     largest = float(np.abs(row).max(initial=0.0))
     if not math.isfinite(largest) or largest == 0:
         return np.zeros(len(row), dtype=np.int64)
@@ -101,7 +101,7 @@ def _measurement(scale: float) -> Any:
 class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: what the server sums was clipped at the sites and has their noise."""
 
-    survivors: int = Field(ge=1, description="fewest sites of a sum, whose noise together is that of the mean")
+    survivors: int = Field(ge=1, description="smallest number of sites in a sum. Their noise together is the mean's")
 
     @property
     def linear(self) -> bool:
@@ -109,16 +109,16 @@ class SharedMean(PrivateMean):
 
     @property
     def scale(self) -> float:
-        """Standard deviation of a site's noise in steps of the grid; below `FINEST` nothing is known of its sums."""
+        """Standard deviation of a site's noise in grid steps. Sums below `MIN_NOISE_STEPS` have no bound."""
         return _grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
 
     def share(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """What a site adds to the sum: its differences ``[D]``, clipped to the grid, with its noise; in steps."""
+        """Return a site's share of the sum in grid steps: its clipped differences ``[D]`` plus its noise."""
         exponent, _, bound = _grid(self.clip, self.sigma)
         return np.asarray(_measurement(self.scale)(_integers(row, self.clip, exponent, bound)), dtype=np.int64)
 
     def total(self, steps: np.ndarray[Any, np.dtype[np.uint64]], count: int) -> np.ndarray[Any, Any]:
-        """The sum of ``count`` sites' differences with noise, ``[D]``, of its steps modulo 2^64.
+        """Convert steps modulo 2^64 to the noisy sum ``[D]`` of ``count`` sites' differences.
 
         Raises:
             Refused: it is further from zero than 40 standard deviations of the noise allow.
@@ -134,8 +134,8 @@ class SharedMean(PrivateMean):
         return total
 
 
-def left_to_sites(noise: object) -> SharedMean | None:
-    """What is left of a sum's noise to T - 1 of its T sites, who know what they added: the share of the last one.
+def remaining_noise(noise: object) -> SharedMean | None:
+    """Return the noise that remains after T - 1 of the T sites subtract their own: the share of the last site.
 
     None where sites add no shares of a common noise.
     """
@@ -146,22 +146,22 @@ def left_to_sites(noise: object) -> SharedMean | None:
 
 
 class ReleasedNoise(GaussianNoise):
-    """The channel `GaussianNoise` of a deployed site; accounted by Renyi divergences, which hold for this noise."""
+    """The channel `GaussianNoise` of a deployed site. Accounted by Renyi divergences, which hold for this noise."""
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        """C(x); the generators are left alone."""
+        """C(x). The generators are left alone."""
         if not self.sigma:
             return super().send(x, gens)
         return torch.stack([noisy_sum(row[None], self.clip, self.sigma) for row in x]).to(x)
 
 
 class ReleasedMean(PrivateMean):
-    """The aggregator `PrivateMean` of a deployed server; accounted by Renyi divergences, which hold for this noise."""
+    """The aggregator `PrivateMean` of a deployed server. Accounted by Renyi divergences, which hold for this noise."""
 
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """The mean of clipped rows with noise; no generator of ``ctx`` takes part."""
+        """Average clipped rows and add noise. No generator of ``ctx`` is used."""
         if not self.sigma:
             return super().combine(state, rows, weights, primary, ctx)
         total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
@@ -170,21 +170,21 @@ class ReleasedMean(PrivateMean):
 
 
 def deployed(setting: Setting, survivors: int | None = None) -> Setting:
-    """A run's setting with channel and aggregator as they are deployed; see `released`."""
+    """Return a run's setting with channel and aggregator in their deployed form, see `released`."""
     return setting.with_(channel=released(setting.channel), aggregator=released(setting.aggregator, survivors))
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
-    """What a site's epsilon is of, as deployed: its own noise; noise of the server does not protect it from that."""
+    """Return the noise behind a site's own epsilon: noise of the server does not protect a site from the server."""
     return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
 
 
 def released(part: Any, survivors: int | None = None) -> Any:
-    """A channel or aggregator as it is deployed: noise from the operating system where it adds noise.
+    """Return a channel or aggregator in its deployed form. Its noise comes from the operating system.
 
     Args:
-        part: of a run; all but the two mechanisms of noise stay as they are.
-        survivors: fewest sites of a sum under secure aggregation; None without it.
+        part: of a run. All but the two mechanisms of noise stay as they are.
+        survivors: fewest sites of a sum under secure aggregation. None without it.
     """
     rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}
     if isinstance(part, PrivateMean) and survivors is not None:

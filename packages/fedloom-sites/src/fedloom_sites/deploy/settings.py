@@ -25,14 +25,14 @@ from fedloom.storage import read_toml
 from fedloom.storage.files import content_of
 from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
-from fedloom_sites.deploy.secure.changes import CHANGES
-from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, least_threshold
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
+from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold
 
 V = TypeVar("V", bound=Value)
 
 
 def _public_key(text: str) -> str:
-    """A public key in OpenSSH form, without its comment."""
+    """Normalize a public key in OpenSSH form by removing its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
         raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
@@ -60,36 +60,42 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """The longest difference of a field of an upload; infinite where none is given."""
+    """Return the longest allowed difference of a field of an upload. Infinite without a bound."""
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
 
-def twin(name: str, names: Iterable[str]) -> str | None:
-    """The name, of some, whose folder a disk that ignores case takes for the folder of this one."""
+def case_twin(name: str, names: Iterable[str]) -> str | None:
+    """Find another name whose folder is the same on a disk that ignores case."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
 class Secure(Value):
     """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
 
-    threshold: int = Field(ge=FEWEST, description="sites without which no sum is unmasked; more than half of all")
+    threshold: int = Field(
+        ge=MIN_SITES, description="sites that a sum needs before it is unmasked. More than half of all"
+    )
     keys: tuple[PublicKey, ...] = Field(
-        min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
+        min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, by number of the site"
     )
     norm_bound: NormBound | None = Field(
-        None, description="longest difference that a site sends (L2), of every field of an upload or by its name"
+        None, description="largest norm of a difference that a site sends (L2), for every upload field or by field"
     )
     max_share: float = Field(
-        0.8, gt=0, le=1, description="largest share of one site in the weight of a sum; a sum beyond is not opened"
+        0.8,
+        gt=0,
+        le=1,
+        description="largest share of one site in the weight of a sum. A sum with a larger share is not opened",
     )
     scores: Literal["masked", "per-site", "off"] = Field(
-        "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
+        "masked",
+        description=("masked: the server receives sums of scores. per-site: every site's own scores. off: no scores"),
     )
     names: tuple[Name, ...] = Field(
-        (), max_length=MOST, description="names of the sites, by number, by which their sums are remembered"
+        (), max_length=MAX_SITES, description="names of the sites, by number, by which their sums are remembered"
     )
     changes: int = Field(
-        CHANGES,
+        MAX_CHANGES,
         ge=0,
         description="how often a site may leave the sums over the same data, or return; each reveals one difference of "
         "that site",
@@ -106,8 +112,8 @@ class Secure(Value):
         n = len(self.keys)
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must be of all {n} sites, each once, got {len(self.names)}")
-        if not least_threshold(n) <= self.threshold <= n:
-            raise ValueError(f"threshold of {n} sites must be within {least_threshold(n)}..{n}, got {self.threshold}")
+        if not min_threshold(n) <= self.threshold <= n:
+            raise ValueError(f"threshold of {n} sites must be within {min_threshold(n)}..{n}, got {self.threshold}")
         return self
 
     @property
@@ -121,16 +127,16 @@ class Secure(Value):
 
 
 class Shared(Value):
-    """What the server and every site must agree on."""
+    """Settings that the server and every site must agree on."""
 
     name: Name = Field(description="name of the experiment")
-    experiment: Path = Field(description="the experiment file: one method, one seed")
+    experiment: Path = Field(description="experiment file with one method and one seed")
     fingerprint: Digest = Field(description="SHA-256 of the experiment file")
     version: str = Field(description="version of fedloom, the same on all machines")
-    clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
-    samples: InputSpec = Field(description="what one sample looks like; of a table its columns, levels and flags")
+    clients: int = Field(ge=1, description="sites of the experiment, whether or not they take part")
+    samples: InputSpec = Field(description="description of a sample. For a table its columns, levels and flags")
     fixed_data: bool = Field(
-        False, description="a site whose samples change in a run is refused; else the change is logged"
+        False, description="refuse a site whose samples change during a run. Otherwise log the change"
     )
     code: dict[CodePath, Digest] = Field(
         {}, description="SHA-256 of the files of user code in the folder code, by path"
@@ -140,13 +146,13 @@ class Shared(Value):
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
     models_per_round: PositiveInt = Field(
         3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
-        description="models that a site answers to in a round and of a kind of message; the same again is none more",
+        description="models that a site answers per round and kind of message. Repeated messages do not count",
     )
     models_in_run: PositiveInt | None = Field(
         None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
-        description="the same of all rounds; none: twice the number of rounds and two more",
+        description="models that a site answers in all rounds (default: twice the number of rounds, plus two)",
     )
-    secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
+    secure: Secure | None = Field(None, description="secure aggregation (default: the server receives single uploads)")
     data_name: Name = Field(
         "data",
         description="name of the data; what a site remembers of opened sums, and its budgets, hold for all experiments "
@@ -161,12 +167,12 @@ class Shared(Value):
 
     @property
     def survivors(self) -> int | None:
-        """Fewest sites of a sum under secure aggregation; None without it."""
+        """Fewest sites of a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that is agreed on, by which people name a run; the same on every machine."""
+        """SHA-256 of all that is agreed on, by which people name a run. The same on every machine."""
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
@@ -176,10 +182,13 @@ class Site(Shared):
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of this site, from 0")
-    data: dict[str, Any] = Field(description="where the samples are: source and its options, as in an experiment file")
-    data_dir: Path | None = Field(None, description="folder of data sets, where the source is one of fedloom's by name")
+    data: dict[str, Any] = Field(description="source of the samples and its options, as in an experiment file")
+    data_dir: Path | None = Field(None, description="folder of data sets, for sources that fedloom knows by name")
     share: Literal["all", "partition"] = Field(
-        "all", description="all: every sample of the source is this site's; partition: this client's share of the cut"
+        "all",
+        description=(
+            "all: the source holds this site's samples only. partition: the site takes its client's share of the cut"
+        ),
     )
     state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
     memory: Path | None = Field(
@@ -189,31 +198,36 @@ class Site(Shared):
     )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(Path("ca.crt"), description="certificate of the authority that signed the server's certificate")
-    node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH form)")
-    signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH form)")
-    port: Port = Field(9094, description="port on loopback that the site's own processes use among themselves")
+    node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH format)")
+    signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH format)")
+    port: Port = Field(9094, description="port on loopback for the site's own processes")
     threads: int = Field(1, ge=1, description="threads of local training")
-    free_disk: int = Field(1024, ge=0, description="megabytes that must be free where the state is")
+    free_disk: int = Field(1024, ge=0, description="megabytes that must be free on the state's disk")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
     model_change: float | None = Field(
         None,
         gt=1,
-        description="a model is refused whose norm, whole or of a layer, is this many times that of the last one that "
-        "the site trained from, or less by as much; none: any is taken",
+        description=(
+            "largest ratio, in either direction, between the norm of a received model (or of a layer) and "
+            "the model that the site last trained from. A model beyond it is refused (default: no limit)"
+        ),
     )
     dead_units: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="a model is refused of a layer of which more than this share of units answers to no sample of the "
-        "site, as in one made to read samples from the upload; not under a delta; none: any is taken",
+        description=(
+            "largest share of a layer's units without a response to any sample of the site. A model "
+            "beyond it, such as one crafted to read samples, is refused. Not used with a delta (default: "
+            "no limit)"
+        ),
     )
-    approval: bool = Field(
-        False, description="nothing trains here before the run is approved by its digest (fedloom deploy approve)"
-    )
+    approval: bool = Field(False, description="train only after the run's digest was approved (fedloom deploy approve)")
     epsilon: PositiveFloat | None = Field(
         None,
-        description="epsilon that the site never exceeds; it sends no scores then, nor under a delta; none: no limit",
+        description=(
+            "largest epsilon of the site. With it, and under a delta, the site sends no scores (default: no limit)"
+        ),
     )
 
     @property
@@ -250,56 +264,67 @@ class Member(Value):
 
 
 class Server(Shared):
-    """The server: who takes part, how long a round waits, what is accepted, where files lie."""
+    """Settings of the server: sites, waiting times, accepted messages, folders."""
 
-    sites: tuple[Member, ...] = Field(min_length=1, description="the sites that may take part")
+    sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="accepted replies that a round needs")
-    deadline: PositiveFloat = Field(600.0, description="seconds after which a round closes if the quorum is there")
-    ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
+    deadline: PositiveFloat = Field(600.0, description="seconds after which a round with a quorum closes")
+    ttl: PositiveFloat = Field(1200.0, description="lifetime of a message in seconds, and the longest wait of a round")
     pace: float = Field(
         10.0,
         gt=1,
-        description="once the quorum is there, a round waits for a site this many times the median seconds of the "
-        "other sites (at least 30 s), and never beyond the deadline",
+        description=(
+            "wait for a slow site, as a multiple of the other sites' median seconds (at least 30 s, at "
+            "most until the deadline), once there is a quorum"
+        ),
     )
     patience: PositiveFloat = Field(
         600.0,
-        description="seconds for which a quorum is waited for, and for which a refused site is left alone",
+        description="seconds to wait for a quorum, and to leave a refused site alone",
     )
     absent_after: PositiveInt = Field(
         3,
-        description="rounds in which a mute site is asked in vain; then it counts as absent until it answers",
+        description="unanswered rounds after which a silent site counts as absent until it answers",
     )
     norm_bound: NormBound | None = Field(
         None,
-        description="maximum update norm accepted per site (L2), of every field of an upload or by its name; any "
-        "finite norm when left out",
+        description=(
+            "maximum norm of an accepted update (L2), for every upload field or by field (default: any finite norm)"
+        ),
     )
-    epsilon: PositiveFloat | None = Field(None, description="the run stops before a client's epsilon exceeds this")
+    epsilon: PositiveFloat | None = Field(
+        None, description="largest epsilon of a client. The run stops before it is exceeded"
+    )
     examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays in one reply")
     body_limit: int = Field(
-        16 << 20, ge=6 << 20, description="most bytes of one HTTP request; a part of a message has 5 MB"
+        16 << 20, ge=6 << 20, description="most bytes of one HTTP request. A part of a message has 5 MB"
     )
     address: str = Field(
-        "127.0.0.1", description="address the server listens on; loopback, when a gate stands before it"
+        "127.0.0.1", description="address on which the server listens. Loopback behind a reverse proxy"
     )
-    port: Port = Field(18000, description="port the server listens on")
-    metrics_port: Port | None = Field(None, description="port of metrics in Prometheus' format; none: no endpoint")
-    metrics_address: str = Field("127.0.0.1", description="address that the metrics are served on")
-    public: str = Field("", description="host:port of the gate that sites connect to; empty: the server itself")
+    port: Port = Field(18000, description="port on which the server listens")
+    metrics_port: Port | None = Field(None, description="port of Prometheus metrics (default: no endpoint)")
+    metrics_address: str = Field("127.0.0.1", description="address of the metrics endpoint")
+    public: str = Field(
+        "", description="host:port of the reverse proxy to which sites connect (empty: sites connect to the server)"
+    )
     ca: Path = Field(Path("ca.crt"), description="certificate of the authority")
     certificate: Path = Field(Path("server.crt"), description="certificate of the server")
     key: Path = Field(Path("server.key"), description="private key of the certificate")
-    secret: Path = Field(Path("superexec.secret"), description="32 random bytes that the server's own processes share")
-    database: Path = Field(Path("state/superlink.db"), description="Flower's database: messages under way, known nodes")
+    secret: Path = Field(Path("superexec.secret"), description="32 random bytes shared by the server's own processes")
+    database: Path = Field(
+        Path("state/superlink.db"), description="Flower's database of pending messages and known nodes"
+    )
     checkpoints: Path = Field(Path("state/checkpoints"), description="folder of the checkpoints")
-    audit: Path = Field(Path("state/audit.jsonl"), description="log of every reply: accepted, or why not")
+    audit: Path = Field(
+        Path("state/audit.jsonl"), description="log of every reply: accepted, or the reason for rejecting it"
+    )
     results: Path = Field(Path("results"), description="folder of metrics and of the global model")
 
     @property
     def entrance(self) -> str:
-        """What sites connect to, host:port."""
+        """Address that sites connect to, host:port."""
         return self.public or f"{self.address}:{self.port}"
 
     @property
@@ -328,7 +353,7 @@ class Server(Shared):
 
 
 def read_site(path: Path) -> Site:
-    """A site's TOML file; paths come back absolute, also those of its data.
+    """Read a site's TOML file and make its paths absolute, including the paths of its data.
 
     Raises:
         ConfigError: the file is missing or has a value that cannot be.
@@ -344,7 +369,7 @@ def read_site(path: Path) -> Site:
 
 
 def read_server(path: Path) -> Server:
-    """A server's TOML file; paths come back absolute.
+    """Read a server's TOML file and make its paths absolute.
 
     Raises:
         ConfigError: the file is missing or has a value that cannot be.
@@ -356,14 +381,14 @@ def check_version(shared: Shared) -> None:
     """Refuse another version of fedloom than the one that was agreed on.
 
     Raises:
-        ConfigError: the versions differ; both are named.
+        ConfigError: the versions differ. Both are named.
     """
     if shared.version != __version__:
         raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}; install that")
 
 
 def placed(value: V, folder: Path) -> V:
-    """Settings whose relative paths are taken from ``folder``.
+    """Resolve the relative paths of settings from ``folder``.
 
     Raises:
         ConfigError: a path holds the character NUL.
@@ -376,7 +401,7 @@ def placed(value: V, folder: Path) -> V:
 
 
 def text_of(value: Value) -> str:
-    """A value as the text of a TOML file; reading it back gives the same value.
+    """Render a value as TOML. Reading the text gives the same value.
 
     The table of the data comes first, since a site edits that one.
     """
@@ -391,7 +416,7 @@ def check_fingerprint(shared: Shared) -> bytes:
         Its content, as it was compared.
 
     Raises:
-        ConfigError: it cannot be read, or the digests differ; both are named.
+        ConfigError: it cannot be read, or the digests differ. Both are named.
     """
     content = content_of(shared.experiment, "the experiment file")
     check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
@@ -409,7 +434,7 @@ def check_agreed(
     """Refuse content of another SHA-256 than was agreed on.
 
     Raises:
-        ConfigError: the digests differ; both are named.
+        ConfigError: the digests differ. Both are named.
     """
     got = digest(content)
     if got != wanted:

@@ -19,7 +19,16 @@ from fedloom.errors import FedloomError, WireError
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
-from fedloom_sites.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
+from fedloom_sites.flower.records import (
+    VALUES_RECORD,
+    array_of_each,
+    arrays_of,
+    fields_like,
+    head_of,
+    log,
+    tensors_of,
+    write_values,
+)
 from fedloom_sites.flwr_adapter import ErrorCode
 
 T = TypeVar("T")
@@ -34,7 +43,7 @@ class Members(NamedTuple):
     Attributes:
         nodes: Flower's numbers of the nodes, by client.
         sizes: training, validation and test samples of each.
-        run: a name of the run, by which nodes know it again; empty where it cannot be resumed.
+        run: a name of the run, by which nodes know it again. Empty where it cannot be resumed.
     """
 
     nodes: list[int]
@@ -43,7 +52,7 @@ class Members(NamedTuple):
 
 
 class FlowerClients(RemoteClients):
-    """The nodes of an app; see `RemoteClients`.
+    """The nodes of an app, see `RemoteClients`.
 
     Args:
         job: the run, as the server has it.
@@ -56,7 +65,7 @@ class FlowerClients(RemoteClients):
     Attributes:
         reachable: numbers of the nodes that can be reached.
         scores: figures of every client that answered the newest evaluation.
-        refusals: why each client refused the newest request; one that did not answer, or has lost its state, is not
+        refusals: why each client refused the newest request. One that did not answer, or has lost its state, is not
             among them.
     """
 
@@ -76,7 +85,7 @@ class FlowerClients(RemoteClients):
         self.refusals: dict[int, str] = {}
 
     def through(self, send: Send) -> FlowerClients:
-        """These clients, reached in another way."""
+        """Return these clients with another way to send messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}
         return other
@@ -118,7 +127,7 @@ class FlowerClients(RemoteClients):
                 yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
 
     def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
-        """The record of the global model, where nodes do not have it as what they receive anyway."""
+        """Return the record of the global model if nodes do not receive it anyway."""
         if request.model is None or (
             request.down and request.down[0].dim() == 1 and torch.equal(request.down[0], request.model)
         ):
@@ -134,7 +143,7 @@ class FlowerClients(RemoteClients):
     def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
         accepted = int(self.accepted[client])
         values = {"client": client, "round": t, "accepted": accepted}
-        content = RecordDict({HEAD: head(**self._shared, **values, **more), **records})
+        content = RecordDict({VALUES_RECORD: write_values(**self._shared, **values, **more), **records})
         if not accepted:  # the node has no state yet, whose template begins at this model
             content["start"] = self._start
         return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
@@ -142,7 +151,7 @@ class FlowerClients(RemoteClients):
     def _replies(
         self, recipients: list[int], messages: Iterable[Message], read: Callable[[RecordDict], T]
     ) -> dict[int, T]:
-        """What is read of the first usable reply of every client; all else is logged and left out."""
+        """Read the first usable reply of every client. Log and drop all others."""
         clients = {self._nodes[c]: c for c in recipients}
         values: dict[int, T] = {}
         for reply in self._send(messages) if recipients else ():
@@ -178,7 +187,7 @@ class FlowerClients(RemoteClients):
         return read(reply.content)
 
     def _output(self, reply: RecordDict, t: int) -> ClientOutput:
-        """The output of a client, if it is of this round and of the shapes of the method."""
+        """Decode a client's output after checking its round and the shapes of the method."""
         values = head_of(reply)
         if values.get("round") != t:
             raise WireError(f"it is of round {values.get('round')}, not {t}")
@@ -201,10 +210,10 @@ class Remembering:
 
     def __init__(self, clients: FlowerClients) -> None:
         self._clients, self._answers = clients, dict[int, Any]()
-        self.score, self.on_one = clients.score, clients.on_one
+        self.score, self.call_once = clients.score, clients.call_once
 
     def replaying(self, clients: FlowerClients) -> Remembering:
-        """The same answers, and the trainings of other clients."""
+        """Return these answers with the trainings of other clients."""
         other = Remembering(clients)
         other._answers = self._answers
         return other

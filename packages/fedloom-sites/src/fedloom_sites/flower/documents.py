@@ -1,4 +1,4 @@
-"""Documents: the method and the choices of an app, as text for its nodes, and what they may not have."""
+"""Write an app's method and choices as text for its nodes, and refuse choices that an app cannot have."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Any
 from torch import nn
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, upload_fields
-from fedloom.choose.shares import by_clusters, column_of_shares
+from fedloom.choose.shares import column_of_shares, uses_clusters
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.hints import unknown
 from fedloom.values import Value, dump, fields_of
 
-WANTED = [
+STRATEGY_FIELDS = [
     name
     for name in Setting.model_fields
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
-"""Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
-CURES = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
+"""Fields of a setting that a strategy takes: all except the app's own fields and simulation-only fields."""
+REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
 """What takes the place of Flower's strategies and their options, and of choices that have no use in an app."""
 SCORED_BY_NODES = "nodes score their own parts; compute it there, with personal_model(context)"
-UNREAD = {
-    "engine": CURES["unread"]["engine"],
+UNREAD_CHOICES = {
+    "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
-    | CURES["unread"]["evaluate"],
+    | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
-"""Fields of choices that an app has no use for, and what to do."""
+"""Fields of choices without a use in an app, and the advice on them."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
-CLIPPING = "clipping_norm"
+CLIPPING_KEY = "clipping_norm"
 """Key by which Flower's strategies with differential privacy have a mod clip."""
-PRIVACY = (
+PRIVACY_HINT = (
     "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with the channel: "
     "channel={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
-"""What to do in the place of a strategy around one of fedloom's."""
+"""Advice instead of a strategy that wraps one of fedloom's."""
 
 
 def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
@@ -54,13 +54,13 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
-        if cure := CURES["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
+        if cure := REPLACEMENT_HINTS["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
             raise ConfigError(f"{algorithm!r} is a strategy of Flower's; use {cure}")
         raise unknown("algorithm", algorithm, REGISTRY)
     for name, value in choices.items():
-        if name not in (*WANTED, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
+        if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
             raise unknown("key", name, (), algorithm, cure)
-    for part, cures in UNREAD.items():
+    for part, cures in UNREAD_CHOICES.items():
         table = _plain(choices.get(part))
         for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
             raise ConfigError(f"{part}: {name!r} has no effect in an app: {cures[name]}")
@@ -72,18 +72,20 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
 
 def _hint(key: str, value: object) -> str:
     """Name what takes the place of an option of Flower's strategies, or of an argument of `Strategy.start`."""
-    if key in CURES["options"]:
-        return f"{key} is an option of Flower's own strategies; use {CURES['options'][key]}"
+    if key in REPLACEMENT_HINTS["options"]:
+        return f"{key} is an option of Flower's own strategies; use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
         return f"{key} is an argument of start: strategy.start(grid, arrays, {key}=...)"
-    cures = [cures[key] for cures in UNREAD.values() if key in cures]
+    cures = [cures[key] for cures in UNREAD_CHOICES.values() if key in cures]
     return f"it has no effect in an app: {cures[0]}" if cures else ""
 
 
 def resolved_document(setting: Setting) -> str:
     """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
-    parts = [name for name in WANTED if name not in ("aggregator", "weights")]  # which the server has for itself
+    parts = [
+        name for name in STRATEGY_FIELDS if name not in ("aggregator", "weights")
+    ]  # which the server has for itself
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
     return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
 
@@ -99,11 +101,11 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     for text in _texts(content):
         if ":" in text:
             raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
-    tables = {name: table.keys() for name, table in Setting.tables().items() if name in WANTED}
+    tables = {name: table.keys() for name, table in Setting.tables().items() if name in STRATEGY_FIELDS}
     places = Setting.places(
         tables=tables,
-        plain=WANTED,
-        keys=tuple(WANTED),
+        plain=STRATEGY_FIELDS,
+        keys=tuple(STRATEGY_FIELDS),
         special=_hint,
         call="Strategy({name!r}, Net(), {key}={value!r})",
     )
@@ -138,7 +140,7 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
             f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {name} uploads a "
             "difference to a state that stays at the client; choose another sampler"
         )
-    if (clusters := by_clusters(setting.weights)) or column_of_shares(setting.weights):
+    if (clusters := uses_clusters(setting.weights)) or column_of_shares(setting.weights):
         cure = "use weigher 'equitable'" if clusters else "give a number for each client"
         raise Refused(f"weights = {setting.weights!r} needs all samples in one place; {cure}")
 
@@ -169,11 +171,11 @@ def refuse_privacy(config: Mapping[str, object]) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if CLIPPING in config:
-        raise ConfigError(f"config has {CLIPPING!r}, by which no node of fedloom clips; {PRIVACY}")
+    if CLIPPING_KEY in config:
+        raise ConfigError(f"config has {CLIPPING_KEY!r}, by which no node of fedloom clips; {PRIVACY_HINT}")
     frame = inspect.currentframe()
     while frame is not None:
         caller = type(frame.f_locals.get("self")).__name__
         if caller.startswith("DifferentialPrivacy"):
-            raise ConfigError(f"{caller} clips arrays of models, and nodes of fedloom send none; {PRIVACY}")
+            raise ConfigError(f"{caller} clips arrays of models, and nodes of fedloom send none; {PRIVACY_HINT}")
         frame = frame.f_back

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data import DATA_PARTS, Dataset, Federation, Split
 from fedloom.data.dataset import Task
 from fedloom.data.subjects.design import Design, design_of
 from fedloom.engine.job import Job
@@ -22,9 +22,9 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channel import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
-from fedloom_sites.flower.samples import NodeSamples, Signature, adapted, fit, read
+from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
-TRIED = 2
+PROBE_SAMPLES = 2
 """Samples that a node tries its loss on."""
 
 
@@ -33,21 +33,21 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, as at the server; its values are those that the server sends. It gives a tensor with a row
+        model: the module, as at the server. Its values are those that the server sends. It gives a tensor with a row
             per sample, or an object or dict whose ``logits`` are one.
         trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
             whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ when
             they are read again is refused. Of a loader, its data set and ``collate_fn`` count, and batches are drawn by
             the strategy's ``local``.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
-            outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch;
+            outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch,
             by default the cross-entropy of whole-number targets, else the squared error. With a label per position
             ``[n, L]`` and outputs ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and
-            ``[k]``; -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
+            ``[k]``. -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: where the node computes.
-        folder: of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows; None
+        folder: of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows. None
             for no file.
         keys: of samples that are dicts, the names of the model's inputs and, last, of the target. By default the
             target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all others are inputs.
@@ -57,7 +57,7 @@ class Local:
         channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
             document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
             else this one takes its place. Scores travel without noise.
-        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0; what is longer is
+        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0, what is longer is
             shortened, whatever the server's document says. None: any length.
     """
 
@@ -97,7 +97,7 @@ class Local:
         return setting.with_(channel=own_noise)
 
     def shorten(self, job: Job, upload: Any, down: object) -> Any:
-        """Shorten the upload of a node to its own bound; fields ``[1, .]``."""
+        """Shorten the upload of a node to its own bound. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
         return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
@@ -146,12 +146,16 @@ class Local:
             raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {
-            part: read(part, samples, self.keys, self.subject) for part, samples in sets.items() if samples is not None
+            part: read_samples(part, samples, self.keys, self.subject)
+            for part, samples in sets.items()
+            if samples is not None
         }
         if "train" not in parts:
             raise ConfigError("trainset is None; a node needs training samples")
-        inputs = {name: _joined(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs}
-        y = _joined("target", [one.target for one in parts.values()])
+        inputs = {
+            name: _join_entries(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs
+        }
+        y = _join_entries("target", [one.target for one in parts.values()])
         x, signature = fit(self.model, inputs)
         if _has_positions(y, signature.outputs):
             return self._sequences(x, y, signature._replace(positions=True), parts)
@@ -167,25 +171,25 @@ class Local:
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
-        model, objective = adapted(self.model, signature), Objective()
+        model, objective = adapt_module(self.model, signature), Objective()
         if not default:
             loss = _loss_of_app(self.loss, y[0], signature.outputs)
-            if fault := _fault(loss, _outputs(model, x), samples.y[:TRIED]):
+            if fault := _fault(loss, _outputs(model, x), samples.y[:PROBE_SAMPLES]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
-        """The problem of samples with a label per position ``[n, L]``."""
+        """Build the local problem of samples with a label per position ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
         samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
         plain = self.loss is None or (
             type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
         )
-        model, objective = adapted(self.model, signature), Objective()
+        model, objective = adapt_module(self.model, signature), Objective()
         if not plain:
-            outputs, targets = _outputs(model, x).flatten(0, 1), labels[:TRIED].flatten()
+            outputs, targets = _outputs(model, x).flatten(0, 1), labels[:PROBE_SAMPLES].flatten()
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
             loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
             fault = _fault(loss, outputs, targets)
@@ -215,15 +219,15 @@ class NodeProblem(NamedTuple):
 
 
 def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
-    """Whose each sample is, of all parts one after another in the order of `PARTS`."""
-    owners = [owner for part in PARTS if part in parts for owner in parts[part].subject or ()]
+    """Whose each sample is, of all parts one after another in the order of `DATA_PARTS`."""
+    owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Places of the samples of every part, one part after another."""
     splits, start = {}, 0
-    for part in PARTS:
+    for part in DATA_PARTS:
         count = len(parts[part].target) if part in parts else 0
         splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
         start += count
@@ -235,8 +239,8 @@ def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
-def _joined(name: str, parts: list[Tensor]) -> Tensor:
-    """An entry of all parts' samples.
+def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
+    """Join an entry of all parts' samples.
 
     Raises:
         ConfigError: they are of different shapes.
@@ -249,7 +253,7 @@ def _joined(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """The task of a node, and whether its loss is the task's own."""
+    """Return the task of a node, and whether its loss is the task's own."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)
@@ -269,12 +273,12 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 
 def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
-    """The loss of an app, which takes outputs and targets in the shapes that the app has them; ``y`` is one target."""
+    """Adapt an app's loss to the shapes in which the app has outputs and targets. ``y`` is one target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 
     def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of the node's app."""
+        """Compute the loss of the node's app."""
         place = outputs.device, outputs.dtype
         if place not in moved:
             moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
@@ -289,17 +293,17 @@ def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """What a module gives for the first samples, in evaluation mode."""
+    """Compute a module's outputs on the first samples, in evaluation mode."""
     training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
     try:
-        outputs: Tensor = model.eval()(x[:TRIED].to(first))
+        outputs: Tensor = model.eval()(x[:PROBE_SAMPLES].to(first))
     finally:
         model.train(training)
     return outputs
 
 
 def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
-    """What is wrong with a loss on some outputs and targets; empty if it gives one number."""
+    """Describe a fault of a loss on some outputs and targets, or "" if it returns one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
         mean = loss(outputs, targets)

@@ -15,20 +15,20 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, WireError
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom_sites.flower.clients import Members
-from fedloom_sites.flower.records import HEAD, head, head_of, log
+from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, write_values
 from fedloom_sites.flower.samples import Signature
 from fedloom_sites.flwr_adapter import ErrorCode
 
-RUN = "run.json"
+RUN_FILE = "run.json"
 """File of a run in its folder, beside the checkpoints."""
-PAUSE = 1.0
+NODE_POLL_SECONDS = 1.0
 """Seconds between two looks for nodes."""
-MODS = (
+MODS_HINT = (
     "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
     "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
 )
-"""What to do at a node whose mods refuse messages."""
-STRANGE = (
+"""Advice for a node whose mods refuse messages."""
+STRANGE_NODE_REASON = (
     "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
     "Flower has new nodes; to begin anew, name another folder"
 )
@@ -43,7 +43,7 @@ class Introduction(NamedTuple):
     sizes: list[int]
 
     def text(self, counted: bool = False) -> str:
-        """The samples in a few words."""
+        """Describe the samples in a few words."""
         inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
         count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
         what = ", ".join(inputs) or str([*self.schema.shape])
@@ -54,10 +54,10 @@ def introduction(reply: Message) -> Introduction:
     """Read what a node has.
 
     Raises:
-        FedloomError: the node cannot take part; the message has the reason.
+        FedloomError: the node cannot take part. The message has the reason.
     """
     if reply.has_error():
-        cure = f"; {MODS}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
+        cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
         raise WireError(f"it did not answer: {reply.error.reason}{cure}")
     values = head_of(reply.content)
     if "error" in values:
@@ -105,19 +105,19 @@ class SavedRun(NamedTuple):
                 )
 
     def introduction(self, node: int) -> Introduction:
-        """What a node had at the start of the run."""
+        """Return what a node had at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
 def introductions(
     grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
 ) -> dict[int, Introduction]:
-    """Wait for nodes, and ask each what it has; those that fit together, or the run, by their numbers.
+    """Wait for nodes, and ask each what it has. Those that fit together, or the run, by their numbers.
 
     Args:
         grid: the way to the nodes.
         parameters: of the server's model.
-        saved: the run to resume; None for a new one.
+        saved: the run to resume. None for a new one.
         min_nodes: nodes that are needed.
         wait: seconds to wait for them to be there.
         timeout: seconds to wait for their answers.
@@ -130,8 +130,8 @@ def introductions(
         if len(nodes) != logged:
             logged = len(nodes)
             log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
-        time.sleep(PAUSE)
-    content = RecordDict({HEAD: head(parameters=parameters)})
+        time.sleep(NODE_POLL_SECONDS)
+    content = RecordDict({VALUES_RECORD: write_values(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
     introduced: dict[int, Introduction] = {}
     for reply in grid.send_and_receive(messages, timeout=timeout) if messages else ():
@@ -140,7 +140,7 @@ def introductions(
             introduced[node] = introduction(reply)
         except FedloomError as error:
             reasons[node] = str(error)
-    most = _most_common([introduced[node] for node in nodes if node in introduced])
+    most = _commonest_samples([introduced[node] for node in nodes if node in introduced])
     for node, other in list(introduced.items()):
         like = most if saved is None else saved.introduction(node)
         if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
@@ -155,30 +155,30 @@ def introductions(
     return {node: introduced[node] for node in nodes if node in introduced}
 
 
-def _most_common(introduced: list[Introduction]) -> Introduction | None:
-    """The samples that most nodes have, those of an earlier node where as many have others; None without nodes."""
+def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
+    """Return the samples that most nodes have, the earlier node's in a tie, or None without nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
 def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
-    """Nodes that are there and may take part; all others are added to ``strangers``, with the reason, and logged."""
+    """Nodes that are there and may take part. All others are added to ``strangers``, with the reason, and logged."""
     here = sorted(grid.get_node_ids())
     if saved is None:
         return here
     for node in here:
         if node not in saved.members.nodes and node not in strangers:
-            strangers[node] = STRANGE
-            log(WARNING, "fedloom: node %s takes no part: %s", node, STRANGE)
+            strangers[node] = STRANGE_NODE_REASON
+            log(WARNING, "fedloom: node %s takes no part: %s", node, STRANGE_NODE_REASON)
     return [node for node in here if node in saved.members.nodes]
 
 
 def read_run(folder: Path) -> SavedRun | None:
-    """Read the run of a folder; None where there is none.
+    """Read the run of a folder, or None without a run.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    path = folder / RUN
+    path = folder / RUN_FILE
     if not path.exists():
         return None
     try:
@@ -203,4 +203,4 @@ def write_run(folder: Path, saved: SavedRun) -> None:
         "schema": saved.schema.model_dump(mode="json"),
         "signature": saved.signature.text(),
     }
-    write_atomic(folder / RUN, json.dumps(content, indent=1).encode())
+    write_atomic(folder / RUN_FILE, json.dumps(content, indent=1).encode())

@@ -22,8 +22,8 @@ from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
-from fedloom.local.oracles.precision import repeatable, undisturbed
-from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
+from fedloom.local.oracles.precision import make_repeatable, undisturbed
+from fedloom.local.rows import for_everyone, group_of, name_tensors, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import save_tensors
@@ -34,34 +34,34 @@ from fedloom_sites.deploy.site.local_data import part_sizes, seated
 from fedloom_sites.flower.documents import setting_of
 from fedloom_sites.flower.local import Local, NodeProblem
 from fedloom_sites.flower.records import (
-    HEAD,
+    VALUES_RECORD,
     arrays_of,
     check_alike,
     fields_like,
-    head,
     head_of,
     shapes_of,
     tensors_of,
+    write_values,
 )
 from fedloom_sites.flwr_adapter import ErrorCode, mods_of
 
-DEFAULT = "default"
+DEFAULT_ACTION = "default"
 """Flower's name of a function without a name."""
-STATE, MODEL = "fedloom.state.", "fedloom.model"
+STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
-SECURE = {"secagg_mod", "secaggplus_mod"}
+SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
 """Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
 """Runs of nodes that a process keeps ready."""
 LocalFunction = Callable[[Context], Local]
-"""Makes a node's model and samples; it is called once per run and process."""
+"""Makes a node's model and samples. It is called once per run and process."""
 
 
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Have an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
-        app: Flower's app of the nodes; its functions for training and evaluation are set.
+        app: Flower's app of the nodes. Its functions for training and evaluation are set.
 
     Returns:
         A decorator of the function that gives a node's `Local` from Flower's context.
@@ -82,8 +82,8 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         if not callable(function):
             raise ConfigError(f"@client(app) takes a function of Flower's context, got {type(function).__name__}")
         node = _Node(function, app)
-        answers = {"query": {DEFAULT: node.hello, "ask": node.ask}, "train": {DEFAULT: node.train}}
-        for kind, acts in {**answers, "evaluate": {DEFAULT: node.evaluate}}.items():
+        answers = {"query": {DEFAULT_ACTION: node.hello, "ask": node.ask}, "train": {DEFAULT_ACTION: node.train}}
+        for kind, acts in {**answers, "evaluate": {DEFAULT_ACTION: node.evaluate}}.items():
             for action, act in acts.items():
                 try:
                     getattr(app, kind)(action)(node.answering(act))
@@ -96,10 +96,10 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
-    """An app's decorator of functions that leaves those of fedloom in place."""
+    """Make an app's decorator of functions that keeps fedloom's own functions."""
 
     @wraps(register)
-    def keeping(action: str = DEFAULT, **options: Any) -> Any:
+    def keeping(action: str = DEFAULT_ACTION, **options: Any) -> Any:
         if action in actions:
             raise _already_registered(kind)
         return register(action, **options)
@@ -125,7 +125,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
     Raises:
         ConfigError: there is none yet.
     """
-    state = tensors_of(context.state, MODEL)
+    state = tensors_of(context.state, MODEL_KEY)
     if not state:
         raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
     return {name: values.clone() for name, values in state.items()}
@@ -133,7 +133,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
 
 @dataclass
 class _Run:
-    """What a node makes of a run once."""
+    """Values that a node computes once per run."""
 
     local: Local
     problem: NodeProblem
@@ -150,10 +150,10 @@ class _Node:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
-        """A handler of Flower's whose failure is a sentence, here and at the server."""
+        """Wrap a handler for Flower so that a failure becomes a sentence here and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
-            if HEAD not in message.content:
+            if VALUES_RECORD not in message.content:
                 reason = (
                     "this node runs fedloom_sites.flower, the message is of another strategy; use "
                     "fedloom_sites.flower.Strategy"
@@ -167,15 +167,15 @@ class _Node:
             except Exception as error:
                 sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
-                reply = head(error=sentence, lost=isinstance(error, _Lost))
-                return Message(RecordDict({HEAD: reply}), reply_to=message)
+                reply = write_values(error=sentence, lost=isinstance(error, _Lost))
+                return Message(RecordDict({VALUES_RECORD: reply}), reply_to=message)
 
         return handler
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Say what the node's samples look like, and how many there are."""
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
-        for name in SECURE & {*mods}:
+        for name in SECURE_MODS & {*mods}:
             raise Refused(
                 f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
                 "API has; leave it out, and use fedloom deploy for secure sums"
@@ -183,8 +183,8 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = InputSpec.of(fed.data).model_dump_json()
-        return RecordDict({HEAD: head(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
+        schema = InputSpec.create(fed.data).model_dump_json()
+        return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Answer a sampler about the global model."""
@@ -192,21 +192,23 @@ class _Node:
         model = tensors_of(message.content, "model")["model"].to(job.oracle.dtype)
         answer, counts = ask_chunk(job, model, AskTask(values["round"], _ids(values)))
         work = counts[0, :3].tolist()
-        return RecordDict({HEAD: head(work=work), "answers": arrays_of({"sampler": answer})})
+        return RecordDict({VALUES_RECORD: write_values(work=work), "answers": arrays_of({"sampler": answer})})
 
     def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Train from the state that the server names as accepted; the new state waits for the next message."""
+        """Train from the state that the server names as accepted. The new state waits for the next message."""
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
         down = to_device(self._down(values, message, context), job.oracle.device)
-        with repeatable(job.oracle.device, job.setting.engine.precision):
+        with make_repeatable(job.oracle.device, job.setting.engine.precision):
             output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
         upload = self._run(context).local.shorten(job, output.upload, down)
-        context.state[f"{STATE}{t}"] = arrays_of({name: rows[0] for name, rows in named(output.state).items()})
+        context.state[f"{STATE_PREFIX}{t}"] = arrays_of(
+            {name: rows[0] for name, rows in name_tensors(output.state).items()}
+        )
         self._keep(context, values.get("run", ""))
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
             {
-                HEAD: head(round=t, client=values["client"], work=output.work[0].tolist()),
+                VALUES_RECORD: write_values(round=t, client=values["client"], work=output.work[0].tolist()),
                 "up": arrays_of(upload._asdict()),
                 "answers": arrays_of({name: rows for name, rows in answers.items() if rows is not None}),
                 "metrics": MetricRecord({"num-examples": part_sizes(job.fed, values["client"])[0]}),
@@ -228,7 +230,7 @@ class _Node:
         if row is not None:
             local = self._run(context).local
             folder, model_state = local.folder, _state_dict(local.model, job, row, ids)
-            context.state[MODEL] = arrays_of(model_state)
+            context.state[MODEL_KEY] = arrays_of(model_state)
             if folder is not None:
                 about = {"kind": "personal" if job.has_personal else "global", "round": t, "run": context.run_id}
                 path = Path(folder) / f"{context.node_id}.safetensors"
@@ -242,10 +244,12 @@ class _Node:
         }
         sizes = part_sizes(job.fed, values["client"])
         metrics["num-examples"] = sizes[2] or sizes[0]
-        return RecordDict({HEAD: head(round=t, client=values["client"]), "metrics": MetricRecord(metrics)})
+        return RecordDict(
+            {VALUES_RECORD: write_values(round=t, client=values["client"]), "metrics": MetricRecord(metrics)}
+        )
 
     def _run(self, context: Context) -> _Run:
-        """The node's model and samples, read once per run."""
+        """Return the node's model and samples, read once per run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
             local = self._function(context)
@@ -260,7 +264,7 @@ class _Node:
         return self._runs[key]
 
     def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
-        """The run at this node, with its share and the state that the server names as accepted."""
+        """Return the run at this node, with its share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])
@@ -285,8 +289,10 @@ class _Node:
         folder = self._run(context).local.folder
         if not run or folder is None:
             return
-        rounds = [name.removeprefix(STATE) for name in context.state if name.startswith(STATE)]
-        rows = {f"{t}/{name}": row for t in rounds for name, row in tensors_of(context.state, f"{STATE}{t}").items()}
+        rounds = [name.removeprefix(STATE_PREFIX) for name in context.state if name.startswith(STATE_PREFIX)]
+        rows = {
+            f"{t}/{name}": row for t in rounds for name, row in tensors_of(context.state, f"{STATE_PREFIX}{t}").items()
+        }
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
     def _recall(self, context: Context, run: str, accepted: int) -> None:
@@ -299,12 +305,12 @@ class _Node:
             if about.get("run") == run and str(accepted) in about.get("rounds", "").split():
                 names = [name for name in file.keys() if name.startswith(f"{accepted}/")]  # noqa: SIM118  # no dict
                 rows = {name.partition("/")[2]: file.get_tensor(name) for name in names}
-                context.state[f"{STATE}{accepted}"] = arrays_of(rows)
+                context.state[f"{STATE_PREFIX}{accepted}"] = arrays_of(rows)
 
     def _restore(self, job: Job, context: Context, accepted: int, seat: int, run: str) -> None:
         """Put the accepted state into the stores, and forget all others."""
-        newest = f"{STATE}{accepted}"
-        for name in [name for name in context.state if name.startswith(STATE) and name != newest]:
+        newest = f"{STATE_PREFIX}{accepted}"
+        for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
             del context.state[name]
         stores = job.state_stores
         if accepted and newest not in context.state:
@@ -320,7 +326,7 @@ class _Node:
                 store.write(torch.tensor([seat]), fields_like(template, rows, f"state of {group}"))
 
     def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
-        """What the node receives."""
+        """Decode the node's download."""
         run = self._run(context)
         assert run.job is not None
         template = run.job.down(run.server, 1, _ids(values))
@@ -339,7 +345,7 @@ def _rows_file(folder: Path | str, context: Context) -> Path:
 
 
 def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """The module's state dict with some parameters ``[d]``, and the statistics that a client's samples give it."""
+    """Return the module's state dict with some parameters ``[d]`` and statistics of a client's samples."""
     job.oracle.set_statistics(row, ids)
     module = copy.deepcopy(model).to(device="cpu", dtype=job.oracle.dtype)
     job.oracle.layout.load(module, row.cpu())

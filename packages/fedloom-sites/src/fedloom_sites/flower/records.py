@@ -21,21 +21,21 @@ from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.trained.model import running_statistics
 from fedloom.version import __version__
 
-HEAD = "fedloom"
+VALUES_RECORD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
-NUMPY = "numpy.ndarray"
-"""Form of an array's bytes: those of a file of numpy's."""
-NEAR = 1e-3
+NUMPY_STYPE = "numpy.ndarray"
+"""Format of an array's bytes: a numpy file."""
+FROZEN_TOLERANCE = 1e-3
 """Difference of means and spreads from which values that do not train are not the same."""
 log = logging.getLogger("flwr").log
-"""Writes to Flower's log; releases of Flower differ in where it can be imported from."""
+"""Writes to Flower's log. Releases of Flower differ in where it can be imported from."""
 
 
 def array_of(tensor: Tensor) -> Array:
     """Write a tensor as Flower does, in one pass over its values."""
     values, header = tensor.detach().cpu().contiguous().numpy(), io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
-    return Array(str(values.dtype), values.shape, NUMPY, b"".join([header.getvalue(), values.data]))
+    return Array(str(values.dtype), values.shape, NUMPY_STYPE, b"".join([header.getvalue(), values.data]))
 
 
 def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
@@ -49,7 +49,7 @@ def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = Mapp
 
 
 def array_of_each(down: Any) -> dict[str, Array]:
-    """Write the fields ``[d]`` of a download, which every client receives, once for all; none of None."""
+    """Write the fields ``[d]`` of a download, which every client receives, once for all. None of None."""
     fields = {} if down is None else down._asdict()
     return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
 
@@ -57,7 +57,7 @@ def array_of_each(down: Any) -> dict[str, Array]:
 def tensor_of(array: Array) -> Tensor:
     """Read an array, whose bytes the tensor shares: it must not be modified."""
     stream = io.BytesIO(array.data)
-    if array.stype != NUMPY or npy.read_magic(stream) != (1, 0):
+    if array.stype != NUMPY_STYPE or npy.read_magic(stream) != (1, 0):
         return torch.from_numpy(array.numpy())
     shape, is_fortran, dtype = npy.read_array_header_1_0(stream)
     values = np.frombuffer(array.data, dtype, math.prod(shape), stream.tell())
@@ -67,7 +67,7 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Read the tensors of a record, which must not be modified; none where it is not there.
+    """Read the tensors of a record, which must not be modified. None where it is not there.
 
     Raises:
         WireError: an array is damaged.
@@ -82,7 +82,7 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
 
 
 def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """The named tuple of some tensors, of the shapes and types of another.
+    """Build a named tuple of tensors after checking their shapes and types against a template.
 
     Args:
         template: a named tuple of tensors.
@@ -109,15 +109,17 @@ def head_of(records: RecordDict) -> dict[str, Any]:
         WireError: it is not one of fedloom's.
         Refused: another release wrote it.
     """
-    record = records.get(HEAD)
+    record = records.get(VALUES_RECORD)
     if not isinstance(record, ConfigRecord) or "release" not in record:
-        raise WireError(f"the message has no record {HEAD!r}: the other side does not run fedloom_sites.flower")
+        raise WireError(
+            f"the message has no record {VALUES_RECORD!r}: the other side does not run fedloom_sites.flower"
+        )
     if record["release"] != __version__:
         raise Refused(f"the other side runs fedloom {record['release']!s}, this one {__version__}")
     return dict(record)
 
 
-def head(**values: Any) -> ConfigRecord:
+def write_values(**values: Any) -> ConfigRecord:
     """Write the plain values of a message.
 
     Returns:
@@ -184,7 +186,10 @@ def check_alike(node: str, server: str) -> None:
                 f"parameter {name!r} of the node's model has the shape {_described(got)}, that of the server "
                 f"{_described(want)}"
             )
-        if any(not math.isclose(a, b, rel_tol=NEAR, abs_tol=NEAR) for a, b in zip(got[1:], want[1:], strict=True)):
+        if any(
+            not math.isclose(a, b, rel_tol=FROZEN_TOLERANCE, abs_tol=FROZEN_TOLERANCE)
+            for a, b in zip(got[1:], want[1:], strict=True)
+        ):
             raise Refused(
                 f"{name!r} does not train, and its values at the node are not those of the server (mean and spread "
                 f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}); load the same at every node"

@@ -25,26 +25,26 @@ from fedloom.data.sides import are_many, batches_given
 from fedloom.data.sources.rereading import steady, varies
 from fedloom.errors import ConfigError, DataError, WireError
 
-TARGETS = ("label", "labels", "target", "targets", "y")
+TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 """Names under which a sample that is a dict has its target."""
-AUGMENT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
+AUGMENT_HINT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
 COLLATED_AGAIN = 8
 """So many samples a loader's own collate_fn puts together so many times, to find random changes.
 
 A token that is masked with a probability of 0.15 differs in the 64 of one position with 1 - 1e-4."""
-EXACT = 2**24
+MAX_EXACT_INTEGER = 2**24
 """Whole numbers below it are exact in float32."""
-DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
-"""Types of a module's inputs; those with a fraction are in the run's own type."""
+INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
+"""Types of a module's inputs. Those with a fraction are in the run's own type."""
 
 
 class Input(NamedTuple):
     """An input of a module.
 
     Attributes:
-        name: its keyword; empty where inputs are given by position.
+        name: its keyword. Empty where inputs are given by position.
         shape: of one sample.
-        dtype: a name of `DTYPES`.
+        dtype: a name of `INPUT_DTYPES`.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Input(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """How the module of an app is called.
+    """Call signature of an app's module.
 
     Attributes:
-        inputs: what it takes, side by side in a row; none where a sample is its only input as it is.
+        inputs: what it takes, side by side in a row. None where a sample is its only input as it is.
         outputs: shape of what it gives for one sample.
         fields: whether it gives several fields, of which one is ``logits``.
         positions: whether a sample has a label per position, of which ``outputs`` has a row each.
@@ -73,7 +73,7 @@ class Signature(NamedTuple):
         return [math.prod(part.shape) for part in self.inputs]
 
     def text(self) -> str:
-        """The signature as JSON."""
+        """Render the signature as JSON."""
         return json.dumps(self)
 
     @classmethod
@@ -90,7 +90,9 @@ class Signature(NamedTuple):
         except (TypeError, ValueError) as error:
             raise WireError("its signature of samples makes no sense") from error
         sizes = [*signature.outputs, *(size for part in signature.inputs for size in part.shape)]
-        if any(part.dtype not in DTYPES for part in signature.inputs) or not all(0 < size < EXACT for size in sizes):
+        if any(part.dtype not in INPUT_DTYPES for part in signature.inputs) or not all(
+            0 < size < MAX_EXACT_INTEGER for size in sizes
+        ):
             raise WireError("its signature of samples makes no sense")
         return signature
 
@@ -104,7 +106,7 @@ class Unpack:
     def __call__(self, _module: nn.Module, args: tuple[Tensor], _kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rows = args[0].flatten(1).split(self._widths, 1)
         values = [
-            row.reshape(-1, *part.shape).to(DTYPES[part.dtype] or row.dtype)
+            row.reshape(-1, *part.shape).to(INPUT_DTYPES[part.dtype] or row.dtype)
             for row, part in zip(rows, self.inputs, strict=True)
         ]
         if self.inputs[0].name:
@@ -112,26 +114,26 @@ class Unpack:
         return tuple(values), {}
 
 
-def flat(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """A hook after a module's call: its outputs as ``[b, k]``; the logits of an output of several fields."""
+def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
+    """Reshape a module's outputs to ``[b, k]`` in a hook, of several fields, take the logits."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def logits(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """A hook after a module's call: its outputs as they are; the logits of an output of several fields."""
+    """Take the logits of a module's outputs in a hook. Other outputs stay as they are."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
 
 def _logits_of(outputs: Any) -> Any:
-    """The field or entry ``logits`` of what a module gives; all of it where it has none."""
+    """Return the field or entry ``logits`` of an output, or the output itself without one."""
     return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
-def adapted(module: nn.Module, signature: Signature) -> nn.Module:
-    """A module that takes a row per sample and gives ``[b, k]``, or ``[b, L, k]`` with a label per position.
+def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
+    """Adapt a module to take a row per sample and return ``[b, k]``, or ``[b, L, k]`` with a label per position.
 
     A copy, or the module itself if it is one.
     """
@@ -140,7 +142,7 @@ def adapted(module: nn.Module, signature: Signature) -> nn.Module:
     if signature.inputs:
         module.register_forward_pre_hook(Unpack(signature), with_kwargs=True)
     if signature.fields or len(signature.outputs) != 1:
-        module.register_forward_hook(logits if signature.positions else flat)
+        module.register_forward_hook(logits if signature.positions else flatten_outputs)
     return module
 
 
@@ -150,7 +152,7 @@ class NodeSamples(NamedTuple):
     Attributes:
         inputs: ``[n, ...]`` by name.
         target: ``[n, ...]``.
-        subject: whose each sample is ``[n]``; None where that is not named.
+        subject: whose each sample is ``[n]``. None where that is not named.
     """
 
     inputs: dict[str, Tensor]
@@ -158,14 +160,14 @@ class NodeSamples(NamedTuple):
     subject: list[Any] | None = None
 
 
-def read(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
+def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
     """Read the inputs by name and the targets of a data set.
 
     Args:
         part: its name, for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
-        keys: of samples that are dicts, the names of the inputs and of the target, which is last; empty for a default.
-        subject: of samples that are dicts, the entry that names whose a sample is, which is no input; None: none does.
+        keys: of samples that are dicts, the names of the inputs and of the target, which is last. Empty for a default.
+        subject: of samples that are dicts, the entry that names whose a sample is, which is no input. None: none does.
 
     Raises:
         ConfigError: they are no samples with a target.
@@ -222,7 +224,7 @@ def _batch(part: str, samples: Any) -> Any:
         index = () if stream else range(len(dataset)) if loader is None else _index(part, loader)
         first = dataset if stream else (dataset[k] for k in index)
         again = None if stream else lambda places: (dataset[index[place]] for place in places)
-        every = list(steady(first, again, lambda: dataset, f"{part}set", AUGMENT))
+        every = list(steady(first, again, lambda: dataset, f"{part}set", AUGMENT_HINT))
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
@@ -251,7 +253,7 @@ def _batch(part: str, samples: Any) -> Any:
 
 
 def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
-    """Samples that a loader goes through, in the order of the data set."""
+    """Return the samples that a loader visits, in the order of the data set."""
     dataset: Any = loader.dataset
     sampler, every = loader.sampler, range(len(dataset))
     usual = type(loader.batch_sampler) in (BatchSampler, type(None))
@@ -269,9 +271,9 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the inputs and, last, of the target.
 
     Raises:
-        ConfigError: no entry has a name of `TARGETS`, or several have.
+        ConfigError: no entry has a name of `TARGET_KEYS`, or several have.
     """
-    targets = [name for name in batch if name in TARGETS]
+    targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
         raise ConfigError(
             f"{part}set: of samples with {', '.join(map(repr, batch))} it is not known which entry is the target; name "
@@ -309,8 +311,8 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
                 )
             return x, signature
     for name, value in inputs.items():
-        if not value.is_floating_point() and int(value.abs().max()) >= EXACT:
-            raise ConfigError(f"input {name!r} has whole numbers of {EXACT} and more; number them from 0")
+        if not value.is_floating_point() and int(value.abs().max()) >= MAX_EXACT_INTEGER:
+            raise ConfigError(f"input {name!r} has whole numbers of {MAX_EXACT_INTEGER} and more; number them from 0")
     kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
     by_name = len(values) > 1 and not names[0].isdigit()
     parts = tuple(
@@ -323,7 +325,7 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
 
 @torch.no_grad()
 def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
-    """The signature of a module that takes these parts.
+    """Determine the signature of a module that takes these parts.
 
     Raises:
         ConfigError: it fails on them, or does not give a tensor with a row per sample.

@@ -36,7 +36,7 @@ from fedloom_sites.deploy.noise import deployed
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.flower.clients import FlowerClients, Members, Remembering
 from fedloom_sites.flower.documents import (
-    PRIVACY,
+    PRIVACY_HINT,
     check_counts,
     check_nodes_suffice,
     document_of,
@@ -46,17 +46,17 @@ from fedloom_sites.flower.documents import (
 )
 from fedloom_sites.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
-from fedloom_sites.flower.samples import Signature, adapted
+from fedloom_sites.flower.samples import Signature, adapt_module
 
-ROUND = "server-round"
+ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
-INSTEAD = {
+CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
 }
-"""What to use in the place of Flower's configs."""
-MANY = 1000
-"""Rounds of a run whose options may differ from those of a run of one."""
+"""Replacements of Flower's configs."""
+LONG_RUN_ROUNDS = 1000
+"""Rounds of a trial setting, which shows options that differ from a single-round run's."""
 
 
 class Strategy(FlowerStrategy):
@@ -64,18 +64,18 @@ class Strategy(FlowerStrategy):
 
     Args:
         algorithm: a name of ``fl.algorithms.REGISTRY``.
-        model: the module, as at the nodes; its values are replaced by ``initial_arrays``.
-        min_nodes: nodes to wait for before the first round; those that are there then are the federation.
+        model: the module, as at the nodes. Its values are replaced by ``initial_arrays``.
+        min_nodes: nodes to wait for before the first round. Those that are there then are the federation.
         wait: seconds to wait for them.
-        evaluate_every: rounds between two evaluations at the nodes; 0 for none.
+        evaluate_every: rounds between two evaluations at the nodes. 0 for none.
         folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
             interrupted resumes it, with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
-            ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of
+            ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`. All others are options of
             the method.
 
     Attributes:
-        state: the state of the run after the newest round (`fedloom.engine.state.State`); None before the first.
+        state: the state of the run after the newest round (`fedloom.engine.state.State`). None before the first.
         client_metrics: figures of every client by round of evaluation.
 
     Raises:
@@ -118,12 +118,12 @@ class Strategy(FlowerStrategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds, or those that an interrupted run has left; see ``flwr.serverapp.strategy.Strategy.start``.
+        """Run the rounds, or those that an interrupted run has left, see ``flwr.serverapp.strategy.Strategy.start``.
 
-        Local training follows the strategy's ``local``; the configs go along, and no function of fedloom reads them.
+        Local training follows the strategy's ``local``. The configs go along, and no function of fedloom reads them.
 
         Returns:
-            Flower's result; its rounds are numbered from the first round of the run on.
+            Flower's result. Its rounds are numbered from the first round of the run on.
 
         Raises:
             ConfigError: too few nodes are there and fit, or the folder has another run.
@@ -186,7 +186,7 @@ class Strategy(FlowerStrategy):
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
                 f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
-                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY}"
+                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before
@@ -204,7 +204,7 @@ class Strategy(FlowerStrategy):
         with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
         for message in sent:
-            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
+            message.content["config"] = ConfigRecord({**config, ROUND_KEY: server_round})
         self._asked = len(sent)
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
@@ -213,11 +213,11 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the usable replies; without enough of them nothing changes.
+        """Aggregate the usable replies, without enough of them nothing changes.
 
         Returns:
             The global model, before the last round None where nothing reads it: without an ``evaluate_fn`` or functions
-            of a subclass; and counts of the round, None without enough replies.
+            of a subclass. And counts of the round, None without enough replies.
 
         Raises:
             RunStopped: every node that was asked refused the round, which asking again would not change.
@@ -259,7 +259,7 @@ class Strategy(FlowerStrategy):
         """Ask all nodes for the scores of their models.
 
         Returns:
-            A request for each node; none in a round that is not evaluated.
+            A request for each node. None in a round that is not evaluated.
         """
         if self._job is None or self._clients is None or self.state is None:
             return []
@@ -273,7 +273,7 @@ class Strategy(FlowerStrategy):
         self._look(grid)
         sent = list(self._clients.score_messages(request))
         for message in sent:
-            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
+            message.content["config"] = ConfigRecord({**config, ROUND_KEY: server_round})
         return sent
 
     @undisturbed()
@@ -281,7 +281,7 @@ class Strategy(FlowerStrategy):
         """Average the scores over the nodes, by samples of the part.
 
         Returns:
-            The means by ``model/part/metric``; None in a round that is not evaluated.
+            The means by ``model/part/metric``. None in a round that is not evaluated.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
@@ -323,7 +323,7 @@ class Strategy(FlowerStrategy):
         members, schema, signature = self._greet(grid, parameters, saved)
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
-        setting = setting_of(self._document, adapted(self._model, signature), max(self._rounds, 1))
+        setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
             evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
@@ -331,10 +331,10 @@ class Strategy(FlowerStrategy):
         fed = federation_of(schema, torch.tensor(members.sizes))
         job, server = make_job(setting, fed)
         if not self._rounds:
-            _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=MANY), fed)[0].setting)
+            _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
-        self._job = replace(job, setting=deployed(job.setting)).without_states()
+        self._job = replace(job, setting=deployed(job.setting)).drop_states()
         document = resolved_document(job.setting)
         self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
@@ -359,10 +359,16 @@ class Strategy(FlowerStrategy):
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
         """Log once of every key that it does nothing."""
-        keys = [key for key in config if key != ROUND and (name, key) not in self._unread]
+        keys = [key for key in config if key != ROUND_KEY and (name, key) not in self._unread]
         self._unread |= {(name, key) for key in keys}
         if keys:
-            log(WARNING, "fedloom: %s has %s, which no node reads; %s", name, ", ".join(map(repr, keys)), INSTEAD[name])
+            log(
+                WARNING,
+                "fedloom: %s has %s, which no node reads; %s",
+                name,
+                ", ".join(map(repr, keys)),
+                CONFIG_HINTS[name],
+            )
 
     def _look(self, grid: Grid) -> None:
         """Look which nodes of the run are there now."""
@@ -379,12 +385,12 @@ class Strategy(FlowerStrategy):
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
-        """The nodes of the run in the order of their numbers, and what their samples are.
+        """Greet the nodes and return them by number, with a description of their samples.
 
         Args:
             grid: the way to the nodes.
             parameters: of the server's model.
-            saved: the run to resume; None for a new one.
+            saved: the run to resume. None for a new one.
 
         Raises:
             ConfigError: too few nodes are there and fit, or the run is another one.
@@ -403,7 +409,7 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def _arrays(self) -> ArrayRecord | None:
-        """The global model as a state dict of the module; None where the method has none."""
+        """Return the global model as a state dict, or None if the method has no global model."""
         _, job, state = self._running
         row = job.algorithm.global_model(state.server)
         if row is None:
@@ -429,7 +435,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
 
 
 def _scores(answer: Any) -> MetricRecord | None:
-    """What an ``evaluate_fn`` gave.
+    """Check the result of an ``evaluate_fn``.
 
     Raises:
         ConfigError: it is no record.
@@ -442,4 +448,4 @@ def _scores(answer: Any) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """The messages of a round are made; its replies come later."""
+    """The messages of a round are made. Its replies come later."""

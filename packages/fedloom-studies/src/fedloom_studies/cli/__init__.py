@@ -1,4 +1,4 @@
-"""The commands ``fedloom reproduce`` and ``fedloom map``; fedloom loads them by its entry points."""
+"""The commands ``fedloom reproduce`` and ``fedloom map``. Fedloom loads them by its entry points."""
 
 from fedloom_studies.cli import map, reproduce
 

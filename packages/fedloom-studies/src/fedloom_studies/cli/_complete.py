@@ -5,11 +5,13 @@ from importlib.resources import files
 
 from fedloom.lab.cli import offer
 
-_PACKAGE = files("fedloom_studies")
+_PACKAGE_FILES = files("fedloom_studies")
 
 recipes = offer(
-    lambda: sorted(f.name[:-5] for f in (_PACKAGE / "reproduce" / "recipes").iterdir() if f.name.endswith(".toml"))
+    lambda: sorted(
+        f.name[:-5] for f in (_PACKAGE_FILES / "reproduce" / "recipes").iterdir() if f.name.endswith(".toml")
+    )
 )
 """Names for ``fedloom reproduce``."""
-setups = offer(lambda: tomllib.loads((_PACKAGE / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
+setups = offer(lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
 """Names for ``fedloom map``."""

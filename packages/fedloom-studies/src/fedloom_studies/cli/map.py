@@ -19,39 +19,42 @@ if TYPE_CHECKING:
 def map_command(
     method: Annotated[
         list[str] | None,
-        typer.Option(help="a method, or my_package:MyMethod; may be repeated", autocompletion=algorithms),
+        typer.Option(help="a method, or my_package:MyMethod (may be repeated)", autocompletion=algorithms),
     ] = None,
-    space: Annotated[Path | None, typer.Option(help="search space of that method's own settings (TOML)")] = None,
+    space: Annotated[Path | None, typer.Option(help="search space of that method's options (TOML)")] = None,
     setup: Annotated[
-        list[str] | None, typer.Option(help="only this setup; may be repeated", autocompletion=setup_names)
+        list[str] | None, typer.Option(help="only this setup (may be repeated)", autocompletion=setup_names)
     ] = None,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 60m or 2h")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="all setups: what is recorded, estimated time here")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="list all setups: recorded cells, estimated time on this machine")
+    ] = False,
     page: Annotated[
-        Path | None, typer.Option(help="write the page of the map to this file, those of the setups beside it")
+        Path | None, typer.Option(help="write the page of the map to this file, and the setups' pages beside it")
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="look again at recorded cells, with other seeds and what was chosen")
+        bool, typer.Option("--again", help="run recorded cells again with other seeds and their chosen settings")
     ] = False,
     references: Annotated[
-        bool, typer.Option("--references", help="fit scikit-learn's models where data are a table, and nothing else")
+        bool, typer.Option("--references", help="fit only scikit-learn's models, in setups with tables")
     ] = False,
     stale: Annotated[
-        bool, typer.Option("--stale", help="also stale cells: confirm them by a seed, or run them anew")
+        bool, typer.Option("--stale", help="include outdated cells: confirm them with one seed, or run them again")
     ] = False,
     protocol: Annotated[
         str,
         typer.Option(
-            help="equal rounds, or gradients: rounds that FedAvg's gradients buy",
+            help="rounds: as many rounds as FedAvg. gradients: as many gradients as FedAvg",
             autocompletion=one_of("rounds", "gradients"),
         ),
     ] = "rounds",
     scale: Annotated[
-        str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=one_of("smoke", "full"))
+        str, typer.Option(help="full, or smoke (two setups, one seed)", autocompletion=one_of("smoke", "full"))
     ] = "full",
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
     results: Annotated[
-        Path | None, typer.Option(help="folder of the records, read and written; lines of several machines merge")
+        Path | None,
+        typer.Option(help="folder of the records, read and written. Records of several machines can be merged"),
     ] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="cells at a time, or 'auto'")] = "1",
@@ -75,52 +78,56 @@ def map_command(
         from fedloom.outputs import check_output_folder
         from fedloom.processes import cores
         from fedloom_studies.appendices import check_page
-        from fedloom_studies.store import folder_of
+        from fedloom_studies.store import choose_folder
 
         for place in (out, results):
             if place is not None:
                 check_output_folder(place, (space,))
         if page is not None:
             check_page(page)
-        folder = folder_of(results)
+        folder = choose_folder(results)
         recorded = folder / f"map-{scale}.jsonl"
         if list_ and not method:
-            from fedloom_studies.listing import listed
+            from fedloom_studies.listing import keep_listing
 
             def rows() -> list[dict[str, Any]]:
                 from fedloom_studies.map.measure import due, estimates
-                from fedloom_studies.map.records import read
+                from fedloom_studies.map.records import read_records
 
                 _, wanted, equal = _chosen(scale, setup, protocol)
-                records = read(recorded, equal)
+                records = read_records(recorded, equal)
                 todo = due(wanted, records, again=again, old=stale, protocol=equal)
                 return estimates(wanted, todo, records, data_dir, equal)
 
-            print_rows(listed("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
+            print_rows(keep_listing("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
             return
         at_once = cores() if (count := worker_count(workers)) == "auto" else int(count)
-        from fedloom.lab.progress import counted
+        from fedloom.lab.progress import count_progress
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
         from fedloom_studies.map.page import pages, standing_table
-        from fedloom_studies.map.records import read, with_reused, write
+        from fedloom_studies.map.records import fill_reused, read_records, record_cell
         from fedloom_studies.map.references import measure
         from fedloom_studies.map.setups import Cell, space_from
-        from fedloom_studies.map.statements import FOLDER
+        from fedloom_studies.map.statements import MAP_FOLDER
         from fedloom_studies.reproduce import TimeBudget
 
         every, wanted, equal = _chosen(scale, setup, protocol)
-        methods, records = method or [], read(recorded, equal)
+        methods, records = method or [], read_records(recorded, equal)
         beside = recorded.with_name(f"map-{scale}-references.jsonl")
         if page is not None:
-            write_pages(page, FOLDER, pages(every, read(recorded), read(beside), read(recorded, "gradients")))
+            write_pages(
+                page,
+                MAP_FOLDER,
+                pages(every, read_records(recorded), read_records(beside), read_records(recorded, "gradients")),
+            )
             say(f"page: {page}")
             return
         if references:
             for one in (one for one in wanted if one.references):
                 for record in measure(one, data_dir):
-                    write(record, beside)
+                    record_cell(record, beside)
                     say(f"{record.method} in {one.name}: {record.status}")
             return
         own_space = space_from(space, methods[0]) if space is not None else {}
@@ -132,11 +139,11 @@ def map_command(
             return
         time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
-            todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
+            todo, records, recorded, out / scale, data_dir, time, count_progress, lambda line: say(line, err=True),
             again=again, workers=at_once, join=join,
         )  # fmt: skip
         if methods:
-            now = with_reused(read(recorded, equal), read(recorded))
+            now = fill_reused(read_records(recorded, equal), read_records(recorded))
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
             say("stopped: the same command resumes from here", err=True)
@@ -144,7 +151,7 @@ def map_command(
 
 
 def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
-    """Choose the setups of a scale, those of them that are named, and the protocol, by what the user gave."""
+    """Choose the named setups of a scale, and the protocol."""
     from fedloom.values import choose
     from fedloom_studies.map.setups import setups
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.recipe import Scale
     from fedloom_studies.reproduce.summary import RecipeSummary
 
-CHEAP = 30.0
+CHEAP_CORE_MINUTES = 30.0
 """Core-minutes at five seeds below which a recipe may have more seeds."""
 
 
@@ -34,27 +34,31 @@ def reproduce(
         ),
     ] = "laptop",
     seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="run this method only; may be repeated")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="run this method only (may be repeated)")] = None,
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),
     results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
-    device: Annotated[str, typer.Option(help="where runs compute: cpu, cuda or cuda:N")] = "cpu",
-    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
+    device: Annotated[str, typer.Option(help="device of the runs: cpu, cuda or cuda:N")] = "cpu",
+    list_: Annotated[bool, typer.Option("--list", help="list all recipes: data, state, time taken")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="run the next unfinished recipes in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[
-        Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes into a folder")
+        Path | None,
+        typer.Option(help="write the page of all papers to this file, and the recipes' pages into a folder"),
     ] = None,
     estimate: Annotated[
         bool,
         typer.Option(
             "--estimate",
-            help="measure what recipes without a laptop scale need, for --page; with --list, what those not run need",
+            help=(
+                "measure the needs of recipes without a laptop scale, for --page. With --list, of recipes "
+                "that were not run"
+            ),
         ),
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
+        bool, typer.Option("--verify", help="run one seed of NAME again. Compare with its summary")
     ] = False,
     decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
     join: Join = False,
@@ -71,26 +75,26 @@ def reproduce(
         from fedloom.outputs import check_output_folder
         from fedloom.values import choose
         from fedloom_studies.appendices import check_page
-        from fedloom_studies.reproduce.recipe import SCALES
-        from fedloom_studies.store import folder_of
+        from fedloom_studies.reproduce.recipe import RECIPE_SCALES
+        from fedloom_studies.store import choose_folder
 
         for folder in (out, results):
             if folder is not None:
                 check_output_folder(folder)
         if page is not None:
             check_page(page)
-        recorded = folder_of(results)
-        how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
+        recorded = choose_folder(results)
+        how_much: Scale = choose("scale", {s: s for s in RECIPE_SCALES}, scale)
         if list_:
             _list(how_much, recorded, data_dir, estimate)
             return
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.reproduce import TimeBudget, recipe, recipes
         from fedloom_studies.reproduce.papers import pages
-        from fedloom_studies.reproduce.reasons import FOLDER
+        from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
         if page is not None:
-            write_pages(page, FOLDER, pages(recipes(), recorded))
+            write_pages(page, PAPERS_FOLDER, pages(recipes(), recorded))
             say(f"page: {page}")
             return
         if estimate:
@@ -130,13 +134,13 @@ def _run(
     recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
 ) -> bool:  # fmt: skip
-    """Run one recipe and print its verdicts; whether the next may follow."""
+    """Run one recipe and print its verdicts. Whether the next may follow."""
     from fedloom.errors import DataError
-    from fedloom.lab.progress import counted
+    from fedloom.lab.progress import count_progress
     from fedloom_studies.reproduce import reproduce as run
-    from fedloom_studies.reproduce.summary import read, with_rivals
+    from fedloom_studies.reproduce.summary import add_rivals, read_summary
 
-    summary = read(results, recipe.name, scale)
+    summary = read_summary(results, recipe.name, scale)
     if several and summary is not None and summary.complete and summary.protocol == recipe.protocol(scale):
         return True
     if several and scale == "laptop" and recipe.budget(scale) is None:
@@ -146,7 +150,7 @@ def _run(
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
-            workers=worker_count(workers), device=device, budget=budget, show=counted, join=join,
+            workers=worker_count(workers), device=device, budget=budget, show=count_progress, join=join,
         )  # fmt: skip
     except DataError as error:
         if not several:
@@ -154,7 +158,7 @@ def _run(
         say(f"{recipe.name}: data missing: {error}", err=True)
         return True
     if done is not None:
-        _print_verdicts(recipe, with_rivals(recipe, done, results))
+        _print_verdicts(recipe, add_rivals(recipe, done, results))
     return done is not None and done.complete
 
 
@@ -183,16 +187,20 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
-    """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
+    """Add seeds up to the next look while a claim is undecided and the recipe is cheap. False where time was over."""
     from fedloom_studies.reproduce.judge import claims
-    from fedloom_studies.reproduce.looks import LOOKS, UNDECIDED
-    from fedloom_studies.reproduce.summary import read
+    from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
+    from fedloom_studies.reproduce.summary import read_summary
 
     if recipe.paper.rivals:  # more seeds of its own method have no rivals to be compared with
         return True
-    for count, _ in LOOKS[1:]:
-        summary = read(results, recipe.name, scale)
-        if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:
+    for count, _ in LOOK_LEVELS[1:]:
+        summary = read_summary(results, recipe.name, scale)
+        if (
+            summary is None
+            or scale == "smoke"
+            or summary.minutes * LOOK_LEVELS[0][0] / len(summary.seeds) >= CHEAP_CORE_MINUTES
+        ):
             return True
         verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
         if any(one.verdict == UNDECIDED for one in verdicts if one.measured) and not run(recipe.seeds(count)):
@@ -206,26 +214,32 @@ def _verify(
     """Say whether one seed of a summary comes out as it was: equal, within numerical noise, or not (exit 1)."""
     from tempfile import TemporaryDirectory
 
-    from fedloom.lab.progress import counted
-    from fedloom_studies.reproduce.execute import NOISE, verify
-    from fedloom_studies.reproduce.summary import read
+    from fedloom.lab.progress import count_progress
+    from fedloom_studies.reproduce.execute import SUM_ORDER_TOLERANCE, verify
+    from fedloom_studies.reproduce.summary import read_summary
 
-    summary = read(results, recipe.name, scale)
+    summary = read_summary(results, recipe.name, scale)
     if summary is None:
         raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
     with TemporaryDirectory() as folder:
         differences = verify(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
-            workers=worker_count(workers), show=counted,
+            workers=worker_count(workers), show=count_progress,
         )  # fmt: skip
     worst = max(differences, key=lambda d: d.size)
     equal = sum(d.size == 0 for d in differences)
-    word = "equal" if equal == len(differences) else "within numerical noise" if worst.size <= NOISE else "not equal"
+    word = (
+        "equal"
+        if equal == len(differences)
+        else "within numerical noise"
+        if worst.size <= SUM_ORDER_TOLERANCE
+        else "not equal"
+    )
     code = f", commit {summary.commit}" if summary.commit else ""
     say(
         f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
         f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
-        f"noise is up to {significant(NOISE)})."
+        f"noise is up to {significant(SUM_ORDER_TOLERANCE)})."
         f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
     )
     if word == "not equal":
@@ -234,7 +248,7 @@ def _verify(
 
 def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
     from fedloom.lab.printing import print_texts
-    from fedloom_studies.listing import listed
+    from fedloom_studies.listing import keep_listing
 
     def rows() -> list[tuple[str, ...]]:
         from fedloom_studies.reproduce import recipes
@@ -243,7 +257,7 @@ def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -
         return list(listing(recipes(), scale, results, data_dir, estimated=estimated))
 
     titles = ("recipe", "what", "data", "state", "budget", "time")
-    print_texts(titles, listed("recipes", (scale, estimated), rows, results, data_dir), names=True)
+    print_texts(titles, keep_listing("recipes", (scale, estimated), rows, results, data_dir), names=True)
 
 
 def _seeds(text: str | None) -> list[int]:
@@ -254,7 +268,7 @@ def _seeds(text: str | None) -> list[int]:
 
 
 def seconds(text: str) -> float:
-    """Of a time such as 90s, 150m or 2h.
+    """Parse a duration such as 90s, 150m or 2h, in seconds.
 
     Raises:
         ConfigError: it is none.

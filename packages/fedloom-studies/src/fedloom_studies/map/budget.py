@@ -10,16 +10,16 @@ from fedloom.data import Federation
 from fedloom.engine import Setting
 from fedloom.errors import RunStopped
 from fedloom.lab.experiment import parse
-from fedloom.lab.tune import Budget, for_scoring, plain_budget, with_params
-from fedloom_studies.map.records import DONE, CellRecord, stale
+from fedloom.lab.tune import Budget, for_scoring, plain_budget, replace_params
+from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale
 from fedloom_studies.map.setups import Cell, Setup
 
-ALIKE = 0.01
-"""Relative difference up to which gradients are those of FedAvg."""
+EQUAL_GRADIENTS_TOLERANCE = 0.01
+"""Relative difference up to which gradients equal FedAvg's."""
 
 
 class GradientBudget:
-    """The samples whose gradient FedAvg takes in all rounds of a setup, by seed, and what they buy.
+    """Samples whose gradient FedAvg takes in all rounds of a setup, by seed, and the rounds that they buy.
 
     Args:
         setup: the federation and its rounds.
@@ -35,7 +35,7 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Rounds of a method whose gradients come nearest to those of FedAvg, the last and the first work included.
+        """Return the rounds of a method whose total gradients come nearest to FedAvg's.
 
         Args:
             cell: the method.
@@ -46,21 +46,24 @@ class GradientBudget:
         Raises:
             ConfigError, RunStopped, ClientError: as `fedloom.lab.tune.Budget.rounds`.
         """
-        fed, budget = self._of(seed)
-        setting: Setting = parse(with_params(cell.document, 0, params), cell.where).methods[0].setting
+        fed, budget = self._budget_of_seed(seed)
+        setting: Setting = parse(replace_params(cell.document, 0, params), cell.where).methods[0].setting
         return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
         """Whether what a run took is so far from FedAvg's gradients that its rounds must be planned again."""
-        return self._of(seed)[1].missed(samples)
+        return self._budget_of_seed(seed)[1].missed(samples)
 
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
         """Whether every trial and seed of a record at equal rounds is a run that FedAvg's gradients buy, too."""
         setup = self._setup
-        if first is None or first.status != DONE or stale(Cell(setup, cell.method, first.space), first):
+        if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
             return False
         samples_by_seed = {int(seed): series.gradients[-1] for seed, series in first.seeds.items()}
-        if any(abs(samples / self._of(seed)[1].samples - 1) > ALIKE for seed, samples in samples_by_seed.items()):
+        if any(
+            abs(samples / self._budget_of_seed(seed)[1].samples - 1) > EQUAL_GRADIENTS_TOLERANCE
+            for seed, samples in samples_by_seed.items()
+        ):
             return False
         runs = [*((params, setup.tuning[0]) for params, _ in first.trials), *((first.chosen, s) for s in setup.seeds)]
         try:
@@ -68,7 +71,7 @@ class GradientBudget:
         except RunStopped:  # a trial that diverges: what it would have taken is not known
             return False
 
-    def _of(self, seed: int) -> tuple[Federation, Budget]:
+    def _budget_of_seed(self, seed: int) -> tuple[Federation, Budget]:
         if seed not in self._by_seed:
             fed = self._plan.partition(self._samples, seed)
             setting = for_scoring(self._plan.methods[0].setting, seed)

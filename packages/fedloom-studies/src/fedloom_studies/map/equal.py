@@ -9,31 +9,31 @@ import numpy as np
 
 from fedloom.formats import fixed, options, significant
 from fedloom.lab.report import TestedDifference, differences, family
-from fedloom_studies.map.budget import ALIKE
+from fedloom_studies.map.budget import EQUAL_GRADIENTS_TOLERANCE
 from fedloom_studies.map.judge import SetupVerdict, judge
-from fedloom_studies.map.records import DONE, REUSED, CellRecord, stale, with_reused
-from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.records import DONE_STATUS, REUSED_STATUS, CellRecord, fill_reused, stale
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
 from fedloom_studies.map.statements import (
-    FOLDER,
+    MAP_FOLDER,
     enumerated,
-    in_percent,
-    joined,
-    listed,
+    join_with_commas,
+    list_names,
     rivals_of,
     sentences,
     share_of_cells,
     signed,
+    write_percent,
 )
 
-PROTOCOL: Protocol = "gradients"
+GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
-ABOUT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
-as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
-before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
-and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
-its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
-and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
-Holm's correction over the methods of a setup whose work differs)."""
+EQUAL_GRADIENTS_TEXT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked.
+Every run takes as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy.
+What is spent before the first round and after the last one counts.{dearer} Settings are searched anew, with the same
+trials, seeds and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is
+not tested: its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made
+again. *Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
+over seeds, Holm's correction over the methods of a setup whose work differs)."""
 
 
 class BothProtocols(NamedTuple):
@@ -55,7 +55,9 @@ class BothProtocols(NamedTuple):
     @property
     def repeated(self) -> list[str]:
         """The methods that were run again with the work that they take at equal rounds."""
-        again = [name for name, record in self.records.items() if record.status == DONE and name not in self.changes]
+        again = [
+            name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
+        ]
         return [name for name in again if self.rounds.of(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
@@ -72,11 +74,11 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
-    gradients = judge(rounds.setup, with_reused(second, first))
+    gradients = judge(rounds.setup, fill_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
-    means, fedavg = {}, rounds.of(MARKS[1])
+    means, fedavg = {}, rounds.of(REFERENCE_METHODS[1])
     for s in gradients.standings:
-        before, reused = rounds.of(s.method), recorded[s.method].status == REUSED
+        before, reused = rounds.of(s.method), recorded[s.method].status == REUSED_STATUS
         if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
             means[s.method] = differences(s.figures["mean"], before.figures["mean"])
     return BothProtocols(rounds, gradients, recorded, family(means))
@@ -86,7 +88,7 @@ def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
     """Whether a method takes the gradients of FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
-    return all(abs(samples / fedavgs - 1) <= ALIKE for samples, fedavgs in spent)
+    return all(abs(samples / fedavgs - 1) <= EQUAL_GRADIENTS_TOLERANCE for samples, fedavgs in spent)
 
 
 def changes_in_words(c: BothProtocols) -> str:
@@ -94,7 +96,7 @@ def changes_in_words(c: BothProtocols) -> str:
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
-    named = [f" {word} {'is' if len(names) < 2 else 'are'} {listed(names)}." if names else ""
+    named = [f" {word} {'is' if len(names) < 2 else 'are'} {list_names(names)}." if names else ""
              for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
     return (
         f"Of {len(c.changes)} methods that take other work than FedAvg at equal rounds, {len(lower) or 'none'} "
@@ -105,12 +107,12 @@ def changes_in_words(c: BothProtocols) -> str:
 
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     """Lines of the map's page: the protocol, and a row for every setup in which local and FedAvg are there."""
-    methods = methods_of(PROTOCOL)
+    methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
-    yield ABOUT.format(
+    yield EQUAL_GRADIENTS_TEXT.format(
         picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
-        reused=sum(record.status == REUSED for record in records), dearer=_dearer(comparisons),
+        reused=sum(record.status == REUSED_STATUS for record in records), dearer=_dearer(comparisons),
         repeated=sum(len(c.repeated) for c in comparisons) or "none",
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]
@@ -120,16 +122,19 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
         yield "|---|---|---|---|---|---|"
     for c in begun:
         j = c.gradients
-        top, better = j.standings[0], listed(s.method for s in rivals_of(j) if s.better)
-        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md#at-equal-gradients)"
+        top, better = j.standings[0], list_names(s.method for s in rivals_of(j) if s.better)
+        link = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md#at-equal-gradients)"
         outside = len(c.records.keys() - set(methods))
         count = f"{len(c.records) - outside} of {len(methods)}{f' and {outside} more' if outside else ''}"
-        shown = [link, count, f"{top.method} {in_percent(top.figures['mean'])}",
-                 better or "none", listed(c.changed(-1)) or "none", listed(c.changed(1)) or "none"]  # fmt: skip
+        shown = [link, count, f"{top.method} {write_percent(top.figures['mean'])}",
+                 better or "none", list_names(c.changed(-1)) or "none", list_names(c.changed(1)) or "none"]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
     waiting = [c.rounds.setup.name for c in comparisons if c not in begun]
     if waiting:
-        yield from ("", f"Not run: {joined(waiting)}. Command: `fedloom map --protocol gradients --setup NAME`")
+        yield from (
+            "",
+            f"Not run: {join_with_commas(waiting)}. Command: `fedloom map --protocol gradients --setup NAME`",
+        )
     yield ""
 
 
@@ -137,7 +142,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
     """State which methods take over a tenth more gradients than FedAvg, as one round of theirs takes them already."""
     named = []
     for c in comparisons:
-        fedavg = c.gradients.of(MARKS[1])
+        fedavg = c.gradients.of(REFERENCE_METHODS[1])
         times = {s.method: s.figures["gradients"].mean / fedavg.figures["gradients"].mean
                  for s in c.gradients.standings if fedavg}  # fmt: skip
         methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
@@ -146,29 +151,29 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
     return f" A run has at least one round, and so takes more with {enumerated(named)}." if named else ""
 
 
-def section(c: BothProtocols) -> Iterator[str]:
-    """Lines of the page of a setup: sentences, a row for every method, and what was not run."""
+def equal_section(c: BothProtocols) -> Iterator[str]:
+    """Write the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
         titles = ["at equal rounds", "at equal gradients", "change", "rounds", "of FedAvg's gradients", "chosen"]
         yield from ("", f"| method | {' | '.join(titles)} | |", f"|{'---|' * (len(titles) + 2)}")
-    fedavg = j.of(MARKS[1])
+    fedavg = j.of(REFERENCE_METHODS[1])
     for s in j.standings:
         before, change = c.rounds.of(s.method), c.changes.get(s.method)
         rounds = np.mean([series.rounds[-1] for series in s.record.seeds.values()])
         share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
-        shown = [s.method, in_percent(before.figures["mean"] if before else None), in_percent(s.figures["mean"]),
+        shown = [s.method, write_percent(before.figures["mean"] if before else None), write_percent(s.figures["mean"]),
                  signed(change) if change else "-", fixed(float(rounds), 0), significant(share, 3) if fedavg else "-",
                  options(s.record.chosen, 3), _notes(setup, c, s.method)]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
     yield ""
     for record in c.records.values():
-        if record.status not in (DONE, REUSED):
+        if record.status not in (DONE_STATUS, REUSED_STATUS):
             yield f"- {record.method}: {record.status}: {record.reason}"
-    missing = [name for name in methods_of(PROTOCOL) if name not in c.records]
+    missing = [name for name in methods_of(GRADIENTS_PROTOCOL) if name not in c.records]
     if missing:
-        named = joined(missing) if c.records else "every method"
+        named = join_with_commas(missing) if c.records else "every method"
         yield f"- Not run: {named}. Command: `fedloom map --protocol gradients --setup {setup.name}`"
     yield ""
 
@@ -176,9 +181,9 @@ def section(c: BothProtocols) -> Iterator[str]:
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
     """Remarks on a cell: stale, reused, significant changes and gains."""
     record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
-    old = stale(Cell(setup, method, record.space, PROTOCOL), record)
+    old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale: {old}"] if old else []
-    remarks += ["the same runs"] if record.status == REUSED else []
+    remarks += ["the same runs"] if record.status == REUSED_STATUS else []
     remarks += ["the same work, run again"] if method in c.repeated else []
     if standing is not None and (standing.better or standing.worse):
         remarks.append(f"{standing.verdict} than the better of local and FedAvg")

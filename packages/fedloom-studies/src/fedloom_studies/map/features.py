@@ -17,18 +17,18 @@ from torch.nn.functional import adaptive_avg_pool2d, relu, unfold
 from fedloom.data import Dataset, Source, load
 from fedloom.errors import DataError
 
-SIDE, STRIDE = 6, 2
+PATCH_PIXELS, PATCH_STRIDE_PIXELS = 6, 2
 """Pixels of a patch's side, and between two patches."""
-PATCHES = 64
-THRESHOLD = 0.25
-CONTRAST, RIDGE = 10 / 255**2, 0.1
+PATCH_COUNT = 64
+RESPONSE_THRESHOLD = 0.25
+CONTRAST_VARIANCE, WHITENING_VARIANCE = 10 / 255**2, 0.1
 """Added to variances: of a patch before it is normalised, and along every direction before it is whitened."""
-IMAGES = 2000
-BLOCK = 200
+FITTED_IMAGES = 2000
+BLOCK_IMAGES = 200
 
 
 class Cifar10Features(Source):
-    """The 10,000 official test images of CIFAR-10 as 512 numbers each; CIFAR-100 must be there, too."""
+    """The 10,000 official test images of CIFAR-10 as 512 numbers each. CIFAR-100 must be there, too."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Features ``[10000, 512]`` and classes, of mean 0 and standard deviation 1 on images of CIFAR-100.
@@ -47,7 +47,7 @@ def _features(data_dir: str | Path | None) -> Dataset:
             "cifar-10: no test images, of which the features are; put test_batch.bin beside the other files"
         )
     generator = torch.Generator().manual_seed(0)
-    fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * IMAGES]].chunk(2)
+    fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * FITTED_IMAGES]].chunk(2)
     encoder = PatchEncoder(fitted, generator)
     scale = encoder(scaled)
     x = (encoder(photographs.x[photographs.test]) - scale.mean(0)) / scale.std(0)
@@ -63,26 +63,26 @@ class PatchEncoder:
     """
 
     def __init__(self, images: Tensor, generator: torch.Generator) -> None:
-        patches = torch.cat([normalised(block) for block in images.split(BLOCK)]).flatten(0, 1)
+        patches = torch.cat([normalised(block) for block in images.split(BLOCK_IMAGES)]).flatten(0, 1)
         self.mean = patches.mean(0)
         variances, directions = torch.linalg.eigh(torch.cov(patches.T))
-        whitening = directions / (variances + RIDGE).sqrt() @ directions.T
-        drawn = (patches[torch.randperm(len(patches), generator=generator)[:PATCHES]] - self.mean) @ whitening
+        whitening = directions / (variances + WHITENING_VARIANCE).sqrt() @ directions.T
+        drawn = (patches[torch.randperm(len(patches), generator=generator)[:PATCH_COUNT]] - self.mean) @ whitening
         self.weights = whitening @ (drawn / drawn.norm(dim=1, keepdim=True)).T
 
     def __call__(self, images: Tensor) -> Tensor:
         """Features ``[N, 8 * PATCHES]``: how far patches exceed the threshold either way, mean of every quarter."""
-        return torch.cat([self._block(block) for block in images.split(BLOCK)])
+        return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 
     def _block(self, images: Tensor) -> Tensor:
         likeness = ((normalised(images) - self.mean) @ self.weights).transpose(1, 2)
-        maps = torch.cat([relu(likeness - THRESHOLD), relu(-likeness - THRESHOLD)], 1)
-        rows = (images.shape[2] - SIDE) // STRIDE + 1
+        maps = torch.cat([relu(likeness - RESPONSE_THRESHOLD), relu(-likeness - RESPONSE_THRESHOLD)], 1)
+        rows = (images.shape[2] - PATCH_PIXELS) // PATCH_STRIDE_PIXELS + 1
         return adaptive_avg_pool2d(maps.unflatten(2, (rows, -1)), 2).flatten(1)
 
 
 def normalised(images: Tensor) -> Tensor:
     """All patches ``[N, places, 3 * SIDE**2]`` of images, each of mean 0 and variance 1 unless it has no contrast."""
-    patches = unfold(images.float() / 255, SIDE, stride=STRIDE).transpose(1, 2)
+    patches = unfold(images.float() / 255, PATCH_PIXELS, stride=PATCH_STRIDE_PIXELS).transpose(1, 2)
     patches = patches - patches.mean(-1, keepdim=True)
-    return patches / (patches.square().mean(-1, keepdim=True) + CONTRAST).sqrt()
+    return patches / (patches.square().mean(-1, keepdim=True) + CONTRAST_VARIANCE).sqrt()

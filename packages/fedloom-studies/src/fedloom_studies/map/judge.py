@@ -4,7 +4,7 @@ All differences of a setup are one family of moderated tests (`fedloom.lab.repor
 against the better of local and FedAvg. Seeds split the same samples anew, and a verdict is about these samples: about
 what other splits, cohorts and initial models would give. Over setups methods are compared by Friedman's test of the
 ranks of their means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods in which nothing
-is missing; a setup that is not tuned is none of these.
+is missing. A setup that is not tuned is none of these.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.lab.report import (
-    LEVEL,
+    FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
-    NEAR,
+    TARGET_SHARE,
     Estimate,
     PairVerdict,
     TestedDifference,
@@ -31,18 +31,18 @@ from fedloom.lab.report import (
     seeds_for,
 )
 from fedloom.metrics import variance, worst
-from fedloom_studies.map.records import DONE, CellRecord, Series
-from fedloom_studies.map.setups import MARKS, POOLED, Setup
+from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
+from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Setup
 
-LEAST = 3
+MIN_SETUPS = 3
 """Setups, and methods, without which there is no statement on all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last place of every group of neighbours that a test does not separate."""
-WANTED = 0.03
+DETECTABLE_GAIN = 0.03
 """Gain that a setup should show: fewer points would not pay for another method's work and traffic."""
-POWER = 0.8
-"""Probability with which it should; the usual one of plans."""
+DETECTION_PROBABILITY = 0.8
+"""Probability with which it should. The usual one of plans."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Standing:
     """A method in a setup.
 
     Attributes:
-        figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round;
+        figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round.
             ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
             ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
             ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
@@ -87,11 +87,11 @@ class SetupVerdict:
     """A setup with what was recorded of it.
 
     Attributes:
-        reference: the better of local and FedAvg by its mean over seeds; empty where both are not there.
-        spread: standard deviation over seeds that the gains have in common, by the prior of the moderated test; nan
+        reference: the better of local and FedAvg by its mean over seeds. Empty where both are not there.
+        spread: standard deviation over seeds that the gains have in common, by the prior of the moderated test. Nan
             where too few are tested for one.
-        needed: seeds that show a gain of `WANTED` with probability `POWER` at that spread and at the first step of
-            Holm's correction, whatever was observed; 0 where the spread is not known.
+        needed: seeds that show a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY` at that spread and
+            at the first step of Holm's correction, whatever was observed. 0 where the spread is not known.
         standings: of the methods that are done, the best mean first.
         records: of every method.
     """
@@ -104,27 +104,29 @@ class SetupVerdict:
     records: dict[str, CellRecord]
 
     def of(self, method: str) -> Standing | None:
-        """The standing of a method; None where it has no result."""
+        """Return the standing of a method, or None without a result."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
     def rivals(self) -> list[Standing]:
-        """The standings without that of pooled data, the best mean first."""
-        return [s for s in self.standings if s.method != POOLED]
+        """Standings without pooled data's, the best mean first."""
+        return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
     def decides(self) -> bool:
-        """Whether the seeds that were run are enough to show a gain of `WANTED`."""
+        """Whether the seeds that were run are enough to show a gain of `DETECTABLE_GAIN`."""
         return 0 < self.needed <= len(self.setup.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """A setup with the records of it, and every difference that is stated of it as one family of tests."""
+    """Judge a setup by its records. All stated differences form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
-    done = {method: record for method, record in cells.items() if record.status == DONE}
+    done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
     means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
-    reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
+    reference = (
+        next((m for m in order if m in REFERENCE_METHODS[:2]), "") if {*REFERENCE_METHODS[:2]} <= done.keys() else ""
+    )
     members = {m: differences(means[m], means[reference]) for m in order if reference and m != reference}
     tests = family(members, moderate=True)
     again = {m: last(record.again) for m, record in done.items()}
@@ -139,12 +141,12 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     standings = tuple(Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order)
     tested = [m for m, test in tests.items() if test.testable]
     prior = prior_of([_array([*members[m].values()]) for m in tested])
-    needed = seeds_for(WANTED, prior, MODERATED_LEVEL / len(tested), POWER) if prior else 0
+    needed = seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
     return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:
-    """The mean over clients after the last round, by seed."""
+    """Return the mean over clients after the last round, by seed."""
     return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
 
 
@@ -163,9 +165,9 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
             "gradients": one.gradients[-1],
             "bytes": one.bytes[-1],
         }
-        near = np.flatnonzero(mean >= NEAR * best)
+        near = np.flatnonzero(mean >= TARGET_SHARE * best)
         row["rounds_to_95"] = one.rounds[near[0]] if len(near) else math.nan
-        for mark in MARKS[:2]:
+        for mark in REFERENCE_METHODS[:2]:
             of_mark = done[mark].seeds.get(seed) if mark in done else None
             if of_mark is None:
                 continue
@@ -181,7 +183,7 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
 
 
 def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
-    """The longest runs of places in which the first is apart from none; a run within another is left out.
+    """Return the longest runs of places in which the first differs from no other.
 
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
@@ -199,7 +201,7 @@ class Overall(NamedTuple):
 
     Attributes:
         methods: by their mean rank, the best first.
-        ranks: mean ranks over the setups; 1 is the best.
+        ranks: mean ranks over the setups. 1 is the best.
         setups: in which all of the methods are done.
         p: of Friedman's test that all methods are alike.
         groups: of methods that Nemenyi's test does not separate.
@@ -213,7 +215,7 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap; None if it is small.
+    """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap. None if it is small.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -227,21 +229,26 @@ def overall(verdicts: list[SetupVerdict]) -> Overall | None:
 
     p = posthoc_nemenyi_friedman(table).to_numpy()
     pair = friedmanchisquare(*table.T).pvalue
-    return Overall(methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < LEVEL)))
+    return Overall(
+        methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < FAMILY_ERROR_LEVEL))
+    )
 
 
 def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
     """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
 
-    There is nothing in it where it has fewer than `LEAST` setups or methods. Only setups with `Setup.ranks` are in it.
+    There is nothing in it where it has fewer than `MIN_SETUPS` setups or methods. Only setups with `Setup.ranks` are
+    in it.
     """
     from scipy.stats import rankdata
 
     means = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in verdicts if j.setup.ranks}
     order = sorted(means, key=lambda name: -len(means[name]))
-    blocks = [(order[:k], set.intersection(*(set(means[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
+    blocks = [
+        (order[:k], set.intersection(*(set(means[n]) for n in order[:k]))) for k in range(MIN_SETUPS, len(order) + 1)
+    ]
     setups, methods = max(blocks, key=lambda block: len(block[0]) * len(block[1]), default=([], set[str]()))
-    names = sorted(methods) if len(methods) >= LEAST else []
+    names = sorted(methods) if len(methods) >= MIN_SETUPS else []
     table = np.array([[means[setup][method] for method in names] for setup in setups]).reshape(len(setups), len(names))
     ranks = rankdata(-table, axis=1).mean(0) if names else np.zeros(0)
     places = np.argsort(ranks, kind="stable")

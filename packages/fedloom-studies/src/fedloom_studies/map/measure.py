@@ -1,4 +1,4 @@
-"""Measuring cells: trials, then fresh seeds; what is missing only, in any order, until the time is over."""
+"""Measuring cells: trials, then fresh seeds, what is missing only, in any order, until the time is over."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, Ru
 from fedloom.lab.experiment import Listener, Plan, parse
 from fedloom.lab.report import read_runs
 from fedloom.processes import WorkerPool, check_alone, interruptible, useful
-from fedloom.rundir import WORK
+from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, lock
 from fedloom_studies.map.budget import GradientBudget
 from fedloom_studies.map.records import (
-    DONE,
-    FAILED,
+    DONE_STATUS,
+    FAILED_STATUS,
     NOT_APPLICABLE,
-    REUSED,
+    REUSED_STATUS,
     CellRecord,
     new_record,
-    read,
+    read_records,
+    record_cell,
     series_of,
     stale,
-    write,
 )
-from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import per_round
 from fedloom_studies.reproduce.execute import Show, TimeBudget
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS = 0.5
 """Seconds between two looks for a cell that nobody has."""
-EMPTY: Mapping[str, Any] = MappingProxyType({})
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def due(
     setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
-    space: Mapping[str, object] = EMPTY, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
+    space: Mapping[str, object] = NO_OPTIONS, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
 ) -> list[Cell]:  # fmt: skip
-    """The cells to run, setup by setup, those that others are compared with first.
+    """Return the cells to run, setup by setup, with the reference methods first.
 
     Args:
         setups: in which.
         records: the records that there are.
-        methods: asked for; of them stale cells are due too. Every method of the protocol when empty.
+        methods: asked for, of them stale cells are due too. Every method of the protocol when empty.
         space: of the methods that are asked for.
         again: for a second look at what is recorded, instead of what is missing.
         old: stale cells too.
@@ -62,11 +62,13 @@ def due(
     """
     cells_due = []
     for setup in setups:
-        for name in dict.fromkeys([*MARKS[:2], *methods]) if methods else methods_of(protocol):
+        for name in dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else methods_of(protocol):
             cell = Cell(setup, name, dict(space) if name in methods else {}, protocol)
             record = records.get((setup.name, name))
             if again:
-                wants = record is not None and record.status == DONE and not record.again and not stale(cell, record)
+                wants = (
+                    record is not None and record.status == DONE_STATUS and not record.again and not stale(cell, record)
+                )
             else:
                 wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
             cells_due += [cell] if wants else []
@@ -78,14 +80,14 @@ def measure_all(
     data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
     workers: int = 1, join: bool = False,
 ) -> bool:  # fmt: skip
-    """Run cells and write their records; whether all came to an end.
+    """Run cells and write their records. Whether all came to an end.
 
     Args:
         todo: what to run.
         records: the records that there were.
         results: file of the records.
-        out: folder of the run directories; a cell has one of its own in it.
-        data_dir: folder of data sets; a setup without its data is left out.
+        out: folder of the run directories. A cell has one of its own in it.
+        data_dir: folder of data sets. A setup without its data is left out.
         budget: time that may be spent.
         show: shows progress.
         say: called for every cell.
@@ -116,7 +118,7 @@ def _hidden(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener
 
 
 class _Measured(NamedTuple):
-    """What cells are measured with, and where they are recorded; see `measure_all`."""
+    """What cells are measured with, and where they are recorded, see `measure_all`."""
 
     records: Mapping[tuple[str, str], CellRecord]
     results: Path
@@ -128,8 +130,8 @@ class _Measured(NamedTuple):
     again: bool
 
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
-        """Run every cell that no other process runs, where they join until none is left; whether all have ended."""
-        claims, missing, budgets = Claims(self.out / WORK), set[str](), dict[str, GradientBudget]()
+        """Run every cell that no other process runs, where they join until none is left. Whether all have ended."""
+        claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
             while todo:
                 left_open = list[Cell]()
@@ -164,10 +166,10 @@ class _Measured(NamedTuple):
         return True
 
     def _measure(self, cell: Cell, missing: set[str], budgets: dict[str, GradientBudget]) -> bool:
-        """Run a cell that no other process has recorded meanwhile; False where it was interrupted."""
+        """Run a cell that no other process has recorded meanwhile. False where it was interrupted."""
         key, results = (cell.setup.name, cell.method), self.results
         before = self.records.get(key)
-        if cell.setup.name in missing or read(results, cell.protocol).get(key) != before:
+        if cell.setup.name in missing or read_records(results, cell.protocol).get(key) != before:
             return True
         try:
             if cell.protocol == "gradients" and cell.setup.name not in budgets:
@@ -185,13 +187,13 @@ class _Measured(NamedTuple):
             return True
         if record is None:
             return False
-        write(record, results)
+        record_cell(record, results)
         self.say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
         return True
 
 
 class _Work(NamedTuple):
-    """A cell with its folder, and what its runs are given."""
+    """Cell with its folder and the inputs of its runs."""
 
     cell: Cell
     folder: Path
@@ -199,25 +201,25 @@ class _Work(NamedTuple):
     budget: TimeBudget
     show: Show
     gradients: GradientBudget | None
-    """That of its setup; None at equal rounds."""
+    """Gradients of the setup, or None at equal rounds."""
 
     def reuse(self, results: Path) -> CellRecord | None:
-        """The record of a cell at equal gradients whose runs are those at equal rounds; None of any other."""
+        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds. None for others."""
         if self.gradients is None:
             return None
-        first = read(results).get((self.cell.setup.name, self.cell.method))
-        with summaries.counted(self.folder, "planned"):
+        first = read_records(results).get((self.cell.setup.name, self.cell.method))
+        with summaries.count_spent_time(self.folder, "planned"):
             try:
                 alike = self.gradients.alike(self.cell, first)
             except ConfigError:  # `measure` has its sentence
                 return None
         reason = "FedAvg's gradients at equal rounds, so the same runs"
-        return new_record(self.cell, REUSED, reason, self._minutes("planned")) if alike else None
+        return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """The record of the cell, after running what is missing; None where that was interrupted."""
+        """Run what is missing and return the record of the cell, or None if interrupted."""
         cell = self.cell
-        with summaries.counted(self.folder, "cell") as note:
+        with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
             try:
                 finding = self._search(listeners) if cell.setup.trials > 1 else None
@@ -234,14 +236,16 @@ class _Work(NamedTuple):
         trials = finding.trials if finding else ()
         reason = fields.pop("reason") if fields else f"no trial completed: {trials[-1].reason}"
         fields["trials"] = [(dict(trial.params), trial.value) for trial in trials] or [({}, None)]
-        return new_record(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
+        return new_record(
+            cell, FAILED_STATUS if reason else DONE_STATUS, reason, self._minutes("cell"), chosen=chosen, **fields
+        )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """The record of an earlier commit as one of this, where the first seed gives the same figures to the digit."""
-        if record is None or record.status != DONE or record.digest != self.cell.digest:
+        """Renew an earlier commit's record if its first seed gives the same figures to the digit. Else return None."""
+        if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None
         first = self.cell.setup.seeds[:1]
-        with summaries.counted(self.folder, "confirmed") as note:
+        with summaries.count_spent_time(self.folder, "confirmed") as note:
             fields = self._run(first, record.chosen, (self.budget, lambda _event: note()))
         same = fields is not None and fields["seeds"].items() <= record.seeds.items() and len(fields["seeds"]) == 1
         return replace(record, source=self.cell.source) if same else None
@@ -258,8 +262,8 @@ class _Work(NamedTuple):
         return finding
 
     def look_again(self, record: CellRecord) -> CellRecord | None:
-        """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
-        with summaries.counted(self.folder, "again") as note:
+        """Return the record of a second look with other seeds and its chosen settings, or None if interrupted."""
+        with summaries.count_spent_time(self.folder, "again") as note:
             fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
         if fields is None:
             return None
@@ -271,7 +275,7 @@ class _Work(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """The fields of a record that come from its runs; None where they were interrupted."""
+        """Run the seeds and return the record's fields, or None if interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -286,7 +290,7 @@ class _Work(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """The fields of a run of as many rounds as a budget buys, which is planned again where the first plan fails."""
+        """Run as many rounds as a budget buys, planning again if the first plan fails. Return the record's fields."""
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
         except RunStopped as stopped:
@@ -301,11 +305,11 @@ class _Work(NamedTuple):
     def _play(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
-        """The fields of runs whose method has what was chosen and ``more``; None where they were interrupted."""
-        from fedloom.lab.tune import with_params
+        """Run a method with the chosen settings and ``more``. Return the record's fields, None if interrupted."""
+        from fedloom.lab.tune import replace_params
 
         cell = self.cell
-        document = with_params({**cell.document, "seeds": list(seeds)}, 0, chosen, **more)
+        document = replace_params({**cell.document, "seeds": list(seeds)}, 0, chosen, **more)
         digest = sha256(repr((document, cell.digest, cell.source)).encode()).hexdigest()[:16]
         place = self.folder / f"run-{digest}"
         plan = Plan(parse(document, cell.where), place, self.data_dir)
@@ -326,7 +330,7 @@ def estimates(
     data_dir: Path | None,
     protocol: Protocol = "rounds",
 ) -> list[dict[str, Any]]:
-    """A row per setup: what is recorded and due, and estimated core-minutes, corrected by those that were measured."""
+    """Return a row per setup: recorded cells, due cells, and core-minutes estimated from measured cells."""
     rows = []
     for setup in setups:
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
@@ -342,7 +346,7 @@ def estimates(
         except DataError:
             rows[-1] = {**row, "note": "data missing"}
             continue
-        done = [record for record in records if record.status == DONE]
+        done = [record for record in records if record.status == DONE_STATUS]
         guessed = sum(_minutes(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
         each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
@@ -354,7 +358,7 @@ def estimates(
 
 
 def _minutes(cell: Cell, fed: Federation) -> float:
-    """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed; 0 of what is not applicable.
+    """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed. 0 of what is not applicable.
 
     At equal gradients every method takes what FedAvg takes.
     """

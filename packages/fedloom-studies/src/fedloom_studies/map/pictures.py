@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from fedloom.formats import rounded
 from fedloom.lab.report import kit, look
 from fedloom_studies.map.judge import Groups, SetupVerdict
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
+from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN
 
-ROW, BAR = 16, 8
+ROW_PIXELS, BAR_PIXELS = 16, 8
 """Pixels of a row, and of a bar beside the rows."""
-CLIP = 0.1
+MAX_COLORED_GAIN = 0.1
 """Gains beyond this have the fullest colour."""
-SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATION SIGN}"}
+STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
 """In cells without a gain."""
 
 
@@ -30,7 +30,7 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
             gain = 0.0 if method == j.reference else gain
             status = record.status if record else NOT_RUN
-            sign = SIGNS.get(status, "") if status != DONE else ""
+            sign = STATUS_SIGNS.get(status, "") if status != DONE_STATUS else ""
             way = (
                 "triangle-up"
                 if standing and standing.better
@@ -40,20 +40,22 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             )
             cells.append({"setup": j.setup.title, "method": method, "gain": gain, "sign": sign, "way": way,
                           "clear": 1.0 if way else 0.3})  # fmt: skip
-    y = kit.names("method", methods, axis={"labelOverlap": False})
+    y = kit.nominal_channel("method", methods, axis={"labelOverlap": False})
     whole = {"labelOverlap": False, "labelLimit": 0}
-    x = kit.names("setup", [j.setup.title for j in verdicts], axis={"orient": "top", "labelAngle": -90} | whole)
-    limit = 100 * CLIP
+    x = kit.nominal_channel(
+        "setup", [j.setup.title for j in verdicts], axis={"orient": "top", "labelAngle": -90} | whole
+    )
+    limit = 100 * MAX_COLORED_GAIN
     colour = kit.shade("gain", "points over the better of local and FedAvg") | {
         "scale": {
             "domain": [-limit, 0, limit],
-            "range": [look.ORANGE, look.GREY, look.BLUE],
+            "range": [look.ORANGE_COLOR, look.GREY_COLOR, look.BLUE_COLOR],
             "clamp": True,
             "interpolate": "rgb",
         }
     }
     opacity = {"field": "clear", "type": "quantitative", "scale": None}
-    spec = kit.chart(
+    spec = kit.layer_chart(
         kit.mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}),
         kit.mark(
             "point",
@@ -64,10 +66,10 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             size=24,
             opacity=1,
         ),
-        kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY),
+        kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY_COLOR),
     )
-    room = look.PHONE - look.LETTER * max(map(len, methods)) - 8
-    steps = {"width": {"step": int(room / max(1, len(verdicts)))}, "height": {"step": ROW}}
+    room = look.PHONE_WIDTH - look.LETTER_WIDTH * max(map(len, methods)) - 8
+    steps = {"width": {"step": int(room / max(1, len(verdicts)))}, "height": {"step": ROW_PIXELS}}
     return look.svg_for_pages({**spec, **steps, "datasets": {"rows": cells}})
 
 
@@ -80,15 +82,15 @@ def ladder(
     groups: Groups | None = None,
     full: Collection[str] | None = None,
 ) -> str:
-    """A row per method with its value and interval.
+    """Draw a row per method with its value and interval.
 
     Args:
         names: of the methods, the best first.
         values: of each.
-        halves: half of the interval of each; nan where there is none.
+        halves: half of the interval of each. Nan where there is none.
         title: of the values.
         groups: of methods that a test does not separate, each drawn as a bar beside its rows.
-        full: methods that are drawn as full circles, the others as empty ones; None: all.
+        full: methods that are drawn as full circles, the others as empty ones. None: all.
     """
     rows = [
         {
@@ -101,22 +103,22 @@ def ladder(
         for name, value, half in zip(names, values, halves, strict=True)
         if math.isfinite(value)
     ]
-    y = kit.names("method", names, axis={"labelOverlap": False})
+    y = kit.nominal_channel("method", names, axis={"labelOverlap": False})
     x = kit.number("value", title, axis={"tickCount": 4})
     filled = {"field": "full", "type": "quantitative", "scale": None}
-    layers = kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, fill=look.BLUE, size=42)
+    layers = kit.intervals({"y": y, "color": {"value": look.BLUE_COLOR}}, x, fill=look.BLUE_COLOR, size=42)
     layers[1]["encoding"]["fillOpacity"] = filled
     bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups or ()) if b > a]
-    beside = BAR * len(bars) + 6 if bars else 0
-    width = round(look.PHONE - look.LETTER * max(map(len, names)) - 14 - beside)
-    points = {**kit.chart(*layers), "width": width, "height": {"step": ROW}}
+    beside = BAR_PIXELS * len(bars) + 6 if bars else 0
+    width = round(look.PHONE_WIDTH - look.LETTER_WIDTH * max(map(len, names)) - 14 - beside)
+    points = {**kit.layer_chart(*layers), "width": width, "height": {"step": ROW_PIXELS}}
     if not bars:
         return look.svg_for_pages({**points, "datasets": {"rows": rows}})
     place = {"field": "group", "type": "ordinal", "axis": None}
     bar = kit.mark(
         "rule", {"x": place, "y": {**y, "axis": None, "scale": {"domain": [*names]}}, "y2": {"field": "last"}},
-        data="bars", color=look.ORANGE, strokeWidth=3, strokeCap="round",
+        data="bars", color=look.ORANGE_COLOR, strokeWidth=3, strokeCap="round",
     )  # fmt: skip
-    sized = {**bar, "width": {"step": BAR}, "height": {"step": ROW}}
+    sized = {**bar, "width": {"step": BAR_PIXELS}, "height": {"step": ROW_PIXELS}}
     both = {"hconcat": [points, sized], "spacing": 6, "datasets": {"rows": rows, "bars": bars}}
     return look.svg_for_pages(both)

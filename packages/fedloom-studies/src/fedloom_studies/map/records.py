@@ -13,25 +13,26 @@ import numpy as np
 
 from fedloom.errors import FedloomError
 from fedloom.formats import rounded
-from fedloom.lab.report import MODELS, Key, Run, cumulative, curve, test_metrics
+from fedloom.lab.report import MODEL_KINDS, Key, Run, cumulative, curve, test_metrics
 from fedloom.metrics import leading
 from fedloom_studies.map.setups import Cell, Protocol
 from fedloom_studies.reproduce.summary import commit, machine
 from fedloom_studies.store import not_a_record, put, records
 
-DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
-REUSED = "reused"
-"""Of a cell at equal gradients of a method that takes FedAvg's gradients at equal rounds: the runs are the same."""
-DIGITS = 6
+DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
+REUSED_STATUS = "reused"
+"""Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs.
+Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs."""
+SIGNIFICANT_DIGITS = 6
 """Significant digits that are kept."""
 Values = list[float | None]
 
 
 class Series(NamedTuple):
-    """What a run of one seed gave, all of the model that a client would use.
+    """Result of one seed's run, for the model that a client would use.
 
     Attributes:
-        clients: the metric of every client's test part after the last round ``[n]``; None where nothing is known, as of
+        clients: the metric of every client's test part after the last round ``[n]``. None where nothing is known, as of
             attackers.
         rounds: evaluated rounds ``[k]``.
         mean: over clients, at those rounds.
@@ -48,7 +49,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What came of a cell.
+    """Result of a cell.
 
     Attributes:
         protocol: what the runs have in common with those of FedAvg.
@@ -57,14 +58,14 @@ class CellRecord:
         space: search space of the method's own settings, where it was given.
         status: done, failed (diverged with some seed), not applicable, or reused.
         reason: why it is not done, or reused.
-        metric: of the figures; higher is better.
+        metric: of the figures. Higher is better.
         model: that a client would use: hybrid where there are a global and a personal one, else the one there is.
         chosen: settings of the best trial.
-        trials: settings and validation metric of every trial; None where it did not complete.
+        trials: settings and validation metric of every trial. None where it did not complete.
         seeds: `Series` by seed.
         again: the same for the seeds of the second look.
         minutes: time of the processor, trials and evaluation included, in core-minutes.
-        commit: of fedloom, with "-dirty" where it was changed; empty where it is not known.
+        commit: of fedloom, with "-dirty" where it was changed. Empty where it is not known.
     """
 
     setup: str
@@ -89,7 +90,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """The record of a cell, as of here and now."""
+    """Create the record of a cell at the current commit and machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
@@ -97,12 +98,12 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
     )  # fmt: skip
 
 
-def write(record: CellRecord, file: Path) -> None:
+def record_cell(record: CellRecord, file: Path) -> None:
     """Record a cell in a file."""
     put(file, record.__dict__, ("setup", "method", "protocol"))
 
 
-def read(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
+def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
     """Every record of a protocol by setup and method.
 
     Raises:
@@ -121,10 +122,10 @@ def read(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], Cel
     return cells
 
 
-def with_reused(
+def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Put what was run at equal rounds in the place of what is reused of it.
+    """Replace reused cells by the runs at equal rounds.
 
     Args:
         records: at equal gradients.
@@ -132,7 +133,7 @@ def with_reused(
     """
     whole = {}
     for key, record in records.items():
-        if record.status != REUSED:
+        if record.status != REUSED_STATUS:
             whole[key] = record
         elif key in first:
             facts = {name: getattr(record, name) for name in ("protocol", "digest", "source", "reason", "minutes")}
@@ -141,7 +142,7 @@ def with_reused(
 
 
 def stale(cell: Cell, record: CellRecord) -> str:
-    """Why a record is not of what is here: another protocol, or another code of the method; empty if it is."""
+    """Explain why a record is outdated: another protocol, or other code of the method, or "" if it is current."""
     try:
         if record.digest != cell.digest:
             return "of another protocol"
@@ -151,12 +152,12 @@ def stale(cell: Cell, record: CellRecord) -> str:
 
 
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """The fields of a record that come from a run directory: metric, model, and the series of the seeds.
+    """Read the fields of a record from a run directory: metric, model, and the series of the seeds.
 
     A seed without a result is left out.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
-    model = next((kind for kind in reversed(MODELS) if kind in kinds), "")
+    model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")
     metric = leading(test_metrics(run, method, model))
     lost = {record.seed for record in run.summary.runs if record.lost or record.status == "interrupted"}
     series = {}
@@ -176,7 +177,7 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _rounded(values: Any) -> Values:
-    return [rounded(value, DIGITS) for value in values]
+    return [rounded(value, SIGNIFICANT_DIGITS) for value in values]
 
 
 def _exact(values: Sequence[float]) -> list[float]:

@@ -19,18 +19,18 @@ from fedloom.lab.report import Estimate, differences
 from fedloom.metrics import leading
 from fedloom.tasks import task_of
 from fedloom_studies.map.judge import SetupVerdict, last
-from fedloom_studies.map.records import DONE, CellRecord, Series, new_record
+from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series, new_record
 from fedloom_studies.map.setups import Cell, Setup
 
-MODELS = {"logistic": "logistic regression", "forest": "random forest"}
-PER_CLIENT, POOLED = "per client", "pooled"
+REFERENCE_MODELS = {"logistic": "logistic regression", "forest": "random forest"}
+PER_CLIENT, POOLED_SCOPE = "per client", "pooled"
 References = Mapping[tuple[str, str], CellRecord]
 
 
-def names() -> Iterator[tuple[str, str, str]]:
+def reference_names() -> Iterator[tuple[str, str, str]]:
     """Yield the name of every reference, its kind of model, and whether a client or all of them train it."""
-    for kind, words in MODELS.items():
-        for protocol in (PER_CLIENT, POOLED):
+    for kind, words in REFERENCE_MODELS.items():
+        for protocol in (PER_CLIENT, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
 
 
@@ -43,7 +43,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     data, setting = plan.source.read(data_dir), plan.methods[0].setting
     feds = {seed: plan.partition(data, seed) for seed in setup.seeds}
-    for name, kind, protocol in names():
+    for name, kind, protocol in reference_names():
         begin, seeds, metric = time.process_time(), dict[str, Series](), ""
         for seed, fed in feds.items():
             scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, protocol, seed), fed.n)
@@ -51,12 +51,12 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
             clients = scores[metric].tolist()
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
         minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == PER_CLIENT else "global"
-        record = new_record(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
+        record = new_record(Cell(setup, "local"), DONE_STATUS, "", minutes, metric=metric, model=model, seeds=seeds)
         yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "digest": protocol})
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of the models on the clients' test parts, the targets, and whose they are."""
+    """Compute the models' outputs on the clients' test parts, the targets and their owners."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
@@ -115,14 +115,16 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
-    """Choose the figures of every model that a client trains alone: local training, and references where there are."""
+    """Choose the figures of every model that a client trains alone: local training, and references if there are any."""
     rows, local = _rows(j, references), j.of("local")
-    per_client = {name: rows[name] for name, _, protocol in names() if protocol == PER_CLIENT and name in rows}
+    per_client = {
+        name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows
+    }
     return per_client | ({"local": local.figures["mean"]} if local is not None else {})
 
 
 def _rows(j: SetupVerdict, references: References) -> dict[str, Estimate]:
-    keys = [(j.setup.name, name) for name, *_ in names()]
+    keys = [(j.setup.name, name) for name, *_ in reference_names()]
     return {key[1]: last(references[key].seeds) for key in keys if key in references}
 
 

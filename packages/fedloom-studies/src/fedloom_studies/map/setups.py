@@ -1,7 +1,7 @@
 """Setups and cells: what the map measures, as ``setups.toml`` declares it.
 
 A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation, with equally many trials in
-one search space per method at full length, on seeds of their own; then it runs with fresh seeds.
+one search space per method at full length, on seeds of their own. Then it runs with fresh seeds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fedloom.lab.experiment import Experiment, Tune, parse
 from fedloom.rundir import file_name
 from fedloom.storage import read_toml
 from fedloom.values import choose, dump, make
-from fedloom_studies.reproduce.recipe import merged, without_uniform
+from fedloom_studies.reproduce.recipe import merge_tables, remove_uniform
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""What runs have in common: their rounds, or the gradients that FedAvg takes in these."""
-POOLED = "centralized"
-MARKS = ("local", "fedavg", POOLED)
+"""Common ground of runs: equal rounds, or the gradients that FedAvg takes in these rounds."""
+POOLED_METHOD = "centralized"
+REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 """Methods that all others are compared with, or read beside: no collaboration, one model for all, one place."""
 
 
@@ -41,7 +41,7 @@ class Setup:
         title: for people, what is special about its clients.
         says: how it is made.
         share: core-minutes that all of its cells at equal rounds may take together.
-        trials: of every method; with one nothing is searched, and every method runs as it comes.
+        trials: of every method, with one nothing is searched, and every method runs as it comes.
         tuning: their seeds.
         seeds: of the figures.
         again: seeds for a second look.
@@ -87,7 +87,9 @@ def setups(scale: Scale) -> dict[str, Setup]:
     names = change.pop("setups", declared["setup"])
     by_name = {}
     for name in names:
-        declared_setup = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
+        declared_setup = merge_tables(
+            {**declared["base"], **declared["protocol"]}, merge_tables(declared["setup"][name], change)
+        )
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
         seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
         by_name[name] = Setup(
@@ -102,7 +104,7 @@ def _declared() -> dict[str, Any]:
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
-    """The parts that methods ask of every setup's network."""
+    """Return the parts that methods require of every setup's network."""
     parts: dict[str, dict[str, Any]] = _declared()["models"]
     return parts
 
@@ -110,8 +112,8 @@ def parts_of_networks() -> dict[str, dict[str, Any]]:
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
     """Choose the methods that a protocol has in every setup, those that others are compared with first."""
     if protocol == "rounds":
-        return tuple(dict.fromkeys([*MARKS, *REGISTRY]))
-    return (*MARKS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
+        return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
+    return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Cell:
 
     @property
     def file(self) -> Path:
-        """Where its runs lie in the folder of runs."""
+        """Path of the cell's runs in the folder of runs."""
         place = Path(self.setup.name, file_name(self.method))
         return place if self.protocol == "rounds" else self.protocol / place
 
@@ -172,13 +174,13 @@ class Cell:
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
-        search = without_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
+        search = remove_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
         text = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
         return f"{text}-{self.setup.trials}"
 
     @cached_property
     def source(self) -> str:
-        """Digest of the method's code, its docstrings left out; of a preset, of the code of its parts."""
+        """Digest of the method's code, its docstrings left out, of a preset, of the code of its parts."""
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
@@ -189,7 +191,7 @@ class Cell:
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:
-    """The search space of a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+    """Read a search space from a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
         ConfigError: the file cannot be read, names a setting that the method has not, or has no space for one.

@@ -7,33 +7,35 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fedloom.formats import fixed, pair, percent, significant
 from fedloom.lab.report import Estimate, TestedDifference, differences, pair_verdict
-from fedloom_studies.map.judge import POWER, WANTED, SetupVerdict, Standing
+from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, SetupVerdict, Standing
 from fedloom_studies.map.references import References, models_alone
-from fedloom_studies.map.setups import MARKS, POOLED
+from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
-FOLDER = "map"
+MAP_FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
-WANTED_POINTS = fixed(100 * WANTED, 0)
-NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
+WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
+NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """The comparison of methods without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
+    """Write the rows of the first table: the advice for each setup, with its gain and cost.
 
     It is the best of the methods that are better than the better of local and FedAvg. Without any it is that one, where
-    it is better than the other and the setup would have shown a method that gains `WANTED`; else nothing is named.
-    Where data are a table, training alone is the best model of a client alone, those of scikit-learn included. The
-    largest gains come first.
+    it is better than the other and the setup would have shown a method that gains `DETECTABLE_GAIN`. Else nothing is
+    named. Where data are a table, training alone is the best model of a client alone, those of scikit-learn included.
+    The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
-        local, fedavg = (j.of(method) for method in MARKS[:2])
+        local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
         if local is None or fedavg is None:
             continue
-        link, chosen = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)", recommended(j)
+        link, chosen = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", recommended(j)
         if chosen is None:
-            rows.append((-math.inf, f"| {link} | inconclusive | {planned(j)}{_of_the_two(j)} | - | - | - |"))
+            rows.append(
+                (-math.inf, f"| {link} | inconclusive | {planned(j)}{_state_better_reference(j)} | - | - | - |")
+            )
             continue
         mean = chosen.figures["mean"]
         alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
@@ -62,10 +64,10 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Choose what a setup supports; None where it cannot decide."""
+    """Choose what a setup supports. None where it cannot decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
-    gaps = [s for s in j.standings if s.method in MARKS[:2] and s.method != j.reference]
+    gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
     return j.of(j.reference) if j.decides and all(s.worse for s in gaps) else None
 
 
@@ -76,51 +78,56 @@ def planned(j: SetupVerdict) -> str:
     return f"{j.needed} seeds show {WANTED_POINTS} points"
 
 
-def _of_the_two(j: SetupVerdict) -> str:
+def _state_better_reference(j: SetupVerdict) -> str:
     """State which of local and FedAvg is better, where that is decided."""
-    worse = [s for s in j.standings if s.method in MARKS[:2] and s.worse]
-    return f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NONE))}" if worse else ""
+    worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
+    return (
+        f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
+        if worse
+        else ""
+    )
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """The page's first paragraphs: where a method is better than the better of local and FedAvg."""
+    """Render the page's first paragraphs: where a method is better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No setup has results of both local and FedAvg yet."
     won = [(j.setup.title, better) for j in whole if (better := [s for s in rivals_of(j) if s.better])]
     none = len(whole) - len(won)
     first = f"**In {none} of {len(whole)} setups no method is better than the better of local training and FedAvg.**"
-    rest = ["\n".join(f"- *{title}*: {listed(s.method for s in better)}" for title, better in won)] if won else []
+    rest = ["\n".join(f"- *{title}*: {list_names(s.method for s in better)}" for title, better in won)] if won else []
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
     last = (
         f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability "
-        f"of {percent(POWER)}: there, a verdict that is missing is no evidence against a method."
+        f"of {percent(DETECTION_PROBABILITY)}: there, a verdict that is missing is no evidence against a method."
     )
     return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
-    """Choose the standings but those of local, FedAvg and pooled data."""
-    return [s for s in j.standings if s.method not in MARKS]
+    """Choose the standings other than local, FedAvg and pooled data."""
+    return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Three sentences that the records of a setup support, and what it can show; one where they support none."""
+    """Write three sentences that a setup's records support, with its power. One sentence if they support nothing."""
     if not j.reference:
         return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
-    local, fedavg = (j.of(method) for method in MARKS[:2])
+    local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
     assert local is not None
     assert fedavg is not None
-    gain = fedavg.gain or -(local.gain or NONE)
+    gain = fedavg.gain or -(local.gain or NO_DIFFERENCE)
     first = (
-        f"FedAvg reaches {in_percent(fedavg.figures['mean'])}, local training {in_percent(local.figures['mean'])}: "
+        f"FedAvg reaches {write_percent(fedavg.figures['mean'])}, local training "
+        f"{write_percent(local.figures['mean'])}: "
         f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
         f"{signed(gain)} points, {pair_verdict(gain, higher=True)}."
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    named = f" Better {'is' if len(won) < 2 else 'are'} {listed(_gain(s) for s in won)}." if won else ""
+    named = f" Better {'is' if len(won) < 2 else 'are'} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
         f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} better than the better "
@@ -128,12 +135,14 @@ def sentences(j: SetupVerdict) -> list[str]:
         f"{'is' if rest < 2 else 'are'} inconclusive.{named}"
     )
     top = j.rivals[0]
-    third = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}.{_pooled(j.of(POOLED))}"
+    third = (
+        f"The best mean is that of {top.method}, {write_percent(top.figures['mean'])}.{_pooled(j.of(POOLED_METHOD))}"
+    )
     return [first, second, third, *_power(j)]
 
 
 def _power(j: SetupVerdict) -> Iterator[str]:
-    """Yield the sentence on how many seeds decide; none where nothing is tested."""
+    """Yield the sentence on how many seeds decide. None where nothing is tested."""
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = f"*{planned(j)}*, and {seeds} were run" if not j.decides else f"{planned(j)}, as {seeds} were run"
@@ -141,10 +150,10 @@ def _power(j: SetupVerdict) -> Iterator[str]:
 
 
 def _pooled(standing: Standing | None) -> str:
-    return f" One model on the pooled data reaches {in_percent(standing.figures['mean'])}." if standing else ""
+    return f" One model on the pooled data reaches {write_percent(standing.figures['mean'])}." if standing else ""
 
 
-def joined(values: Iterable[object]) -> str:
+def join_with_commas(values: Iterable[object]) -> str:
     """Join values with commas."""
     return ", ".join(map(str, values))
 
@@ -157,10 +166,10 @@ def enumerated(items: Sequence[str]) -> str:
 
 def _gain(s: Standing) -> str:
     twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
-    return f"{s.method} {signed(s.gain or NONE)}{twice}"
+    return f"{s.method} {signed(s.gain or NO_DIFFERENCE)}{twice}"
 
 
-def listed(names: Iterable[str], most: int = 5) -> str:
+def list_names(names: Iterable[str], most: int = 5) -> str:
     """Join the first names with commas, and count the others."""
     items = list(names)
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
@@ -173,11 +182,11 @@ def share_of_cells(run: int, cells: int) -> str:
 
 def signed(difference: Estimate | TestedDifference) -> str:
     """Write a mean with its sign and half of its interval, in points."""
-    return ("+" if difference.mean > 0 else "") + in_percent(difference)
+    return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
 
-def in_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Write a mean and half of its interval, in points; "-" without one."""
+def write_percent(estimate: Estimate | TestedDifference | None) -> str:
+    """Write a mean and half of its interval, in points. "-" without one."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

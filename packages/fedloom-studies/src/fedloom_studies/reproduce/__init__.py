@@ -21,4 +21,4 @@ __getattr__ = getter(
         "reproduce": "fedloom_studies.reproduce.execute:reproduce",
     },
 )
-"""What runs recipes needs torch; their names and titles do not."""
+"""What runs recipes needs torch. Their names and titles do not."""

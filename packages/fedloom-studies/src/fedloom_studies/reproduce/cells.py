@@ -45,7 +45,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
         for (title, text), cell in zip(paper.columns.items(), row, strict=True):
-            reference = Reference.of(text, paper.figure)
+            reference = Reference.create(text, paper.figure)
             measured = finite(by_reference.get(str(reference), {}))
             if cell is None and str(reference) not in by_reference:
                 continue
@@ -82,7 +82,7 @@ def within(
 
 
 def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
-    """The values by seed that are known."""
+    """Keep the finite values by seed."""
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 

@@ -9,17 +9,17 @@ from fedloom.lab.report import kit, look
 from fedloom_studies.reproduce.cells import TableCell
 from fedloom_studies.reproduce.figures import unit
 
-LETTERS = 24
-"""Of a line of the name of a row."""
+LINE_CHARACTERS = 24
+"""Characters in a line of a row's name."""
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """The cells that a chart has; none where nothing was run."""
+    """Select the cells to draw. None if nothing was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
 def legend(cells: Sequence[TableCell]) -> str:
-    """What the marks are, of those that are drawn."""
+    """Render the legend of the marks that are drawn."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
              ("diamond", "the paper's", any(c.paper is not None for c in cells))]  # fmt: skip
@@ -27,13 +27,13 @@ def legend(cells: Sequence[TableCell]) -> str:
 
 
 def alt(title: str, cells: Sequence[TableCell]) -> str:
-    """The figure in a sentence."""
+    """Describe the figure in a sentence."""
     beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
     return f"Our results{beside}, a row per column of the table: {title}."
 
 
-def chart(cells: Sequence[TableCell]) -> str:
-    """An SVG of a table: a panel per variant, a row per column; empty where nothing was run."""
+def draw_table(cells: Sequence[TableCell]) -> str:
+    """Draw a table as SVG, a panel per variant and a row per column, or "" if nothing was run."""
     drawn = charted(cells)
     if not drawn:
         return ""
@@ -45,16 +45,16 @@ def chart(cells: Sequence[TableCell]) -> str:
         paper = None if c.paper is None else of.scale * c.paper
         rows.append({"variant": panel, "column": c.column, "value": of.scale * c.mean, "low": low, "high": high,
                      "paper": paper})  # fmt: skip
-    y, lines = kit.name_lines("column", [c.column for c in drawn], LETTERS)
-    names = look.LETTER * min(LETTERS, max(len(c.column) for c in drawn))
+    y, lines = kit.name_lines("column", [c.column for c in drawn], LINE_CHARACTERS)
+    names = look.LETTER_WIDTH * min(LINE_CHARACTERS, max(len(c.column) for c in drawn))
     x = kit.number("value", axis={"tickCount": 4})
     paper_points = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52,
-                     color=look.ORANGE, filled=False, strokeWidth=2, opacity=1)  # fmt: skip
-    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), paper_points)
+                     color=look.ORANGE_COLOR, filled=False, strokeWidth=2, opacity=1)  # fmt: skip
+    inner = kit.layer_chart(*kit.intervals({"y": y, "color": {"value": look.BLUE_COLOR}}, x, size=42), paper_points)
     panels = list(dict.fromkeys(row["variant"] for row in rows))
     spec = kit.panels(inner, "variant", panels, None, high=0)
-    spec["facet"]["header"] |= {"labelLimit": look.PHONE - 10, "labelAnchor": "start"}
-    spec["spec"] |= {"width": round(look.PHONE - names - 30), "height": {"step": 4 + 13 * lines}}
+    spec["facet"]["header"] |= {"labelLimit": look.PHONE_WIDTH - 10, "labelAnchor": "start"}
+    spec["spec"] |= {"width": round(look.PHONE_WIDTH - names - 30), "height": {"step": 4 + 13 * lines}}
     spec |= {"columns": 1, "spacing": 14, "datasets": {"rows": rows}, "title": {"text": legend(drawn)}}
     spec["resolve"] = {"scale": {"x": "independent", "y": "independent"}}
     return look.svg_for_pages(spec)

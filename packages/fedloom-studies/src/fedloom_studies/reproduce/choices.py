@@ -1,8 +1,8 @@
 """Settings that a recipe leaves to be chosen, by `fedloom.lab.tune`: every candidate is tried, with one seed or some.
 
-``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``); several
+``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``). Several
 keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
-the first metric by which `fedloom.lab.tune` goes), the mean over the models that the method has; ``model = "auto"``
+the first metric by which `fedloom.lab.tune` goes), the mean over the models that the method has. ``model = "auto"``
 takes the personal one where there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and take the
 mean over the first ``seeds``; ``once = true`` lets the first variant choose for all, and ``metric =
 "accuracy/weighted"`` scores by the figure that a recipe's claims are judged by. Test data play no part. With ``extend =
@@ -26,31 +26,31 @@ from fedloom.formats import rounded, significant
 from fedloom.lab.experiment import parse
 from fedloom.rundir import label_of
 from fedloom.storage import write_atomic
-from fedloom_studies.reproduce.recipe import merged
+from fedloom_studies.reproduce.recipe import merge_tables
 from fedloom_studies.store import read_document
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
-TRIALS = "choose"
+TRIALS_FOLDER = "choose"
 """Folder beside the run directories of the variants: for each, the directory of its search for settings."""
-CHOSEN = "chosen.json"
+CHOICE_FILE = "chosen.json"
 """In the directory of a search: what was chosen, and the score of every candidate."""
 
 
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Text and method table of every candidate; one with empty text if there is nothing to choose."""
+    """Text and method table of every candidate. One with empty text if there is nothing to choose."""
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
-    return [(_text(grid, values), _with(method, values)) for values in every]
+    return [(_text(grid, values), _replace_values(method, values)) for values in every]
 
 
-def _with(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
-    """The method table with chosen values; a key before a dot names a table."""
+def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
+    """Return the method table with chosen values. A key before a dot names a table."""
     table = {k: v for k, v in method.items() if k != "choose"}
     for key, value in values.items():
         outer, dot, inner = key.partition(".")
-        table = merged(table, {outer: {inner: value}} if dot else {outer: value})
+        table = merge_tables(table, {outer: {inner: value}} if dot else {outer: value})
     return table
 
 
@@ -65,7 +65,7 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
         for part, searched in enumerate(further):
             place = folder.with_name(f"{folder.name}@{k}" + f".{part}" * bool(part))
             yield place, searched
-            choices = _joined(choices, read_choices(place, searched))
+            choices = _better_choices(choices, read_choices(place, searched))
 
 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -77,8 +77,8 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
     parts: list[list[dict[str, Any]]] = []
     for method in document["method"]:
         choice = choices.get(label_of(method), {})
-        edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
-        further = _beyond(document, method, choice, edges if every else edges[:1])
+        edges = edge_keys(choice["chosen"], choice["scores"]) if choice else []
+        further = _next_edge_values(document, method, choice, edges if every else edges[:1])
         if not every:
             grids = [{**method["choose"], key: [value]} for key, value in further.items()]
         else:
@@ -93,10 +93,10 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
     return [{**document, "method": methods} for methods in parts]
 
 
-def _beyond(
+def _next_edge_values(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
-    """The next value of keys whose best value is at the edge of those tried, where the method may have it."""
+    """Return the next value of each key whose best value is at the edge of the grid, if the method allows it."""
     extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
@@ -104,13 +104,13 @@ def _beyond(
         edge, beside = (ordered[0], ordered[1]) if _size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
         size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
         next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
-        if size != edge and _allowed(document, _with(method, {**values, key: next_value})):
+        if size != edge and _allowed(document, _replace_values(method, {**values, key: next_value})):
             extended[key] = next_value
     return extended
 
 
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen, in the order of the method's grid; its first candidate where no trial completed."""
+    """Return the chosen values in the order of the method's grid. The first candidate if no trial completed."""
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
 
@@ -124,8 +124,8 @@ def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bo
     return True
 
 
-def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
-    """The keys of numbers or multiples of which the chosen candidate has the smallest or the largest of several."""
+def edge_keys(chosen: str, scores: Iterable[str]) -> list[str]:
+    """Return the numeric keys whose chosen value is the smallest or largest of several candidates."""
     values, tried = _parsed(chosen, scores)
     edges = []
     for key, value in values.items():
@@ -136,19 +136,19 @@ def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
 
 
 def _size(value: Any) -> float | None:
-    """A number, or that of a multiple such as ``0.5x``; None for a word."""
+    """Return a number, or the factor of a multiple such as ``0.5x``, or None for a word."""
     if isinstance(value, str):
         return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
     return None if value is None or isinstance(value, bool) else float(value)
 
 
-def beyond(choice: Mapping[str, object]) -> int:
-    """How many candidates beyond the edges of the grid were tried."""
+def count_beyond_edges(choice: Mapping[str, object]) -> int:
+    """Count the candidates that were tried beyond the edges of the grid."""
     return _trials(choice)["beyond"]
 
 
 def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The values of candidates from their texts."""
+    """Parse the values of candidates from their texts."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
@@ -164,8 +164,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _joined(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The better of both choices of every method, with the scores of both; the former of equals."""
+def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the better of two choices for every method, the earlier in a tie, with the scores of both."""
     joined = dict(choices)
     for label, new in more.items():
         old = choices[label]
@@ -178,36 +178,36 @@ def _joined(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
-    """How many candidates of the recipe's own grid were tried, and how many beyond its edges."""
+    """Count the candidates tried on the recipe's own grid, and beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
 
 
 def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
-    """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
+    """Return the current choices of all searches of a document, extensions included, see `read_choices`."""
     choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
-        choices = _joined(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
+        choices = _better_choices(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
     return choices
 
 
 def first(document: Mapping[str, object]) -> dict[str, Any]:
-    """The experiment with the first candidate of every method."""
+    """Return the experiment with the first candidate of every method."""
     return chosen(document, {})
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Methods of which something is to be chosen and has not been."""
+    """Return the methods with an open choice."""
     return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
 def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
-    """Rounds of every trial of a method."""
+    """Return the rounds of every trial of a method."""
     return int(method.get("rounds", document.get("choose", {}).get("rounds", document["rounds"])))
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment file of the search: the methods of which something is to be chosen, and their grids."""
+    """Build the experiment file of the search: the methods with open choices, and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's
@@ -233,21 +233,21 @@ def trials_of(document: Mapping[str, Any], variant: str) -> str:
 
 
 def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The experiment with what was chosen; the first candidate where nothing was."""
+    """Apply choices to an experiment, without a choice, the first candidate is used."""
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
         options, choice = dict(candidates(method)), choices.get(label_of(method), {})
-        extended = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
+        extended = _replace_values(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
         methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen so far by the search in a folder: per method the winner, and the score of every candidate.
+    """Read the choices of the search in a folder: each method's winner, and the score of every candidate.
 
     A method whose candidates are others by now is left out.
     """
-    choices = read_document(folder / CHOSEN, dict)
+    choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
     return {
         label: choice
@@ -257,7 +257,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
-    """Write what a search gave beside what was known; the first candidate wins where no trial completed."""
+    """Write what a search gave beside what was known. The first candidate wins where no trial completed."""
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}
     for study, trials, best in findings:
@@ -271,7 +271,7 @@ def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[
             "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
             "trials": {"grid": len(scores), "beyond": 0},
         }
-    write_atomic(folder / CHOSEN, json.dumps(choices, indent=1).encode())
+    write_atomic(folder / CHOICE_FILE, json.dumps(choices, indent=1).encode())
 
 
 def _text(grid: Iterable[str], values: Mapping[str, object]) -> str:

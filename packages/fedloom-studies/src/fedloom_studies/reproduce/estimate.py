@@ -1,7 +1,7 @@
 """Estimate how long a recipe takes here: counted samples of gradients times measured seconds per sample.
 
 Samples: a method's first round is played on a tiny federation and its gradients are counted, which gives gradients per
-training sample and round; the rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg
+training sample and round. The rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg
 takes two steps on random data of the same shape, with the same model, batch size and engine.
 """
 
@@ -31,22 +31,22 @@ from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce.choices import candidates, first, rounds_of
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.page import earlier, last, state
-from fedloom_studies.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
-from fedloom_studies.reproduce.summary import ESTIMATES, Need, read
+from fedloom_studies.reproduce.recipe import NOMINAL_SETS, Nominal, Recipe, Scale
+from fedloom_studies.reproduce.summary import ESTIMATES_FILE, Need, read_summary
 
-HEAVY = 10
+MAX_TIMED_BATCH = 10
 """Largest batch with which convolutional networks are timed."""
-FIXED = ("fiaelt", "fedadmm-inexact")
+FIXED_WORK_METHODS = ("fiaelt", "fedadmm-inexact")
 """Methods whose local work does not grow with the client's samples."""
 _SECONDS_OF_ROUND: dict[str, float] = {}
 
 
 def minutes(recipe: Recipe, scale: Scale) -> float:
-    """Estimated core-minutes of a recipe at a scale, what is to be chosen included; evaluation is left out."""
+    """Estimate the core-minutes of a recipe at a scale, choices included. Evaluation is left out."""
     total = 0.0
     for number, document in enumerate(recipe.at(scale).values()):
         plan = experiment(first(document), recipe.name)
-        data = NOMINAL[document["data"]["source"]]
+        data = NOMINAL_SETS[document["data"]["source"]]
         if recipe.paper.samples is not None and scale != "smoke":
             data = data._replace(train=recipe.paper.samples, test=0)
         clients, samples = _sizes(document, data)
@@ -61,7 +61,7 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Estimated seconds of the processor of a round; evaluation is left out.
+    """Estimated seconds of the processor of a round. Evaluation is left out.
 
     Args:
         plan: what the method is compared in.
@@ -104,7 +104,7 @@ def _gradients(method: Method, samples: float) -> float:
         counted = _counted(method.setting.method, sized, 2 * size)
     except FedloomError:
         counted = 2 * size * max(1, local.epochs)
-    fixed = local.steps is not None or method.algorithm in FIXED
+    fixed = local.steps is not None or method.algorithm in FIXED_WORK_METHODS
     return counted * (1 if fixed else samples / (2 * size))
 
 
@@ -137,7 +137,7 @@ def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, sample
     wanted, model = method.setting.local.batch_size, plan.common.model
     batch = int(samples) if wanted == "full" else wanted
     heavy = len(data.shape) == 3 and not isinstance(model, MLP) and plan.model_kind != "softmax"
-    size = max(1, min(batch, int(samples), HEAVY if heavy else batch))
+    size = max(1, min(batch, int(samples), MAX_TIMED_BATCH if heavy else batch))
     return _seconds(model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
 
 
@@ -162,7 +162,7 @@ def listing(
         for source in needed.keys() - missing.keys():
             missing[source] = not _is_there(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
-        budget, summary = recipe.budget(scale), read(results, name, scale)
+        budget, summary = recipe.budget(scale), read_summary(results, name, scale)
         stated = "-" if budget is None else f"{option(budget)} min"
         if summary is not None and summary.complete and not earlier(recipe, summary):
             time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
@@ -180,8 +180,8 @@ def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) ->
             missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
             estimates[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)
-    write_atomic(results / ESTIMATES, (json.dumps(estimates, indent=1) + "\n").encode())
-    return results / ESTIMATES
+    write_atomic(results / ESTIMATES_FILE, (json.dumps(estimates, indent=1) + "\n").encode())
+    return results / ESTIMATES_FILE
 
 
 def _is_there(source: Source, data_dir: Path | None) -> bool:

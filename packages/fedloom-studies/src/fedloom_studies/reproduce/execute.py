@@ -1,4 +1,4 @@
-"""Running a recipe: what is to be chosen, then every variant; what is missing only, and within a budget."""
+"""Running a recipe: what is to be chosen, then every variant, what is missing only, and within a budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.rundir import file_name, label_of
 from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
-    TRIALS,
+    TRIALS_FOLDER,
     choices_so_far,
     chosen,
     first,
@@ -35,13 +35,13 @@ from fedloom_studies.reproduce.choices import (
 )
 from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
 from fedloom_studies.reproduce.summary import RecipeSummary
-from fedloom_studies.store import alone, read_document
+from fedloom_studies.store import lock_folder, read_document
 
-PROTOCOL = "protocol.json"
+PROTOCOL_FILE = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""
-DEVICE = "engine.device"
+DEVICE_KEY = "engine.device"
 """Key of the device there, which is named."""
-NOISE = 0.002
+SUM_ORDER_TOLERANCE = 0.002
 """Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Shows the progress of runs that have so many rounds together, or by label of the method."""
@@ -52,7 +52,7 @@ def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
-    """The experiment of a document in which nothing is left to choose.
+    """Parse the experiment of a document that leaves nothing to choose.
 
     Raises:
         ConfigError: as `fedloom.lab.experiment.parse`.
@@ -61,7 +61,7 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
 
 
 class TimeBudget:
-    """Time that may be spent; when it is over, the run at hand is saved and stopped, and can be resumed."""
+    """Time that may be spent. When it is over, the run at hand is saved and stopped, and can be resumed."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -95,16 +95,16 @@ def reproduce(
     show: Show = _quiet,
     join: bool = False,
 ) -> RecipeSummary | None:
-    """Run what is missing of a recipe; the summary is written after every variant.
+    """Run what is missing of a recipe. The summary is written after every variant.
 
     Args:
         recipe: what to run.
         scale: how much of it.
-        out: the recipe's folder; a run directory per variant is made in it.
-        results: folder of summaries; None writes none.
+        out: the recipe's folder. A run directory per variant is made in it.
+        results: folder of summaries. None writes none.
         data_dir: folder of data sets.
         seeds: instead of the recipe's.
-        only: labels of the methods to run; all when empty.
+        only: labels of the methods to run. All when empty.
         workers: processes.
         device: where its runs and trials compute, as in ``[engine]``.
         budget: time that may be spent.
@@ -112,7 +112,7 @@ def reproduce(
         join: share every variant's runs with other processes that make the same call, on machines that have the folder.
 
     Returns:
-        The summary, not complete where the budget or the user ended it; None if nothing has a result.
+        The summary, not complete where the budget or the user ended it. None if nothing has a result.
 
     Raises:
         DataError: the data are missing.
@@ -137,7 +137,7 @@ def reproduce(
     done, samples = None, _samples(documents, data_dir)
     for variant, document in documents.items():
         folder = out / file_name(variant)
-        with summaries.counted(out, variant) as note:
+        with summaries.count_spent_time(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
             ended = budget.left > 0 and _variant(
@@ -145,21 +145,21 @@ def reproduce(
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
         if done is not None and results is not None:
-            summaries.write(done, results)
+            summaries.write_summary(done, results)
         if not ended:
             break
     return done
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make the folder that of these documents; methods and seeds may be added or left out.
+    """Claim the folder for these documents. Methods and seeds may be added or left out.
 
     Raises:
         RunDirError: it holds runs or trials of a variant that was something else.
     """
     make_folder(out)
-    with alone(out):
-        _add_digests(out / PROTOCOL, out, documents)
+    with lock_folder(out):
+        _add_digests(out / PROTOCOL_FILE, out, documents)
 
 
 def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -168,14 +168,15 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
         was, now = before.get(variant, {}), _digests(document)
         folder = out / file_name(variant)
         shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
-        trials = [] if shares else [out / TRIALS / trials_of(document, folder.name)]
+        trials = [] if shares else [out / TRIALS_FOLDER / trials_of(document, folder.name)]
         places = [place for place in (folder, *trials) if place.exists()]
         changed = {part for part in was.keys() & now.keys() if was[part] != now[part]} if places else set()
         what = " and ".join(map(str, places))
-        if DEVICE in changed:
+        if DEVICE_KEY in changed:
             raise RunDirError(
-                f"variant {variant!r} was run on device {was[DEVICE]} in {what}, now it is {now[DEVICE]}; repeat it "
-                f"with --device {was[DEVICE]}, delete that, or choose another --out"
+                f"variant {variant!r} was run on device {was[DEVICE_KEY]} in {what}, now it is {now[DEVICE_KEY]}; "
+                "repeat it "
+                f"with --device {was[DEVICE_KEY]}, delete that, or choose another --out"
             )
         if changed:
             raise RunDirError(
@@ -186,25 +187,25 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Of each method's table, candidates and all, by label; and of all else that is not the seeds, by ``""``.
+    """Compute a digest of each method's table by label, candidates included, and of the rest without seeds.
 
     The device stands there by its name too, for a message.
     """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
     device = document.get("engine", {}).get("device", "cpu")
-    return {part: digest_of(table) for part, table in parts.items()} | {DEVICE: device}
+    return {part: digest_of(table) for part, table in parts.items()} | {DEVICE_KEY: device}
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
-    """Samples of every data set, by source."""
+    """Count the samples of every data set, by source."""
     sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of a summary, and what the same run gives here."""
+    """Value of a summary, and the value of the same run on this machine."""
 
     reference: str
     was: float | None
@@ -229,7 +230,7 @@ def verify(
         summary: what to compare with.
         folder: an empty folder, for the run.
         data_dir: folder of data sets.
-        only: labels of the methods to run; all when empty.
+        only: labels of the methods to run. All when empty.
         workers: processes.
         show: shows progress.
 
@@ -253,7 +254,7 @@ def _variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
     data_dir: Path | None, workers: int | str, show: Show, join: bool, *listeners: Listener,
 ) -> bool:  # fmt: skip
-    """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
+    """Run one variant with the settings that are chosen on the document ``chooses``. Whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
@@ -282,7 +283,7 @@ def _variant(
 
     if scale == "smoke":
         return run(first(document))
-    trials = folder.parent / TRIALS / trials_of(document, folder.name)
+    trials = folder.parent / TRIALS_FOLDER / trials_of(document, folder.name)
     for place, searched in searches(trials, chooses):
         if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
             return False
@@ -290,7 +291,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """False where the user stopped the work; any other end is raised."""
+    """False where the user stopped the work. Any other end is raised."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

@@ -14,9 +14,9 @@ from fedloom.rundir import label_of
 from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
 
-PAGE = "facts"
-"""Name of the page, beside those of the recipes."""
-HEAD = (
+FACTS_PAGE = "facts"
+"""Name of the page, in the folder of the recipes' pages."""
+FACTS_TEXT = (
     "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
     "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
 )
@@ -30,16 +30,17 @@ class Unused(Value):
 
 
 class Fact(Value):
-    """What a paper's public code does."""
+    """Fact about a paper's public code."""
 
-    paper: str = Field(description="as the recipes' titles begin")
-    text: str = Field(description="what the code does")
-    source: str = Field(description="repository, commit, file and lines; none where there is no public code")
+    paper: str = Field(description="name of the paper, as in the recipes' titles")
+    text: str = Field(description="behavior of the code")
+    source: str = Field(description="repository, commit, file and lines. None without public code")
     holds: dict[str, Any] = Field(
-        default_factory=dict, description="options of an experiment that show the use, as local.lr or method.LABEL.mu"
+        default_factory=dict,
+        description="options of an experiment that use the fact, such as local.lr or method.LABEL.mu",
     )
-    used: tuple[str, ...] = Field((), description="recipes that use it")
-    unused: tuple[Unused, ...] = Field((), description="recipes that do not")
+    used: tuple[str, ...] = Field((), description="recipes that use the fact")
+    unused: tuple[Unused, ...] = Field((), description="recipes that do not use the fact, with the reason")
 
     @property
     def recipes(self) -> list[str]:
@@ -55,7 +56,7 @@ def facts() -> tuple[Fact, ...]:
 
 
 def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
-    """The recipes of a paper that need a line for each of its facts: those in the published protocol."""
+    """Return a paper's recipes in the published protocol, which need a line for each of its facts."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
@@ -67,7 +68,7 @@ def holds(fact: Fact, recipe: Recipe) -> bool:
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """An option by its dotted key; of a method by its label, with the constants that ``settings`` names."""
+    """Look up an option by its dotted key. A method's label leads to its options, ``settings`` included."""
     table, _, rest = key.partition(".")
     if table != "method":
         value = document.get(table)
@@ -78,9 +79,9 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
     return values.pop() if len(values) == 1 else None
 
 
-def page(recipes: Mapping[str, Recipe]) -> str:
-    """The page of all facts, a table per paper, as Markdown."""
-    lines = ["# What the papers' public code does", "", HEAD, "", "[All papers](../papers.md)", ""]
+def facts_page(recipes: Mapping[str, Recipe]) -> str:
+    """Render the page of all facts as Markdown, a table per paper."""
+    lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in facts()):
         count = len(published(recipes, paper))
         lines += [f"## {paper}", "", "| what the code does | where | used by its recipes |", "|---|---|---|"]

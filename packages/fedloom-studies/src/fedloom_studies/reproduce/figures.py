@@ -3,7 +3,7 @@
 A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
 global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
 for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
-common; WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
+common. WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
 rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
 reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
 
@@ -20,18 +20,18 @@ import numpy as np
 
 from fedloom.errors import ConfigError
 from fedloom.formats import factor, fixed, rounded, significant
-from fedloom.lab.report import EMPTY, Curve, Key, Run, curve, seeds_of
-from fedloom.metrics import ROLES, metric
+from fedloom.lab.report import EMPTY_CURVE, Curve, Key, Run, curve, seeds_of
+from fedloom.metrics import TASK_ROLES, metric
 
-PARTS = ("train", "validation", "test", "common")
-WHOLE = 10_000
+FIGURE_PARTS = ("train", "validation", "test", "common")
+MIN_WHOLE_FIGURE = 10_000
 """Figures without a unit, such as counts of parameters, have no decimals from here on."""
-UNSCALED = ("variance", "jain")
+UNSCALED_STATISTICS = ("variance", "jain")
 """Statistics over clients that do not have the unit of their metric."""
 
 
 class Reference(NamedTuple):
-    """What a number is: variant ("" for each), method, model, figure."""
+    """Identity of a number: variant ("" for each), method, model, figure."""
 
     variant: str
     method: str
@@ -39,8 +39,8 @@ class Reference(NamedTuple):
     figure: str
 
     @classmethod
-    def of(cls, text: str, figure: str) -> Reference:
-        """The reference of ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+    def create(cls, text: str, figure: str) -> Reference:
+        """Parse ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
         Raises:
             ConfigError: it has another form.
@@ -56,13 +56,13 @@ class Reference(NamedTuple):
         return f"{self.method}: {self.model}: {self.figure}"
 
     def chosen(self) -> Reference | None:
-        """The same at the round chosen on validation; None where the round is named already, or there is no choice."""
+        """Return the same reference at the round chosen on validation, or None without such a choice."""
         plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
         return self._replace(figure=f"{self.figure}@validation") if plain else None
 
 
 class Unit(NamedTuple):
-    """How the figures of a kind are shown.
+    """Format of one kind of figures.
 
     Attributes:
         name: of the unit, after a value.
@@ -79,20 +79,20 @@ class Unit(NamedTuple):
     ratio: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
-        """A mean, with a standard deviation where there is one: ``94.98 ± 0.20 %``."""
+        """Render a mean, with a standard deviation if there is one: ``94.98 ± 0.20 %``."""
         return self._named(self._shown(mean, spread), self.name)
 
     def difference(self, mean: float, half: float | None = None) -> str:
-        """A difference with its sign, and half its interval where there is one: ``-38.1 ± 5.4 points``."""
+        """Render a difference with its sign, and half its interval if there is one: ``-38.1 ± 5.4 points``."""
         sign = "+" if mean > 0 else ""
         return self._named(sign + self._shown(mean, half), self.gap)
 
     def lead(self, mean: float, half: float = math.nan) -> str:
-        """A tested difference, or from its logarithm a ratio: ``1.16 (1.08 to 1.25) times``."""
+        """Render a tested difference, or a ratio from its logarithm: ``1.16 (1.08 to 1.25) times``."""
         return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
 
-    def in_words(self, mean: float, half: float = math.nan) -> str:
-        """A tested difference in words: ``38.1 ± 5.4 points below``, ``1.2 (1.1 to 1.3) times as many gradients``."""
+    def write_words(self, mean: float, half: float = math.nan) -> str:
+        """Render a tested difference in words: ``38.1 ± 5.4 points below`` or ``1.2 (1.1 to 1.3) times as many``."""
         if self.ratio:
             return f"{factor(mean, half)} {self.words[0]}"
         return f"{self._shown(abs(mean), half)} {self.words[mean < 0]}"
@@ -105,56 +105,56 @@ class Unit(NamedTuple):
             return "-"
         has_spread = spread is not None and math.isfinite(spread)
         beside = self.scale * spread if spread is not None and has_spread else math.nan
-        if not self.name and abs(value) >= WHOLE:
+        if not self.name and abs(value) >= MIN_WHOLE_FIGURE:
             return fixed(value, 0) + (f" ± {fixed(beside, 0)}" if has_spread else "")
         return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
 
 
-POINTS = Unit("%", "points", 100.0, ("points above", "points below"))
-GRADIENTS = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
-TRAFFIC = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
-VARIANCE = Unit(words=("as large", ""), ratio=True)
-PLAIN = Unit()
+POINTS_UNIT = Unit("%", "points", 100.0, ("points above", "points below"))
+GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
+TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
+VARIANCE_UNIT = Unit(words=("as large", ""), ratio=True)
+PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """The unit of a figure, by its name."""
+    """Return the unit of a figure, by its name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
-    if metric(base).scale == POINTS.scale and statistic not in UNSCALED:
-        return POINTS
+    if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
+        return POINTS_UNIT
     if statistic == "variance":
-        return VARIANCE
-    return GRADIENTS if name.startswith("samples_") else TRAFFIC if name.startswith("bytes_") else PLAIN
+        return VARIANCE_UNIT
+    return GRADIENTS_UNIT if name.startswith("samples_") else TRAFFIC_UNIT if name.startswith("bytes_") else PLAIN_UNIT
 
 
 def _number(of: Unit, value: float, spread: float) -> str:
-    """Two decimals, one beside a spread of 1 or more; without a unit four decimals below 10, else four digits."""
+    """Two decimals, one beside a spread of 1 or more, without a unit four decimals below 10, else four digits."""
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
-    if of is GRADIENTS:
+    if of is GRADIENTS_UNIT:
         return fixed(rounded(value, 3) or 0.0, 0)
     return fixed(value, 1 if abs(spread) >= 1 else 2)
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """The figure for every seed; runs without an end, or that did not record it, give nan."""
+    """Return the figure for every seed, or nan for unfinished runs and for runs that did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):
         records = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
         ended = bool(records) and all(record.status == "done" or record.diverged is not None for record in records)
         points = _curve(run, Key(reference.method, seed, reference.model, "test", name))
-        by_seed[seed] = _at(run, reference, seed, points, when) if ended else math.nan
+        by_seed[seed] = _value_at(run, reference, seed, points, when) if ended else math.nan
     return by_seed
 
 
 def _curve(run: Run, key: Key) -> Curve:
     words = key.metric.split(" ", 1)
-    if len(words) == 2 and words[0] in PARTS:
+    if len(words) == 2 and words[0] in FIGURE_PARTS:
         key = key._replace(part=words[0], metric=words[1])
     if key.model == "hybrid-validation":
-        return _by_validation(run, key)
+        return _validation_curve(run, key)
     if "/" not in key.metric:
         curve_points = curve(run, key, "mean")
         if len(curve_points.round):
@@ -163,10 +163,10 @@ def _curve(run: Run, key: Key) -> Curve:
         points = run.totals.get(place)
         if points is not None:
             return Curve(points.round, points.value)
-    return EMPTY
+    return EMPTY_CURVE
 
 
-def _by_validation(run: Run, key: Key) -> Curve:
+def _validation_curve(run: Run, key: Key) -> Curve:
     """Mean over benign clients, each with the global model where that is better on its validation part."""
     parts = {
         (model, part): run.benign(key._replace(model=model, part=part))
@@ -176,14 +176,14 @@ def _by_validation(run: Run, key: Key) -> Curve:
     p, g = parts["personal", key.part], parts["global", key.part]
     p_val, g_val = parts["personal", "validation"], parts["global", "validation"]
     if p is None or g is None or p_val is None or g_val is None:
-        return EMPTY
+        return EMPTY_CURVE
     sign = 1.0 if metric(key.metric).higher else -1.0
     chosen = np.where(sign * g_val.value > sign * p_val.value, g.value, p.value)
     rounds = np.unique(p.round)
     return Curve(rounds, np.array([np.nanmean(chosen[p.round == r]) for r in rounds]))
 
 
-def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> float:
+def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> float:
     match when:
         case "":
             return points.last
@@ -204,14 +204,14 @@ def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> 
 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
-    """The round with the best validation figure of the model, the earliest of equals; -1 without validation."""
+    """Return the round with the model's best validation figure, the earliest in a tie, or -1 without validation."""
     rounds, scores, _ = _validation(run, reference, seed)
     return int(rounds[np.argmax(scores)]) if len(rounds) else -1
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Rounds, the model's validation figure times its sign (higher is better), and the sign; nothing without one."""
-    for name in (*(roles.page for roles in ROLES.values()), "loss"):
+    """Return rounds, the model's signed validation figure (higher is better), and the sign. Empty without one."""
+    for name in (*(roles.page for roles in TASK_ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
         measured = np.isfinite(points.value)
         if measured.any():

@@ -4,11 +4,11 @@ A rival is one side that the claim's subject is compared with. It is judged on o
 variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
 and batches), by a t test with Holm's correction over the claim's rivals. In a claim on each variant, as under every
 attack, a side is a rival in each of them. A claim holds where every rival is clearly behind, and does not hold where
-one is clearly ahead; no rival can carry or drown the others. It is looked at after 5, 10 and 20 seeds, at levels of 1,
+one is clearly ahead. No rival can carry or drown the others. It is looked at after 5, 10 and 20 seeds, at levels of 1,
 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims of equivalence are
 tested by two one-sided tests. Claims on standard deviations over seeds are judged alike on the distances of the seeds'
 values from their median (Levene's test as Brown and Forsythe have it). Single comparisons have Holm's correction over
-all of the recipe; where one of them is clearly against the claim, it holds in part at most. Variances, work and traffic
+all of the recipe, where one of them is clearly against the claim, it holds in part at most. Variances, work and traffic
 are compared by their ratios, as the papers claim them: on the logarithmic scale one heavy seed rules no mean. The
 interval of a difference has the level of its look and of its step of Holm's procedure, so that it is the one that
 decides. Verdicts are about the paper's own samples, with other seeds.
@@ -27,11 +27,11 @@ from fedloom.lab.report import log_ratio
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import (
+    EQUAL_MEANS_TOLERANCE,
     FAILS,
     HOLDS,
-    LOOKS,
+    LOOK_LEVELS,
     PARTLY,
-    ROUNDING,
     UNDECIDED,
     UNTESTED,
     ClaimVerdict,
@@ -47,7 +47,7 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """One pair of a claim; its verdict has Holm's correction."""
+    """One pair of a claim. Its verdict has Holm's correction."""
 
     left: str
     right: str
@@ -70,7 +70,7 @@ class Rival:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Of the claim against this rival alone."""
+        """Verdict of the claim against this rival alone."""
         return self.look.verdict if self.clear else UNDECIDED
 
 
@@ -96,7 +96,7 @@ class JudgedClaim:
 
     @property
     def reason(self) -> Untested | None:
-        """Why it is not tested; None where it is."""
+        """Why it is not tested. None where it is."""
         return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
@@ -106,7 +106,7 @@ class JudgedClaim:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Holds against every rival; in part against some with none ahead, or where a comparison is against it."""
+        """Holds against every rival, in part against some with none ahead, or where a comparison is against it."""
         if self.reason:
             return UNTESTED
         word = decided(self.claim, self.rivals)
@@ -127,7 +127,7 @@ class JudgedClaim:
 
     @property
     def measured(self) -> list[ClaimPair]:
-        """The comparisons of which something was run."""
+        """Return the comparisons with at least one run."""
         return [c for c in self.comparisons if c.look.n]
 
     @property
@@ -137,7 +137,7 @@ class JudgedClaim:
 
     @property
     def count(self) -> str:
-        """How many comparisons are as claimed, are clear by themselves, for it and against it, and have no result."""
+        """Count the comparisons as claimed, clear by themselves for and against the claim, and without a result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
@@ -154,7 +154,7 @@ class JudgedClaim:
 
 
 def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
-    """The verdict of a claim from those of its rivals."""
+    """Combine the verdicts of a claim's rivals into the claim's verdict."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
     if claim.most:
@@ -184,7 +184,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
             for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
-        figure = Reference.of(claim.subject, recipe.paper.figure).figure
+        figure = Reference.create(claim.subject, recipe.paper.figure).figure
         lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
         verdicts.append(JudgedClaim(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
     return verdicts
@@ -197,7 +197,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """The rivals at the first look that decides the claim, else at the last that there are seeds for."""
+    """Return the rivals at the first look that decides the claim, else at the last look with enough seeds."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -207,7 +207,7 @@ def _rivals(
     means = {name: _mean(leads) for name, leads in by_rival.items()}
     seeds = recipe.ordered(set.intersection(*(set(mean) for mean in means.values())))
     rivals = _looked(claim, means, seeds, math.nan)
-    for n, level in LOOKS:
+    for n, level in LOOK_LEVELS:
         if len(seeds) < n or decided(claim, rivals) in (HOLDS, FAILS):
             break
         rivals = _looked(claim, means, seeds[:n], level)
@@ -217,11 +217,11 @@ def _rivals(
 def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
-    """The rivals with so many seeds, at a level."""
+    """Compare the subject with its rivals at a number of seeds and a level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
-        verdicts = {name: HOLDS if least[name] >= -ROUNDING else FAILS for name in looks}
+        verdicts = {name: HOLDS if least[name] >= -EQUAL_MEANS_TOLERANCE else FAILS for name in looks}
         return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
     if any(math.isnan(look.p) for look in looks.values()):
         return tuple(Rival(name, look, clear=False) for name, look in looks.items())
@@ -234,22 +234,22 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
 
 
-def between(
+def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
 ) -> Look:
-    """The look at the paired difference of two references, or at the logarithm of their ratio, from values by seed."""
+    """Compare two references by seed: the paired difference, or the logarithm of the ratio."""
     a, b = finite(left), finite(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
     return first_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
-def at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """A claim judged at the round that is best on validation; None where its figures are of a named round."""
+def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
+    """Judge a claim at the round that is best on validation, or None if its figures name a round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:
-        reference = None if isinstance(side, float) else Reference.of(side, figure)
+        reference = None if isinstance(side, float) else Reference.create(side, figure)
         at = reference.chosen() if reference else None
         return side if at is None else f"{at.variant} | {at}" if at.variant else str(at)
 
@@ -266,12 +266,12 @@ def as_claimed(claim: Claim, difference: float) -> bool:
     """Whether a difference is as claimed, whatever its interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
-    return difference >= -ROUNDING if claim.construction else difference > -claim.margin
+    return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
 
 
 def papers_lead(recipe: Recipe, claim: Claim) -> float:
-    """The smallest over rivals of the paper's own mean lead in the claimed direction; nan where it prints none."""
-    texts = {Reference.of(text, recipe.paper.figure)._replace(variant=""): k
+    """Return the smallest mean lead over rivals that the paper prints, in the claimed direction, or nan without one."""
+    texts = {Reference.create(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
         variant: {str(ref): printed(row[k], recipe.paper.percent)[claim.spread] for ref, k in texts.items()}
@@ -291,13 +291,15 @@ Side = Reference | float
 
 def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Side]]:
     figure = recipe.paper.figure
-    left = Reference.of(claim.subject, figure)
-    rights: list[Side] = [Reference.of(side, figure) if isinstance(side, str) else side for side in claim.than]
+    left = Reference.create(claim.subject, figure)
+    rights: list[Side] = [Reference.create(side, figure) if isinstance(side, str) else side for side in claim.than]
     variants = claim.variants or tuple(recipe.variants)
     if left.variant:
         variants = (left.variant,)
     variants_run = [v for v in variants if v in numbers] if not left.variant else list(variants)
-    return [(left._replace(variant=variant), _in(variant, right)) for variant in variants_run for right in rights]
+    return [
+        (left._replace(variant=variant), _locate_side(variant, right)) for variant in variants_run for right in rights
+    ]
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
@@ -306,7 +308,7 @@ def _is_lost(side: Side, numbers: Numbers) -> bool:
     return by_seed is not None and not finite(by_seed)
 
 
-def _in(variant: str, side: Side) -> Side:
+def _locate_side(variant: str, side: Side) -> Side:
     return side._replace(variant=side.variant or variant) if isinstance(side, Reference) else side
 
 
@@ -317,7 +319,7 @@ def _name(side: Side) -> str:
 
 
 def _rival(claim: Claim, left: Reference, right: Side) -> str:
-    """The rival's name: that of the side, with a variant where it is not the subject's, or the claim is on each."""
+    """Return the rival's name, with its variant if it differs from the subject's or the claim concerns each variant."""
     if claim.each:
         return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
     shared = isinstance(right, Reference) and right.variant == left.variant
@@ -325,7 +327,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Differences by common seed, positive in the claimed direction; logarithms of ratios where `Unit.ratio`."""
+    """Differences by common seed, positive in the claimed direction. Logarithms of ratios where `Unit.ratio`."""
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
         dict.fromkeys(a, right)
@@ -341,6 +343,6 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
 
 
 def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
-    """How far each seed's value is from their median."""
+    """Compute the distance of each seed's value from their median."""
     centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
     return {seed: abs(value - centre) for seed, value in by_seed.items()}

@@ -10,19 +10,19 @@ from enum import StrEnum
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
 
-from fedloom.lab.report import LEVEL, holm
+from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
 from fedloom_studies.reproduce.recipe import Claim
 
-LOOKS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Seeds at which a claim is looked at, and the level of each look, two-sided; with fewer seeds nothing is decided."""
-POWER = 0.8
-"""With this probability a difference of the size called detectable would have been decided."""
-ROUNDING = 1e-9
-"""What equal means may differ by."""
+LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
+"""Seeds at which a claim is looked at, and the level of each look, two-sided, with fewer seeds nothing is decided."""
+DETECTION_PROBABILITY = 0.8
+"""Probability with which a difference of the detectable size would have been decided."""
+EQUAL_MEANS_TOLERANCE = 1e-9
+"""Rounding difference allowed between equal means."""
 
 
 class ClaimVerdict(StrEnum):
-    """Name every outcome of a claim of a paper; a claim that is not tested has a reason, one of `Untested`."""
+    """Name every outcome of a claim of a paper. A claim that is not tested has a reason, one of `Untested`."""
 
     HOLDS = "holds"
     PARTLY = "holds in part"
@@ -54,14 +54,14 @@ class Untested(StrEnum):
 
 @dataclass(frozen=True)
 class Look:
-    """A test of paired differences in the claimed direction; no margin is part of them.
+    """A test of paired differences in the claimed direction. No margin is part of them.
 
     Attributes:
         n: seeds that were used.
         difference: their mean.
-        level: at which it is decided: of the look, and among several of the step of Holm's procedure; nan without a
+        level: at which it is decided: of the look, and among several of the step of Holm's procedure. Nan without a
             test.
-        error: standard error of the difference; nan without a test.
+        error: standard error of the difference. Nan without a test.
         p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
         verdict: holds, does not hold or undecided, at the level of the look.
     """
@@ -75,13 +75,13 @@ class Look:
 
     @property
     def half(self) -> float:
-        """Half width of the interval that decides; nan without a test."""
+        """Half width of the interval that decides. Nan without a test."""
         return self._quantile * self.error
 
     @property
     def detectable(self) -> float:
-        """The difference that would have been decided with probability `POWER`, at the spread of these seeds."""
-        return float(nctdtrinc(self.n - 1, 1 - POWER, self._quantile)) * self.error
+        """Difference that these seeds would have decided with probability `DETECTION_PROBABILITY`."""
+        return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property
     def _quantile(self) -> float:
@@ -89,10 +89,10 @@ class Look:
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """The first look that decides, else the last that there are seeds for, else what fewer seeds give."""
+    """Return the first look that decides, else the last with enough seeds, else what fewer seeds give."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
-    for n, level in LOOKS:
+    for n, level in LOOK_LEVELS:
         if len(values) < n or look.verdict != UNDECIDED:
             break
         look = look_at(claim, values[:n], level)
@@ -100,7 +100,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
 
 
 def look_at(claim: Claim, values: list[float], level: float) -> Look:
-    """Test differences by seed at a level; nan: without a test."""
+    """Test differences by seed at a level. nan: without a test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
@@ -117,7 +117,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
 
 
 def _error(values: Sequence[float]) -> float:
-    """The standard error of a mean; of values that are all infinite alike 0."""
+    """Return the standard error of a mean, or 0 if all values are the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -135,15 +135,15 @@ def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
 
     Each p counts as a share of the level of its own look.
     """
-    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
-    clear = [p <= LEVEL for p in holm(shares)]
+    shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
+    clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]
     order = sorted(range(len(looks)), key=shares.__getitem__)
     left = {place: len(looks) - min(rank, sum(clear)) for rank, place in enumerate(order)}
     return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]
 
 
 def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
-    """A verdict for people, with the reason of a claim that is not tested.
+    """Render a verdict, with the reason if a claim was not tested.
 
     >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
     ('holds', 'not tested (needs a GPU)')

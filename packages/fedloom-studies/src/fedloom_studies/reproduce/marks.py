@@ -1,4 +1,4 @@
-"""Marks of verdicts, a shape and a colour each, always beside their word; and how many claims came out each way."""
+"""Marks of verdicts, a shape and a colour each, always beside their word. And how many claims came out each way."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from fedloom_studies.reproduce.looks import (
     Untested,
     claim_words,
 )
-from fedloom_studies.reproduce.reasons import FOLDER
+from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
-_DISC = '<circle cx="8" cy="8" r="7" fill="{colour}"/>'
-_STROKE = '<path d="{path}" fill="none" stroke="#fff" stroke-width="2.2" stroke-linecap="round"/>'
-SHAPES = {
+_DISC_SVG = '<circle cx="8" cy="8" r="7" fill="{colour}"/>'
+_STROKE_SVG = '<path d="{path}" fill="none" stroke="#fff" stroke-width="2.2" stroke-linecap="round"/>'
+MARK_SHAPES = {
     "holds": ("#1a7f37", "M4.5 8.3l2.4 2.4 4.6-5"),
     "partly": ("#9a6700", "M4.5 8h7"),
     "fails": ("#cf222e", "M5.2 5.2l5.6 5.6M10.8 5.2l-5.6 5.6"),
     "open": ("#6e7781", "M8 4.6v4M8 11.2v.2"),
 }
-"""By name: the colour of the disc, and the line on it."""
+"""Disc color and line of each mark, by name."""
 
 
-def of(verdict: ClaimVerdict) -> str:
-    """The name of a verdict's mark."""
+def mark_name(verdict: ClaimVerdict) -> str:
+    """Return the name of a verdict's mark."""
     names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
     return f"mark-{names.get(verdict, 'open')}"
 
 
-def drawn() -> dict[str, str]:
-    """The SVG of every mark, by file name."""
+def draw_marks() -> dict[str, str]:
+    """Draw every mark as SVG, by file name."""
     return {
         f"mark-{name}.svg": '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" viewBox="0 0 16 16">'
-        f"{_DISC.format(colour=colour)}{_STROKE.format(path=path)}</svg>\n"
-        for name, (colour, path) in SHAPES.items()
+        f"{_DISC_SVG.format(colour=colour)}{_STROKE_SVG.format(path=path)}</svg>\n"
+        for name, (colour, path) in MARK_SHAPES.items()
     }
 
 
-def counted(count: int, word: str) -> str:
-    """Some claims and what became of them, as in "2 do not hold".
+def count_claims(count: int, word: str) -> str:
+    """Render a number of claims with a verdict, such as "2 do not hold".
 
     >>> counted(1, "holds in part"), counted(3, "not tested (needs a GPU)"), counted(2, "undecided")
     ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
@@ -75,15 +75,15 @@ class ClaimCell(NamedTuple):
         return self.reason != Untested.UNASKED
 
 
-def shown(cell: ClaimCell) -> str:
-    """A mark and a word, with the number behind it, linked to the recipe's page."""
+def show_mark(cell: ClaimCell) -> str:
+    """Render a cell: mark, word and number, linked to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
-    linked = f"[{text}]({FOLDER}/{cell.recipe}.md)" if cell.recipe else text
-    return f"![]({FOLDER}/{of(cell.verdict)}.svg) {linked}"
+    linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
+    return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
 
 
-def together(cells: Iterable[ClaimCell]) -> str:
-    """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
+def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
+    """Render the verdict on all of a paper's claims in one protocol, with the count that hold."""
     candidates = [cell for cell in cells if cell.is_asked]
     decided = [cell.verdict for cell in candidates if cell.verdict in (HOLDS, PARTLY, FAILS)]
     waiting = sum(cell.reason == Untested.NOT_RUN for cell in candidates)
@@ -91,23 +91,23 @@ def together(cells: Iterable[ClaimCell]) -> str:
         reasons = [cell.reason for cell in candidates]
         first = next((r for r in (Untested.NOT_RUN, Untested.LOST, None, *Untested) if r in reasons), Untested.UNASKED)
         verdict = UNDECIDED if first is None else UNTESTED
-        return f"![]({FOLDER}/{of(verdict)}.svg) {claim_words(verdict, first)}"
+        return f"![]({PAPERS_FOLDER}/{mark_name(verdict)}.svg) {claim_words(verdict, first)}"
     if 2 * waiting > len(candidates):
         word = claim_words(UNTESTED, Untested.NOT_RUN)
-        return f"![]({FOLDER}/{of(UNTESTED)}.svg) {word}: {waiting} of {len(candidates)} claims"
+        return f"![]({PAPERS_FOLDER}/{mark_name(UNTESTED)}.svg) {word}: {waiting} of {len(candidates)} claims"
     kinds = set(decided)
     verdict = HOLDS if kinds == {HOLDS} else FAILS if kinds == {FAILS} else PARTLY
     so_far, held = " so far" if waiting else "", decided.count(HOLDS)
     count = f"{held} of {len(candidates)} {'holds' if held == 1 else 'hold'}"
-    return f"![]({FOLDER}/{of(verdict)}.svg) {verdict}{so_far}: {count}"
+    return f"![]({PAPERS_FOLDER}/{mark_name(verdict)}.svg) {verdict}{so_far}: {count}"
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """How many claims were asked, and how many came out each way."""
+    """Count the claims that were asked, and their verdicts."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
-        shown = ", ".join(counted(words.count(word), word) for word in dict.fromkeys(words))
+        shown = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
         verb = "is" if len(words) == 1 else "are"
         lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
     return " ".join(lines)

@@ -7,32 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.formats import fixed, option, rounded, total
-from fedloom.lab.report import WORK
+from fedloom.formats import fixed, option, rounded, write_total
+from fedloom.lab.report import WORK_FIGURES
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge, looks
 from fedloom_studies.reproduce.cells import cells, finite
-from fedloom_studies.reproduce.charts import alt, chart, charted
-from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
+from fedloom_studies.reproduce.charts import alt, charted, draw_table
+from fedloom_studies.reproduce.choices import candidates, count_beyond_edges, edge_keys
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, read, with_rivals
+from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Recipe, Scale
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
 
-MODES = {
+MODE_TEXTS = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
     "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
     "near": "The stated protocol; what it leaves open is taken alike for all methods.",
 }
 
-EMPTY = "-"
+EMPTY_CELL = "-"
 """A cell of a table that has nothing."""
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """The summary of the largest scale that was run, with its rivals' figures; smoke shows nothing."""
-    scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
-    summary = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
-    return None if summary is None else with_rivals(recipe, summary, results)
+    """Return the summary of the largest scale that was run, with its rivals' figures. Smoke runs do not count."""
+    scales: list[Scale] = [scale for scale in reversed(RECIPE_SCALES) if scale != "smoke"]
+    summary = next((s for scale in scales if (s := read_summary(results, recipe.name, scale))), None)
+    return None if summary is None else add_rivals(recipe, summary, results)
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -59,36 +59,36 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
 
 
 def duration(minutes: float) -> str:
-    """A time of one processor core in words."""
+    """Render a duration of one processor core."""
     if minutes < 600:
         return f"{fixed(minutes, 0)} core-minutes"
-    return f"{total(rounded(minutes / 1440, 2) or 0.0)} core-days"
+    return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
 def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """The figure of a recipe's table as SVG; empty where nothing was run or there is no table."""
-    return "" if summary is None else chart(cells(recipe, summary.numbers, compare=False))
+    """Draw the figure of a recipe's table as SVG, or "" if nothing was run or the recipe has no table."""
+    return "" if summary is None else draw_table(cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Whether `plot` gives a figure; it is slow to draw."""
+    """Whether `plot` gives a figure. It is slow to draw."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
 def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
-    """The figure of a recipe on a page, with a sentence for those who do not see it."""
+    """Render a recipe's figure for a page, with an alternative text."""
     shown = cells(recipe, summary.numbers, compare=False)
     return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
-def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
-    """The page of a recipe as Markdown, with a sentence on its regime where that is not the paper's."""
+def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
+    """Render the page of a recipe as Markdown. A recipe outside the paper's regime gets a sentence that says so."""
     return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
 def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
     paper = recipe.paper
-    yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
+    yield from (f"# {recipe.name}", "", f"{paper.title}. {MODE_TEXTS[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
@@ -99,7 +99,9 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from searched(recipe, summary)
     old = summary is not None and earlier(recipe, summary)
     verdicts = judge.claims(recipe, summary.numbers) if summary else []
-    moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
+    moved = (
+        {one.claim.text: judge.judge_at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
+    )
     yield from (turn := [] if regime else _turns(verdicts, moved))
     if paper.open or turn:
         yield ""
@@ -124,18 +126,18 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
 
 
-SINGLE = (
+SINGLE_COMPARISON_TEXT = (
     "Every comparison by itself, with Holm's correction over the whole recipe. It is stricter than that of a verdict, "
     "which is over the rivals of one claim, so a claim can be decided where no comparison is clear."
 )
-SHOWN = 3
-"""Comparisons listed for a claim of which the reported round decides some."""
+MAX_SHOWN_COMPARISONS = 3
+"""Comparisons listed for a claim if the reported round decides some of them."""
 Moved = Mapping[str, judge.JudgedClaim | None]
 """Claims by their text, at the round that is best on validation."""
 
 
 def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
-    """The comparisons that go the other way in another reported round."""
+    """List the comparisons that change direction in another reported round."""
     lines = []
     for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
@@ -149,10 +151,10 @@ def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
             and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
         ]
         if turned:
-            more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
+            more = f"; and {len(turned) - MAX_SHOWN_COMPARISONS} more" if len(turned) > MAX_SHOWN_COMPARISONS else ""
             lines.append(
                 f"- The reported round decides {len(turned)} of {len(one.measured)} comparisons: {one.claim.text}: "
-                f"{'; '.join(turned[:SHOWN])}{more}."
+                f"{'; '.join(turned[:MAX_SHOWN_COMPARISONS])}{more}."
             )
     return lines
 
@@ -169,9 +171,9 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         of = unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
         measured = cell.verdict if not cell.n else of.value(cell.mean, cell.std) + few
-        paper = EMPTY if cell.paper is None else of.value(cell.paper, cell.paper_std)
+        paper = EMPTY_CELL if cell.paper is None else of.value(cell.paper, cell.paper_std)
         rows.append(
-            [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY]
+            [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY_CELL]
         )
     yield from _filled(["", "", "ours (mean ± std)", "round chosen on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
@@ -183,7 +185,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table, without the columns that are empty in every row: a phone has room for few."""
-    places = [place for place in range(len(titles)) if any(row[place] != EMPTY for row in rows)]
+    places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
     yield f"|{'---|' * len(places)}"
     yield from (f"| {' | '.join(row[place] for place in places)} |" for row in rows)
@@ -201,22 +203,22 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
                 [
                     one.claim.text,
                     looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words,
-                    EMPTY,
-                    EMPTY,
+                    EMPTY_CELL,
+                    EMPTY_CELL,
                     papers_margin,
                 ]
             )
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
-        then = difference(at) if at else EMPTY
-        rows.append([one.claim.text, f"{verdict}; {one.count}", difference(one), then, papers_margin])
+        then = closest_difference(at) if at else EMPTY_CELL
+        rows.append([one.claim.text, f"{verdict}; {one.count}", closest_difference(one), then, papers_margin])
     yield from (*_filled(titles, rows), "")
     if old:
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
-        yield from (SINGLE, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
+        yield from (SINGLE_COMPARISON_TEXT, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
     pairs: dict[str, str] = {}
     for one in several:
         statistic = "standard deviations over seeds, " if one.claim.spread else ""
@@ -228,8 +230,8 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
         yield ""
 
 
-def difference(verdict: judge.JudgedClaim) -> str:
-    """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
+def closest_difference(verdict: judge.JudgedClaim) -> str:
+    """Render the difference from the rival that comes nearest to contradicting the claim, and the margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f"; margin {'±' if verdict.claim.equivalent else '-'}{margin}"
@@ -237,7 +239,7 @@ def difference(verdict: judge.JudgedClaim) -> str:
 
 
 def interval(look: looks.Look, figure: str) -> str:
-    """A difference with its interval, the interval's level and the seeds."""
+    """Render a difference with its interval, the interval's level and the seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
@@ -252,12 +254,14 @@ def shows(verdict: judge.JudgedClaim) -> str:
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
-    """Work, choices, failures, and what was tried."""
+    """Write work, choices, failures and trials."""
     first = next(iter(summary.numbers))
-    methods = dict.fromkeys(Reference.of(text, "").method for text, by in summary.numbers[first].items() if finite(by))
+    methods = dict.fromkeys(
+        Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)
+    )
     work = []
     for method in methods:
-        means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK}
+        means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES}
         traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
         work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
@@ -275,13 +279,13 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _mean(by_seed: Mapping[str, float | None]) -> float:
-    """The mean over the seeds that have a result; nan where none has."""
+    """Return the mean over the seeds with a result, or nan without any."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 
 
 def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Of a fair recipe what every method's search goes through, and what it chose."""
+    """Describe a fair recipe's search: every method's grid, and the chosen values."""
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"
@@ -292,10 +296,11 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             label, grid = label_of(method), method.get("choose", {})
             options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
             choice = choices.get(variant, {}).get(label)
-            edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
-            trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
+            edges = ", ".join(edge_keys(choice["chosen"], choice["scores"])) if choice else ""
+            further = count_beyond_edges(choice) if choice else 0
+            trials = f"{len(candidates(method))}{f' and {further} beyond' if further else ''}"
             chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
-            rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY])
+            rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY_CELL])
     yield from ("", *_filled(titles, rows))
     for label, why in recipe.paper.fixed.items():
         yield f"\nNot searched for {label}: {why}."
@@ -303,5 +308,5 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
 
 
 def _edge(choice: Mapping[str, Any]) -> str:
-    keys = at_an_edge(choice["chosen"], choice["scores"])
+    keys = edge_keys(choice["chosen"], choice["scores"])
     return f" (edge of the grid: {', '.join(keys)})" if keys else ""

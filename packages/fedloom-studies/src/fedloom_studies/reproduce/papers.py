@@ -1,7 +1,7 @@
 """The page of all papers: a row per paper, then its headline claims as published and in a fair test.
 
 ``papers.toml`` names the headline claims: a claim of the recipes by the start of its text, and the recipes that judge
-it; its sentences on why it comes out so are filled by `reasons`. Everything else comes from the summaries.
+it. Its sentences on why it comes out so are filled by `reasons`. Everything else comes from the summaries.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from fedloom.values import Value
 from fedloom_studies.reproduce import facts, judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import UNTESTED, Untested
-from fedloom_studies.reproduce.marks import ClaimCell, counts, shown, together
+from fedloom_studies.reproduce.marks import ClaimCell, combine_verdicts, counts, show_mark
 from fedloom_studies.reproduce.page import (
     duration,
     earlier,
     has_plot,
     last,
     not_run,
-    page,
     picture,
     plot,
+    recipe_page,
     state,
 )
-from fedloom_studies.reproduce.reasons import FOLDER, filled
+from fedloom_studies.reproduce.reasons import PAPERS_FOLDER, fill_numbers
 from fedloom_studies.reproduce.recipe import Claim, Recipe
 from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
-UNFAVOURABLE = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
+VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favourable one first."""
-HEAD = """# The papers
+PAPERS_TEXT = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
 with grids of equal size for every method. [How claims are judged](#how-claims-are-judged).
 """
-TAIL = """The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
+CLOSING_TEXT = """The page is generated from recorded runs; only withdrawn results are typed. One command repeats a
+table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -55,45 +56,43 @@ fedloom reproduce fedacs-table2 \\
 ```
 """
 NO_ANCHOR = "no anchor"
-"""Of a claim whose recipe has no anchor: the paper prints no figure of it."""
-RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
-"""How claims are judged, the end of the page."""
+"""Reason for a claim whose recipe has no anchor: the paper prints no figure for it."""
+RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
+"""Rules of judging claims, the end of the page."""
 
 
 class HeadlineClaim(Value):
     """A headline claim."""
 
     text: str = Field(description="the claim, in at most nine words")
-    claim: str = Field(description="start of the text of the recipes' claim")
+    claim: str = Field(description="first words of the recipes' claim")
     published: tuple[str, ...] = Field((), description="recipes in the published protocol")
     fair: tuple[str, ...] = Field((), description="recipes of the fair test")
-    full: str = Field(
-        "", description="the recipe of the full size, where nothing smaller decides the claim, whatever the seeds"
-    )
+    full: str = Field("", description="recipe of full size, if no smaller recipe can decide the claim")
 
 
 class Corrected(Value):
     """A verdict that was public and has changed."""
 
     text: str = Field(description="the claim")
-    was: str = Field(description="the verdict that stood here")
-    why: str = Field(description="what was wrong with it")
-    recipe: str = Field("", description="the recipe that judges it now, where that may not have been run yet")
+    was: str = Field(description="the earlier verdict on the page")
+    why: str = Field(description="the error in the earlier verdict")
+    recipe: str = Field("", description="recipe that judges the claim now. It may not have been run yet")
 
 
 class Sheet(Value):
-    """A paper: its name, as the recipes' titles begin, what it is, and its headline claims."""
+    """Paper: its name as in the recipes' titles, a description, and its headline claims."""
 
     name: str
     title: str
-    claims: str = Field("", description="what it claims, in one line of plain words")
-    number: str = Field("", description="start of the text of the headline claim with the most telling number")
+    claims: str = Field("", description="the paper's idea, in one line of plain words")
+    number: str = Field("", description="first words of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
-    beside: str = Field("", description="where else the paper's methods were measured, as Markdown")
-    changed: str = Field("", description="what was changed after a table had been seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's")
+    beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
+    changed: str = Field("", description="changes made after a table had been seen")
+    anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
     anchored: dict[str, str] = Field(
-        default_factory=dict, description="by recipe without printed anchors, the recipe nearest to it that has them"
+        default_factory=dict, description="for recipes without printed anchors, the nearest recipe with anchors"
     )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
@@ -103,7 +102,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
-    """The papers in their order."""
+    """Load the papers in their order."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
@@ -117,30 +116,37 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     """
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
-    yield from marks.drawn().items()
-    yield f"{facts.PAGE}.md", facts.page(recipes)
+    yield from marks.draw_marks().items()
+    yield f"{facts.FACTS_PAGE}.md", facts.facts_page(recipes)
     by_name = {sheet.name: sheet for sheet in sheets()}
     for name, recipe in recipes.items():
         sheet = by_name[recipe.paper.title.partition(",")[0]]
-        yield f"{name}.md", page(recipe, summaries[name], needed.get(name), _regime(recipes, summaries, sheet, name))
+        yield (
+            f"{name}.md",
+            recipe_page(recipe, summaries[name], needed.get(name), _regime(recipes, summaries, sheet, name)),
+        )
         figure = plot(recipe, summaries[name])
         if figure:
             yield f"{name}.svg", figure
 
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
-    """The page of all papers."""
+    """Render the page of all papers."""
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
-    lines = [HEAD, '<div class="narrow" markdown="1">', ""]
+    lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
-        published, fair = (together(side) for side in zip(*cells, strict=True)) if cells else ("", "")
-        number = _most(sheet, cells)
+        published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
+        number = _most_telling(sheet, cells)
         lines.append(f"| [{sheet.name}](#{_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |")
-    lines += ["", "</div>", "", TAIL]
+    lines += ["", "</div>", "", CLOSING_TEXT]
     for sheet, cells in papers:
         lines += _section(sheet, cells, recipes, summaries, needed)
-    lines += [*_corrections(recipes, summaries), *_unaffordable(papers, recipes, summaries, needed), RULES.read_text()]
+    lines += [
+        *_corrections(recipes, summaries),
+        *_unaffordable(papers, recipes, summaries, needed),
+        RULES_FILE.read_text(),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -151,16 +157,16 @@ def _section(
     summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
-    """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
+    """Render a paper's section: counts, claims as rows, the reason, one picture, and the list of all its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         margin = _margin(recipes, row, published, fair)
         distances = _distances(recipes, summaries, sheet, published, fair)
         beside = distances if margin == "-" else f"{margin}; {distances}"
-        yield f"| {row.text} | {beside} | {shown(published)} | {shown(fair)} |"
+        yield f"| {row.text} | {beside} | {show_mark(published)} | {show_mark(fair)} |"
     yield from ("", "</div>", "")
-    reason = filled(sheet.why, recipes, summaries)
+    reason = fill_numbers(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
         if paragraph:
             yield from (paragraph, "")
@@ -171,36 +177,36 @@ def _section(
         summary = summaries[name]
         assert summary is not None
         yield from (
-            picture(recipes[name], summary, f"{FOLDER}/"),
+            picture(recipes[name], summary, f"{PAPERS_FOLDER}/"),
             "",
-            f"[{recipes[name].paper.title}]({FOLDER}/{name}.md)",
+            f"[{recipes[name].paper.title}]({PAPERS_FOLDER}/{name}.md)",
             "",
         )
     yield from ('<details markdown="1"><summary>All recipes of the paper, near ones too</summary>', "")
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    yield from (f"[What the public code does]({FOLDER}/{facts.PAGE}.md#{_anchor(sheet.name)})", "")
+    yield from (f"[What the public code does]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_anchor(sheet.name)})", "")
     yield from ("| recipe | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
         far = elsewhere(_anchors(recipes, summaries, sheet, name))
         came_out = ", in another regime" if far else _verdicts(one, summary)
-        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
+        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Which verdicts rest on fewer rounds or less data than the paper's."""
+    """Name the verdicts that rest on fewer rounds or less data than the paper's."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
         if summary is not None and not _full_length(recipe, summary):
             size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
-            notes.append(f"[{name}]({FOLDER}/{name}.md) ({size})")
+            notes.append(f"[{name}]({PAPERS_FOLDER}/{name}.md) ({size})")
     if notes:
         yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
 
@@ -210,14 +216,14 @@ def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, 
 
 
 def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
-    """A sentence on a recipe in another regime; empty of any other."""
+    """Render a sentence on a recipe in another regime, or "" for other recipes."""
     distances = _anchors(recipes, summaries, sheet, name)
     far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in distances)
     return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """How far the anchors of the recipes that count are from the paper's."""
+    """Write the distances of the counting recipes' anchors from the paper's."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -240,7 +246,7 @@ def _cells(
 def _cell(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
-    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable.
+    """Return the verdict of the recipe that counts: current, complete, at full length, the least favorable one.
 
     A recipe in another regime than the paper's judges nothing.
     """
@@ -259,7 +265,7 @@ def _cell(
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None and one.measured:
-            favour = UNFAVOURABLE.index(one.verdict), one.least.look.difference
+            favour = VERDICT_ORDER.index(one.verdict), one.least.look.difference
             measured.append((not _full_length(recipe, summary), favour, name, one))
         elif one is not None:
             missing = ClaimCell(one.verdict, one.reason, recipe=name)
@@ -270,7 +276,7 @@ def _cell(
 
 
 def _number(one: judge.JudgedClaim) -> str:
-    """The difference to the nearest rival; where that is a number, the subject's own figure beside it."""
+    """Render the difference from the nearest rival, and the subject's own figure if the rival is a number."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
@@ -293,33 +299,35 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
-def _most(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """The most telling number: that of the fair test, else as published."""
+def _most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+    """Return the most telling number: the fair test's, else the published recipe's."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
-            return f"[{cell.number}]({FOLDER}/{cell.recipe}.md), {mode}: {row.text}" if cell.number else cell.word
+            return (
+                f"[{cell.number}]({PAPERS_FOLDER}/{cell.recipe}.md), {mode}: {row.text}" if cell.number else cell.word
+            )
     raise ConfigError(f"papers.toml, {sheet.name}: no claim begins with {sheet.number!r}")
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """How the claims of a recipe came out; empty where its present version has no result."""
+    """Write the verdicts on a recipe's claims, or "" if its present version has no result."""
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
-    shown = ", ".join(marks.counted(words.count(w), w) for w in possible if w in words)
+    shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
     several = "s" if len(words) > 1 else ""
     return f"; of {len(words)} claim{several} {shown}" if shown else ""
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """How far the paper itself is ahead of the nearest rival, by the cells of the recipe that counts, else another."""
+    """Write the paper's own lead over the nearest rival, by the counting recipe's cells, else another's."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
-            return unit(Reference.of(claim.subject, recipes[name].paper.figure).figure).lead(lead)
+            return unit(Reference.create(claim.subject, recipes[name].paper.figure).figure).lead(lead)
     return "-"
 
 
@@ -334,7 +342,7 @@ def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterato
     for sheet in sheets():
         for one in sheet.corrected:
             waits = one.recipe and not _current(summaries.get(one.recipe), recipes[one.recipe])
-            note = f" [{one.recipe}]({FOLDER}/{one.recipe}.md) has not been run since." if waits else ""
+            note = f" [{one.recipe}]({PAPERS_FOLDER}/{one.recipe}.md) has not been run since." if waits else ""
             yield f"| {sheet.name}, {one.text} | {one.was} | {one.why}{note} |"
     yield ""
 
@@ -343,7 +351,7 @@ def _unaffordable(
     papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
-    """Commands and estimates of what this page leaves open: what needs a GPU, and what is not run."""
+    """Write commands and estimates of the page's open cells: cells that need a GPU, and cells not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
@@ -367,10 +375,10 @@ def _unaffordable(
     short = dict.fromkeys(
         cell.recipe for _, cells in papers for pair in cells for cell in pair
         if cell.verdict in (looks.UNDECIDED, looks.PARTLY)
-        and (summary := summaries[cell.recipe]) and len(summary.seeds) < looks.LOOKS[-1][0]
+        and (summary := summaries[cell.recipe]) and len(summary.seeds) < looks.LOOK_LEVELS[-1][0]
     )  # fmt: skip
     if short:
-        named = ", ".join(f"[{name}]({FOLDER}/{name}.md)" for name in short)
+        named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
         yield f"- More seeds may decide what is undecided or holds in part, after 10 and 20 (`--seeds`): {named}."
     yield from (
         "",

@@ -20,12 +20,12 @@ from fedloom_studies.reproduce.page import earlier
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
-FOLDER = "papers"
+PAPERS_FOLDER = "papers"
 """Beside the page of all papers: a page and a figure per recipe."""
 
 
-def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
-    """The sentences whose numbers are measured, with their numbers."""
+def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
+    """Insert the measured numbers into the sentences that have placeholders."""
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
     whole = []
     for sentence in sentences:
@@ -45,21 +45,21 @@ def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, Reci
 def _measured(
     sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> str | None:
-    """A link to a recipe, the mean of one reference or the difference of two in words; None where it is not measured.
+    """Render a link to a recipe and one measured mean or difference, or None if it was not measured.
 
     Raises:
         ConfigError: a difference is not clear: it has no interval, or one that contains zero.
     """
     name = sides[0].split("|")[0].strip()
     if "|" not in sides[0]:
-        return f"[{name}]({FOLDER}/{name}.md)"
+        return f"[{name}]({PAPERS_FOLDER}/{name}.md)"
     recipe, summary = recipes[name], summaries.get(name)
     if summary is None or earlier(recipe, summary):
         return None
     values = []
     for side in sides:
         _, variant, reference = (part.strip() for part in side.split("|"))
-        read = Reference.of(reference, recipe.paper.figure)
+        read = Reference.create(reference, recipe.paper.figure)
         values.append(finite(summary.numbers.get(variant, {}).get(str(read), {})))
         of = unit(read.figure)
     if not all(values):
@@ -67,9 +67,9 @@ def _measured(
     if len(sides) == 1:
         text = of.value(float(np.mean(list(values[0].values()))))
     else:
-        look = judge.between(recipe, *values, log=of.ratio)
+        look = judge.compare_references(recipe, *values, log=of.ratio)
         if not look.half < abs(look.difference):
             shown = of.lead(look.difference, look.half)
             raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}; leave the sentence out")
-        text = of.in_words(look.difference, look.half)
-    return f"[{text}]({FOLDER}/{name}.md)"
+        text = of.write_words(look.difference, look.half)
+    return f"[{text}]({PAPERS_FOLDER}/{name}.md)"

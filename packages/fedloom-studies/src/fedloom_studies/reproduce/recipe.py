@@ -2,15 +2,16 @@
 
 A recipe is an experiment file with more tables:
 
-- ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
+- ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key. A table that names another
   ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
   are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]``,
   ``nearest`` and ``rivals`` or none.
-- ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
-- ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
+- ``[paper]``: where the numbers come from, and what is claimed of them, see `Paper`.
+- ``[variant.NAME]``: changes of the experiment, one run directory each. ``options.LABEL`` changes one method. Without
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
 - ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
-  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, its sentence for the report is `SENTENCE`.
+  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, its sentence for the report is
+  `SENTENCE_KEY`.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
   `fedloom.lab.tune`; `choices`.
 """
@@ -34,12 +35,17 @@ from fedloom.rundir import label_of
 from fedloom.values import Value, choose, make
 
 Scale = Literal["smoke", "laptop", "full"]
-SCALES: tuple[Scale, ...] = get_args(Scale)
-SENTENCE = "says"
+RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
+SENTENCE_KEY = "says"
 """Key of a scale: how it differs from the protocol, as a sentence of the report."""
-ONLY = "all"
+SINGLE_VARIANT = "all"
 """The variant of a recipe without variants."""
-SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20}, "rounds": 1, "evaluate": {"every": 1}}
+SMOKE_CHOICES = {
+    "data": {"source": "digits"},
+    "partition": {"min_size": 1, "keep": 20},
+    "rounds": 1,
+    "evaluate": {"every": 1},
+}
 """Every recipe's choices at smoke scale, unless it has its own."""
 
 
@@ -53,7 +59,7 @@ class Nominal(NamedTuple):
     users: int = 0
 
 
-NOMINAL = {
+NOMINAL_SETS = {
     "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
     "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
     "digits": Nominal(1797, 0, (1, 8, 8), 10),
@@ -72,17 +78,19 @@ class Claim(Value):
     Without a variant the claim is judged in every variant that has the methods. Figures: see `figures`.
     """
 
-    text: str = Field(description="the paper's claim, in its words where they are short")
-    higher: str | None = Field(None, description="what is claimed to be higher; or give lower")
-    lower: str | None = Field(None, description="what is claimed to be lower; or give higher")
-    than: tuple[str | float, ...] = Field(min_length=1, description="than each of these references or numbers")
-    margin: float = Field(0.0, ge=0, description="worse by at most this, in the figure's own unit")
-    equivalent: bool = Field(False, description="comparable: neither worse nor better by more than the margin")
-    most: bool = Field(False, description="of more than half of the sides after than, not of every one")
-    each: bool = Field(False, description="in each variant by itself, not in the mean over them")
-    spread: bool = Field(False, description="of the standard deviations over seeds, not of the means")
-    construction: bool = Field(False, description="holds by construction, whatever the methods do")
-    variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
+    text: str = Field(description="the paper's claim, in its own words if they are short")
+    higher: str | None = Field(None, description="reference claimed to be higher. Or give lower")
+    lower: str | None = Field(None, description="reference claimed to be lower. Or give higher")
+    than: tuple[str | float, ...] = Field(
+        min_length=1, description="references or numbers on the other side of the claim"
+    )
+    margin: float = Field(0.0, ge=0, description="largest disadvantage allowed, in the figure's unit")
+    equivalent: bool = Field(False, description="comparable: the difference lies within the margin on both sides")
+    most: bool = Field(False, description="the claim is about more than half of the references, not every one")
+    each: bool = Field(False, description="the claim is about each variant, not their mean")
+    spread: bool = Field(False, description="the claim is about standard deviations over seeds, not means")
+    construction: bool = Field(False, description="the claim holds by construction, whatever the methods do")
+    variants: tuple[str, ...] = Field((), description="variants of the claim (empty: all)")
 
     @model_validator(mode="after")
     def _one_side(self) -> Claim:
@@ -96,12 +104,12 @@ class Claim(Value):
 
     @property
     def subject(self) -> str:
-        """What the claim is about."""
+        """Subject of the claim."""
         return self.higher or self.lower or ""
 
 
 class Unknown(Value):
-    """What a protocol does not say, what was taken, and why."""
+    """Detail that a protocol leaves open, with the chosen value and the reason."""
 
     what: str
     choice: str
@@ -116,32 +124,33 @@ class Paper(Value):
 
     title: str = Field(description="paper, and table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
-    order: int = Field(description="place among all recipes")
+    order: int = Field(description="position among all recipes")
     mode: Literal["published", "fair", "near"] = Field(
         "near",
-        description="published: with the paper's own settings, its code's variants and its way to choose; fair: equal"
-        " trials and stated budgets; near: the stated protocol, with what it leaves open taken alike for all methods",
+        description=(
+            "published: the paper's settings, its code's variants and its way to choose. fair: equal "
+            "trials and stated budgets. near: the stated protocol, with equal choices for all methods "
+            "where it is silent"
+        ),
     )
-    nearest: str = Field("", description="the recipe nearer to the protocol, in which this one's cells count")
-    rivals: str = Field(
-        "", description="the recipe with the same experiment whose record has the other methods of the claims"
-    )
-    figure: str = Field("accuracy", description="figure of a reference that names none")
-    percent: bool = Field(False, description="the cells are printed in percent")
+    nearest: str = Field("", description="recipe nearer to the protocol, which counts this recipe's cells")
+    rivals: str = Field("", description="recipe with the same experiment whose record has the claims' other methods")
+    figure: str = Field("accuracy", description="default figure of a reference")
+    percent: bool = Field(False, description="the paper prints the cells in percent")
     seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
-        default_factory=dict, description="by variant, a mean or (mean, standard deviation) per column; [] is none"
+        default_factory=dict, description="a mean or (mean, standard deviation) per column, by variant ([]: none)"
     )
     claims: tuple[Claim, ...] = ()
     unknown: tuple[Unknown, ...] = ()
     fixed: dict[str, str] = Field(
-        default_factory=dict, description="of a fair recipe, by method: its own options that are not searched, and why"
+        default_factory=dict, description="options that a fair recipe does not search, by method, with the reason"
     )
-    stated: tuple[str, ...] = Field((), description="unknowns of the base that are known here")
-    reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
+    stated: tuple[str, ...] = Field((), description="details that the base recipe leaves open and this recipe states")
+    reduced: str | None = Field(None, description="factor by which the data are smaller than in the protocol")
     samples: int | None = Field(None, ge=1, description="samples of the reduced data")
-    tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
+    tried: tuple[str, ...] = Field((), description="attempts to explain a claim that does not hold")
 
     @model_validator(mode="after")
     def _table_fits(self) -> Paper:
@@ -155,13 +164,13 @@ class Paper(Value):
 
     @property
     def open(self) -> tuple[Unknown, ...]:
-        """What is not stated here."""
+        """Details that are not stated."""
         return tuple(u for u in self.unknown if u.what not in self.stated)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe; `recipes` has all of them."""
+    """A recipe. `recipes` has all of them."""
 
     name: str
     paper: Paper
@@ -170,29 +179,31 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Core-minutes that a scale may take; None where none is stated."""
+        """Core-minutes that a scale may take. None where none is stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
-        """How a scale differs from the protocol, for people."""
+        """Difference of a scale from the protocol, for people."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
-        return str(self.scales.get(scale, {}).get(SENTENCE, plain))
+        return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
         """Whether a scale is the protocol, but for seeds, and for variants or methods left out.
 
         Args:
             scale: of the run.
-            samples: of every source that was used; one that is not known, or smaller than the paper's, is not the
+            samples: of every source that was used. One that is not known, or smaller than the paper's, is not the
                 paper's.
         """
-        free = {"budget", SENTENCE, "seeds", "variants", "methods"}
+        free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
             return False
         used = {document["data"]["source"] for document in self.at(scale).values()}
-        papers = {source: NOMINAL[source].train + NOMINAL[source].test for source in used & NOMINAL.keys()}
+        papers = {
+            source: NOMINAL_SETS[source].train + NOMINAL_SETS[source].test for source in used & NOMINAL_SETS.keys()
+        }
         return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
@@ -201,7 +212,7 @@ class Recipe:
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
-        """So many seeds: the recipe's own, then the smallest numbers that are none of them."""
+        """Return a number of seeds: the recipe's own, then the smallest unused numbers."""
         seeds_of_recipe = list(self.document["seeds"])
         return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
             : max(count, len(seeds_of_recipe))
@@ -212,20 +223,20 @@ class Recipe:
         return digest_of(self.at(scale))
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """The experiment document of every variant, with ``choose`` still in the methods.
+        """Return the experiment document of every variant, with ``choose`` still in the methods.
 
         Raises:
             ConfigError: a variant or method that the recipe does not have.
         """
         documents = {}
-        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE)}
+        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE_KEY)}
         for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
             variant_options = dict(choose("variant", self.variants, variant, self.name))
-            options = merged(variant_options.pop("options", {}), change.get("options", {}))
-            document = merged(self.document, variant_options)
-            document = merged(document, SMOKE) if scale == "smoke" else document
-            document = merged(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
-            methods = [merged(m, options.get(label_of(m), {})) for m in document["method"]]
+            options = merge_tables(variant_options.pop("options", {}), change.get("options", {}))
+            document = merge_tables(self.document, variant_options)
+            document = merge_tables(document, SMOKE_CHOICES) if scale == "smoke" else document
+            document = merge_tables(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
+            methods = [merge_tables(m, options.get(label_of(m), {})) for m in document["method"]]
             named = {label_of(m): m for m in methods}
             wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]
             seeds_here = list(seeds) or (document["seeds"][:1] if scale == "smoke" else document["seeds"])
@@ -234,8 +245,8 @@ class Recipe:
         return documents
 
 
-def merged(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
-    """``base`` with the keys of ``change``, tables within tables."""
+def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
+    """Merge ``change`` into ``base``, table by table."""
     result = deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
@@ -244,30 +255,30 @@ def merged(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str
             and isinstance(value, dict)
             and not any(value.get(name, old.get(name)) != old.get(name) for name in ("kind", "source") if name in old)
         ):
-            result[key] = merged(old, value)
+            result[key] = merge_tables(old, value)
         else:
             result[key] = deepcopy(value)
     return result
 
 
 def digest_of(document: object) -> str:
-    """16 hexadecimal digits of what JSON can hold; of experiments, without uniform weights.
+    """16 hexadecimal digits of what JSON can hold, of experiments, without uniform weights.
 
     Uniform weights were the default when the first records were made, which did not state them.
     """
     if isinstance(document, Mapping):
-        document = {key: without_uniform(value) for key, value in without_uniform(document).items()}
+        document = {key: remove_uniform(value) for key, value in remove_uniform(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def without_uniform(document: object) -> Any:
-    """An experiment document as it was written while clients counted alike by default."""
+def remove_uniform(document: object) -> Any:
+    """Rewrite an experiment document to its form from the time when clients had uniform weights by default."""
     if not isinstance(document, Mapping) or document.get("weights") != "uniform":
         return document
     return {key: value for key, value in document.items() if key != "weights"}
 
 
-def names() -> Iterator[str]:
+def recipe_names() -> Iterator[str]:
     """Names of the recipes that the package brings."""
     for file in files("fedloom_studies.reproduce").joinpath("recipes").iterdir():
         if file.name.endswith(".toml"):
@@ -277,7 +288,7 @@ def names() -> Iterator[str]:
 @cache
 def recipes() -> dict[str, Recipe]:
     """Every recipe by name, in the order in which they are run."""
-    documents = dict.fromkeys(names())
+    documents = dict.fromkeys(recipe_names())
     by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
@@ -288,16 +299,16 @@ def titles() -> list[tuple[str, str]]:
 
 
 def recipe(name: str) -> Recipe:
-    """A recipe by name.
+    """Load a recipe by name.
 
     Raises:
-        ConfigError: there is none; the message has the nearest name.
+        ConfigError: there is none. The message has the nearest name.
     """
     return choose("recipe", recipes(), name)
 
 
 def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """The document of a recipe on top of those that it is based on."""
+    """Merge the document of a recipe into the recipes that it is based on."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
@@ -310,11 +321,11 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
         if table in document.get("paper", {}):
             base["paper"] |= {key: {} for key in follows}
-    return merged(base, document)
+    return merge_tables(base, document)
 
 
 def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
-    """The recipe of a resolved document.
+    """Build the recipe of a resolved document.
 
     Raises:
         ConfigError: [paper] or weights is missing, [paper] has a value that cannot be, or there is an unknown scale.
@@ -325,8 +336,8 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
     if "weights" not in rest:
         raise ConfigError(f"recipe {name}: weights is missing; say how its clients are weighed, 'uniform' or 'samples'")
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
-    scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {ONLY: {}}
+    scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {SINGLE_VARIANT: {}}
     variants = {v: choose("variant", variants, v, f"recipe {name}") for v in rest.pop("variants", variants)}
     for scale in scales:
-        choose("scale", dict.fromkeys(SCALES), scale, f"recipe {name}")
+        choose("scale", dict.fromkeys(RECIPE_SCALES), scale, f"recipe {name}")
     return Recipe(name, paper, rest, variants, scales)

@@ -2,7 +2,7 @@
 
 Local training and FedAvg have hardly a setting of their own. Where they end far from the paper's figures, the data, the
 network or the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
-of a paper; the printed figures are the cells of its recipes.
+of a paper. The printed figures are the cells of its recipes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fedloom_studies.reproduce.page import earlier
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
-FARTHEST = 0.1
+MAX_ANCHOR_DISTANCE = 0.1
 """Accuracy up to which an anchor may differ from the paper's. The anchors of FLAME and Equitable-FL lie within 0.07 of
-theirs; those of runs that are plainly another problem, as CIFAR-10 with a small network, are 0.16 to 0.54 away."""
+theirs. Those of runs that are plainly another problem, as CIFAR-10 with a small network, are 0.16 to 0.54 away."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Anchor:
 def anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[Anchor]:
-    """The farthest anchor of every column; none where nothing was run, or the paper prints none.
+    """Return the most distant anchor of every column, or [] if nothing was run or the paper prints no anchor.
 
     Args:
         references: which columns are anchors, as the recipe's columns have them.
@@ -73,4 +73,4 @@ def anchors(
 
 def elsewhere(distances: Sequence[Anchor]) -> bool:
     """Whether an anchor is so far from the paper's that the run is in another regime."""
-    return any(abs(anchor.gap) > FARTHEST for anchor in distances)
+    return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

@@ -1,4 +1,4 @@
-"""Summaries of the runs of recipes: one record each, kept with the code; verdicts are made from them."""
+"""Summaries of the runs of recipes: one record each, kept with the code. Verdicts are made from them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
 from fedloom.formats import rounded
-from fedloom.lab.report import MODELS, WORK, Run, read_runs
+from fedloom.lab.report import MODEL_KINDS, WORK_FIGURES, Run, read_runs
 from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
-from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
+from fedloom_studies.reproduce.choices import TRIALS_FOLDER, choices_so_far, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
-from fedloom_studies.store import alone, not_a_record, put, read_document, records
+from fedloom_studies.store import lock_folder, not_a_record, put, read_document, records
 
-SUMMARIES = "papers.jsonl"
+SUMMARIES_FILE = "papers.jsonl"
 """File of the summaries."""
-SPENT = "spent.json"
-PAUSE = 5.0
+SPENT_FILE = "spent.json"
+WRITE_INTERVAL_SECONDS = 5.0
 """Seconds of the processor after which ``spent.json`` is brought up to date."""
-DIGITS = 7
+SIGNIFICANT_DIGITS = 7
 """Significant digits that are kept."""
-ESTIMATES = "estimates.json"
+ESTIMATES_FILE = "estimates.json"
 """Beside the summaries: what the recipes without one, and without a laptop scale, would need."""
 
 
 class Need(NamedTuple):
-    """What a recipe would need at full scale: core-minutes, and data sets that are not there."""
+    """Requirements of a recipe at full scale: core-minutes, and missing data sets."""
 
     minutes: float
     missing: list[str]
@@ -45,18 +45,18 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """What was run of a recipe at a scale.
+    """Results of a recipe at a scale.
 
     Attributes:
         protocol: `Recipe.protocol` of the recipe that was run.
         says: how it differed from the paper's protocol.
-        numbers: variant -> reference -> seed -> value; null where a run has no result.
+        numbers: variant -> reference -> seed -> value. Null where a run has no result.
         minutes: time of the processor so far, trials and evaluation included, in core-minutes.
         complete: whether every variant, method and seed has been run.
         choices: variant -> method -> what was chosen, with the score of every candidate.
         failures: sentences on runs that diverged or failed.
-        commit: of the code that ran, with "-dirty" where it was changed; empty where it is not known.
-        samples: of every data set that was used; empty in summaries that did not record it.
+        commit: of the code that ran, with "-dirty" where it was changed. Empty where it is not known.
+        samples: of every data set that was used. Empty in summaries that did not record it.
     """
 
     recipe: str
@@ -81,7 +81,7 @@ class RecipeSummary:
 def summarise(
     recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
 ) -> RecipeSummary | None:
-    """The summary of the run directories in ``out``, one per variant; None if nothing has been run."""
+    """Summarize the run directories in ``out``, one per variant, or None if nothing has been run."""
     numbers: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     failures: list[str] = []
@@ -96,7 +96,7 @@ def summarise(
         versions = run.options["resolved"]["versions"]
         numbers[variant] = numbers_of(recipe, document, run)
         trials = trials_of(document, folder.name)
-        choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS / trials, document)
+        choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS_FOLDER / trials, document)
         chosen |= {variant: choices} if choices else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
@@ -114,7 +114,7 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """The commit of this code, with "-dirty" where the source differs from it; empty outside its repository."""
+    """Return the commit of this code, with "-dirty" if the source differs, or "" outside its repository."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -132,7 +132,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The processor, for people."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -141,18 +141,18 @@ def machine() -> str:
     return f"{name}, one thread per process"
 
 
-def write(summary: RecipeSummary, folder: Path) -> None:
+def write_summary(summary: RecipeSummary, folder: Path) -> None:
     """Record a summary in a folder."""
-    put(folder / SUMMARIES, summary.__dict__, ("recipe", "scale"))
+    put(folder / SUMMARIES_FILE, summary.__dict__, ("recipe", "scale"))
 
 
-def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
-    """The summary of a recipe at a scale, or None.
+def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
+    """Read the summary of a recipe at a scale, or None if there is none.
 
     Raises:
         RunDirError: a line of the file is not a summary.
     """
-    file = folder / SUMMARIES
+    file = folder / SUMMARIES_FILE
     summary = None
     for number, record in enumerate(records(file), 1):
         if (record.get("recipe"), record.get("scale")) == (recipe, scale):
@@ -163,14 +163,14 @@ def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
     return summary
 
 
-def with_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
-    """A summary with the figures of the methods that another recipe of the same experiment has (``rivals``).
+def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
+    """Add the figures of the methods of another recipe of the same experiment (``rivals``) to a summary.
 
     Equal seeds draw equal data, cohorts, initial models and batches in both. A record of the other recipe that is of an
     earlier version, or of another experiment, adds nothing.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
-    record = read(folder, other.name, summary.scale) if other else None
+    record = read_summary(folder, other.name, summary.scale) if other else None
     if other is None or record is None or record.protocol != other.protocol(summary.scale):
         return summary
     numbers = dict(summary.numbers)
@@ -182,13 +182,13 @@ def with_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeS
 
 
 def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What methods share; a choice of settings is made beside the run, and a name is no part of it."""
+    """Return the part of an experiment that all methods share, without its name and without choices of settings."""
     return {key: value for key, value in document.items() if key not in ("method", "name", "choose")}
 
 
 def needs(folder: Path) -> dict[str, Need]:
-    """The estimates that were kept, by recipe."""
-    file = folder / ESTIMATES
+    """Read the stored estimates, by recipe."""
+    file = folder / ESTIMATES_FILE
     try:
         return {name: Need(**need) for name, need in read_document(file, dict).items()}
     except TypeError as error:
@@ -196,32 +196,32 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """reference -> seed -> value of everything that a summary keeps of a run."""
+    """Read everything that a summary keeps of a run: reference -> seed -> value."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
         by_seed = values(run, reference)
-        is_lost = reference.method in lost and reference.figure not in WORK
+        is_lost = reference.method in lost and reference.figure not in WORK_FIGURES
         if is_lost or any(math.isfinite(v) for v in by_seed.values()):
-            numbers[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
+            numbers[str(reference)] = {str(s): rounded(v, SIGNIFICANT_DIGITS) for s, v in sorted(by_seed.items())}
     return numbers
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """References of the columns and claims, each at the chosen round too, and the work and traffic of every method."""
+    """List the references of columns and claims, also at the chosen round, and every method's work and traffic."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
-    named = [Reference.of(text, paper.figure)._replace(variant="") for text in texts]
-    named += [Reference("", method, model, paper.figure) for method in methods for model in MODELS]
+    named = [Reference.create(text, paper.figure)._replace(variant="") for text in texts]
+    named += [Reference("", method, model, paper.figure) for method in methods for model in MODEL_KINDS]
     named += [chosen for reference in named if (chosen := reference.chosen())]
-    named += [Reference("", method, "", name) for method in methods for name in WORK]
+    named += [Reference("", method, "", name) for method in methods for name in WORK_FIGURES]
     return list(dict.fromkeys(reference for reference in named if reference.method in methods))
 
 
 @contextmanager
-def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
-    """Adds the time of the processor that is spent within to ``spent.json`` of a recipe's folder.
+def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
+    """Add the processor time spent within the block to ``spent.json`` in a recipe's folder.
 
     Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
     """
@@ -230,23 +230,23 @@ def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     def write() -> None:
         nonlocal last_written
         if out.is_dir():
-            with alone(out):
+            with lock_folder(out):
                 seconds_by_variant, now = spent(out), _processor()
                 seconds_by_variant[variant] = seconds_by_variant.get(variant, 0.0) + now - last_written
-                write_atomic(out / SPENT, json.dumps(seconds_by_variant, indent=1).encode())
+                write_atomic(out / SPENT_FILE, json.dumps(seconds_by_variant, indent=1).encode())
                 last_written = now
 
     try:
-        yield lambda: write() if _processor() - last_written >= PAUSE else None
+        yield lambda: write() if _processor() - last_written >= WRITE_INTERVAL_SECONDS else None
     finally:
         write()
 
 
 def _processor() -> float:
-    """Seconds of the processor so far, those of ended children included."""
+    """Return the processor seconds so far, including ended children's."""
     return sum(os.times()[:4])
 
 
 def spent(out: Path) -> dict[str, float]:
-    """Seconds of the processor by variant, as `counted` added them up."""
-    return read_document(out / SPENT, float)
+    """Seconds of the processor by variant, as `count_spent_time` added them up."""
+    return read_document(out / SPENT_FILE, float)

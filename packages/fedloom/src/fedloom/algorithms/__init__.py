@@ -1,4 +1,4 @@
-"""The methods: one file per paper; ``REGISTRY`` has every name."""
+"""The methods: one file per paper. ``REGISTRY`` has every name."""
 
 from fedloom.algorithms._base import Algorithm as Algorithm
 from fedloom.algorithms._messages import Delta as Delta
@@ -143,8 +143,8 @@ REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 def role_of(method: Algorithm | Composition) -> str:
     """Return what a comparison takes a method for, whatever it is called.
 
-    "alone": clients train by themselves and send nothing; "average": the one model of FedAvg; "pooled": all samples in
-    one place; empty: any other method.
+    "alone": clients train by themselves and send nothing. "average": the one model of FedAvg. "pooled": all samples in
+    one place. empty: any other method.
     """
     if isinstance(method, Composition):
         return "pooled" if method.pooled else ""

@@ -1,7 +1,7 @@
 """The base of every algorithm: a frozen value with pure functions, and what the files of methods import with it.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
-gradients, y duals, c control variates; m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
+gradients, y duals, c control variates. m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
 A difference is new - old.
 """
 
@@ -29,17 +29,17 @@ from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Prox
-from fedloom.values import FACTOR, Value, factor_of, or_derived
+from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
-"""How a derived option is written down: its number, or the multiple."""
-_MULTIPLE = {"type": "string", "pattern": f"^{FACTOR}$"}
+"""Form of a derived option: its number, or the multiple."""
+_MULTIPLE = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
     float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
 ]  # fmt: skip
-"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round; "2x" is
+"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round. "2x" is
 twice that."""
 
 DerivedFrom0 = Annotated[
@@ -50,7 +50,7 @@ DerivedFrom0 = Annotated[
 
 
 def by_rule(**field: Any) -> Any:
-    """A field that `Algorithm.derived` fills where it is not given."""
+    """Declare a field that `Algorithm.derived` fills if it is not given."""
     return Field(None, **field)
 
 
@@ -59,7 +59,7 @@ SETTINGS = ("default", "paper", "released")
 
 
 def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The constants that the option ``settings`` names.
+    """Return the constants that the option ``settings`` selects.
 
     Raises:
         ValueError: it is neither "default", "paper" nor "released", or the method has no released constants.
@@ -85,10 +85,10 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method. Its fields are its hyper-parameters; its functions have no state and change no argument."""
+    """A federated method. Its fields are its hyper-parameters. Its functions have no state and change no argument."""
 
     mixes: ClassVar[bool] = False
-    """`down` mixes the cohort's kept rows; otherwise it is given none."""
+    """`down` mixes the cohort's kept rows. Otherwise it is given none."""
     plain_sgd: ClassVar[str | None] = None
     """Why the method needs plain SGD, if it does: a run with momentum or another optimiser is refused with this
     sentence."""
@@ -98,7 +98,8 @@ class Algorithm(Value, ABC):
     """Has the clients' shares alpha_i in its local problems (``work.weight``): what the server keeps of the clients
     arrives as a uniform mean. Every other method has them in its means only."""
     needs_exact: ClassVar[str | None] = None
-    """Why no channel may change what clients upload, if none may: a run with one is refused with this sentence."""
+    """Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it.
+    Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it."""
     weighs_partial: ClassVar[bool] = False
     """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
     may cut their work short (`affordable`)."""
@@ -106,9 +107,9 @@ class Algorithm(Value, ABC):
     """The option with which its server's model is a mean over all clients (`counts_absent`), of a method whose server
     takes whole changes of it with others, as ``"server_lr = 'fraction'"``."""
     projects: ClassVar[bool] = False
-    """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
+    """Works in a subspace. Takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
-    """consensus, personalised, composite, fair, clustered or reference; for lists."""
+    """consensus, personalised, composite, fair, clustered or reference, for lists."""
     paper: ClassVar[Mapping[str, Any]] = {}
     """The paper's own constants where a default is another: ``settings = "paper"`` takes them."""
     released: ClassVar[Mapping[str, Any]] = {}
@@ -133,11 +134,11 @@ class Algorithm(Value, ABC):
         """Values of the options that are not given (None), from what is known before the first round."""
         return {}
 
-    def with_derived_options(self, ctx: Ctx) -> Self:
-        """The method with the options that are not given derived; that is how it runs, in simulation and deployment.
+    def derive_options(self, ctx: Ctx) -> Self:
+        """Return the method with its missing options derived, as simulation and deployment run it.
 
         Raises:
-            ConfigError: a derived value is out of its range; give the option.
+            ConfigError: a derived value is out of its range. Give the option.
         """
         factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
         factors = {name: factor for name, factor in factors.items() if factor}
@@ -166,7 +167,7 @@ class Algorithm(Value, ABC):
         return False
 
     def mixer(self, round: int) -> Mixer | None:
-        """The mixer of its downloads of the kept primary field in a round; None for a method that mixes by no mixer."""
+        """Return the mixer of the method's downloads in a round, or None if it does not mix the kept primary field."""
         return None
 
     @property
@@ -176,7 +177,7 @@ class Algorithm(Value, ABC):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys of ``[local]`` that change nothing; a run notes those that are not at their default.
+        """Keys of ``[local]`` that change nothing. A run notes those that are not at their default.
 
         By default those of the steps of local SGD, with an option ``solver`` that is "svrg", "gd" or "released".
         """
@@ -187,7 +188,7 @@ class Algorithm(Value, ABC):
 
     @property
     def full_gradients(self) -> str:
-        """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD.
+        """Name the method's option that needs exact full gradients, or "" if steps are the run's local SGD.
 
         By default a method with an option ``solver`` that is not "sgd".
         """
@@ -195,7 +196,7 @@ class Algorithm(Value, ABC):
         return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
-        """State before the first round; by default the server has the model and clients keep nothing.
+        """State before the first round, by default the server has the model and clients keep nothing.
 
         Args:
             x0: ``[d]`` the initial model.
@@ -208,7 +209,7 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; first the model, where uploads have one.
+        """The download: fields ``[d]``, or ``[m, .]`` where clients differ. First the model, where uploads have one.
 
         By default the fields of the server's state that the annotation of `client`'s download names.
 
@@ -223,7 +224,7 @@ class Algorithm(Value, ABC):
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
-        """A client's round: the upload and its new rows."""
+        """Run a client's round and return the upload and the client's new rows."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
         """Local steps ``[m, 1]`` of clients that have time for ``samples [m, 1]`` of training before a deadline.
@@ -235,9 +236,9 @@ class Algorithm(Value, ABC):
         return torch.minimum((samples / batch).floor(), work.steps.to(samples)).long()
 
     def received(self, down: Any, up: Any) -> Tensor:
-        """The model ``[d]`` or ``[m, d]`` that clients started from; a channel gets the change to it.
+        """Return the model ``[d]`` or ``[m, d]`` that clients started from. A channel gets the change to it.
 
-        By default the first field of the download; zeros where uploads carry no model.
+        By default the first field of the download. Zeros where uploads carry no model.
 
         Args:
             down: what the clients received.
@@ -250,7 +251,7 @@ class Algorithm(Value, ABC):
         return received
 
     def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
-        """The local models ``[m, .]`` that uploads carry; the inverse of `encode`.
+        """Return the local models ``[m, .]`` that uploads carry. The inverse of `encode`.
 
         By default the primary field plus its base. A method whose primary field is a multiple of the model's change
         overrides this function and `encode`.
@@ -259,14 +260,14 @@ class Algorithm(Value, ABC):
             down: what the clients received.
             rows: their state before the round.
             up: their uploads.
-            work: their local problems; asked in simulation only, and not counted as work of the method.
+            work: their local problems. Asked in simulation only, and not counted as work of the method.
         """
         name = primary_field(type(self))
         model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
         return model
 
     def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Any, Any] | None:
-        """The upload and the new rows of clients whose local training ends at ``model [m, .]``; attackers forge it.
+        """Return upload and new rows of clients whose local training ends at ``model [m, .]``. Attackers forge it.
 
         By default (None) the primary field is the model less its base, a state field that is this base becomes the
         model, and all else is what a client sends and keeps that takes no step. A method overrides this function if
@@ -276,14 +277,14 @@ class Algorithm(Value, ABC):
             model: models that an attack has made, which need not be near those of any training.
             down: what the clients received.
             rows: their state before the round.
-            work: their local problems; asked in simulation only, and not counted as work of the method.
+            work: their local problems. Asked in simulation only, and not counted as work of the method.
         """
         return None
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-        """The smallest and largest value that numbers of upload fields can have, by name: a number, or one for each.
+        """Return the range of upload fields by name: a smallest and a largest value, or one pair per number.
 
-        A deployed server refuses what is beyond them; none by default.
+        A deployed server refuses what is beyond them. None by default.
 
         Args:
             down: what the clients received.
@@ -294,13 +295,13 @@ class Algorithm(Value, ABC):
 
     @abstractmethod
     def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
-        """The server's step on the aggregated upload of the accepted cohort."""
+        """Take the server's step on the aggregated upload of the accepted cohort."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Any:
-        """The server's state once the clients' shares have changed between two rounds; see `Setting.weights`.
+        """Return the server's state after the clients' shares have changed between two rounds, see `Setting.weights`.
 
         By default there is none (None) where the server adds uploads up over rounds (`Mean.accumulates`), which shares
-        of later rounds do not reach; such a run is refused.
+        of later rounds do not reach. Such a run is refused.
 
         Args:
             server: the server's state, whose sums are by the shares until now.
@@ -312,7 +313,7 @@ class Algorithm(Value, ABC):
         return None if accumulates else server
 
     def global_model(self, server: Any) -> Tensor | None:
-        """``[d]``, or None for a method without a global model; by default the field x of the server's state."""
+        """``[d]``, or None for a method without a global model, by default the field x of the server's state."""
         return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
@@ -320,16 +321,16 @@ class Algorithm(Value, ABC):
         return None
 
     def remarks(self, server: Any) -> list[str]:
-        """Sentences that warn of what the server's state shows after a round; a run notes each of them once."""
+        """Sentences that warn of what the server's state shows after a round. A run notes each of them once."""
         return []
 
     def observe(self, down: Any, rows: Any, work: Work) -> Any:
-        """What `diagnostics` needs of every client after a round: a NamedTuple of ``[m, .]``, or None.
+        """Return the rows of every client that `diagnostics` needs after a round, a NamedTuple of ``[m, .]``, or None.
 
         Args:
             down: a download with the server's state after the round.
             rows: the clients' states after the round.
-            work: their local problems; asked in simulation only, and not counted as work of the method.
+            work: their local problems. Asked in simulation only, and not counted as work of the method.
         """
         return None
 
@@ -344,7 +345,7 @@ class Algorithm(Value, ABC):
         return {}
 
     def proxes(self) -> dict[str, Prox]:
-        """The functions whose prox makes models of this method, by the name that `Sent` gives; by default its fields.
+        """Return the functions whose prox makes models of this method, by the name in `Sent`, by default its fields.
 
         A method that has some is composite: the non-zeros, and with a low rank the ranks, of its models are recorded.
         """
@@ -352,7 +353,7 @@ class Algorithm(Value, ABC):
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
 
     def part(self, name: str, layout: Layout) -> Tensor:
-        """The bool mask ``[d]`` that a field of an upload names as its part."""
+        """Return the bool mask ``[d]`` that an upload field names as its part."""
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
@@ -362,6 +363,6 @@ class Algorithm(Value, ABC):
             Sentences of warning.
 
         Raises:
-            Refused: the combination makes no sense; the message has the reason.
+            Refused: the combination makes no sense. The message has the reason.
         """
         return []

@@ -17,12 +17,12 @@ from fedloom.values import Value
 
 @dataclass(frozen=True)
 class Kind:
-    """How a field of an upload travels.
+    """Way in which an upload field travels.
 
     Attributes:
         base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
         primary: the field that carries the model.
-        accumulates: the server adds it up over rounds, times ``ctx.part``; arrives as its mean over the cohort by
+        accumulates: the server adds it up over rounds, times ``ctx.part``. Arrives as its mean over the cohort by
             the clients' shares, whatever the weigher.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
         label: the number of something, such as a cluster: a channel leaves it as it is.
@@ -59,11 +59,11 @@ class Mean(Kind):
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``.
+    """The server keeps every client's last row. Arrives aggregated over all n clients, ``[d]``.
 
     Attributes:
         weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no channel
-            changes; None: the client's share.
+            changes. None: the client's share.
     """
 
     keeps: ClassVar[bool] = True
@@ -79,16 +79,16 @@ class Rows(Kind):
 
 @dataclass(frozen=True)
 class Sent:
-    """How a field of a download or upload is written; dense wherever that is not longer (`fedloom.rows.encodings`).
+    """Encoding of a download or upload field. Dense wherever that is not longer (`fedloom.rows.encodings`).
 
     A second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without it a field is dense.
 
     Attributes:
         encoding: the shortest form that the field can have.
-        prox: name of a function in `Algorithm.proxes`; the field comes out of its prox, whose ``makes`` decides in
+        prox: name of a function in `Algorithm.proxes`. The field comes out of its prox, whose ``makes`` decides in
             place of ``encoding``.
         ranks: the field of the server's state that has the ranks of a download's matrices, ``[matrices]`` in the order
-            of `Layout.matrix_shapes`; measured when None.
+            of `Layout.matrix_shapes`. Measured when None.
         part: name of a mask of the algorithm (`Algorithm.part`) for a download of which clients have the rest.
     """
 
@@ -117,17 +117,17 @@ class Point(NamedTuple):
 
 
 def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
-    """The method's function with an annotation of ``name``, or the one that it overrides."""
+    """Return the method's function with an annotation of ``name``, or the function that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
 def _defined(algorithm: type[Value], function: str) -> list[Any]:
-    """A function as the method and its bases define it; the last is `Algorithm`'s."""
+    """List a function as the method and its bases define it. The last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
 def _hint(algorithm: type[Value], function: str, name: str) -> Any:
-    """The type of a function's argument or result.
+    """Return the type of a function's argument or result.
 
     Raises:
         ConfigError: the annotation cannot be read.
@@ -143,7 +143,7 @@ def _fields(hint: Any) -> bool:
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
-    """The NamedTuple that a function returns, the first of several.
+    """Return the NamedTuple that a function returns, the first of several.
 
     Raises:
         ConfigError: its annotation does not say.
@@ -160,7 +160,7 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
 
 @cache
 def upload_type(algorithm: type[Value]) -> Any:
-    """The NamedTuple that `client` returns as its upload, read from its annotation.
+    """Return the NamedTuple that `client` returns as its upload, read from its annotation.
 
     Raises:
         ConfigError: it has none.
@@ -170,7 +170,7 @@ def upload_type(algorithm: type[Value]) -> Any:
 
 @cache
 def download_type(algorithm: type[Value]) -> Any:
-    """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
+    """Return the NamedTuple that `down` returns, read from its annotation, by default the download that `client` takes.
 
     Raises:
         ConfigError: it has none.
@@ -232,7 +232,7 @@ def check_declaration(algorithm: type[Value]) -> None:
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """How every field of a message is written, with ``prox`` resolved to an encoding.
+    """Return the encoding of every field of a message, with ``prox`` resolved.
 
     Raises:
         ConfigError: a field names a prox that the method does not have.
@@ -258,7 +258,7 @@ def primary_field(algorithm: type[Value]) -> str:
 
 
 def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any) -> tuple[Any, Any]:
-    """The upload and rows of clients that take no step, with another model ``[m, .]`` in the field that carries it.
+    """Replace the model ``[m, .]`` in the upload and rows of clients that take no step.
 
     If this field is a difference to a state field, that one takes the model.
 
@@ -278,7 +278,7 @@ def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, dow
 
 
 def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
-    """The value that a field is a difference to."""
+    """Return the value that a field is a difference from."""
     if kind.base == "zero":
         return 0.0
     source, name = kind.base.split(".")

@@ -37,14 +37,14 @@ class Up(NamedTuple):
 
 
 class Mixed(Algorithm):
-    """A method that is a local problem and a mixer, with an option ``among``; see `fedloom.choose.mixers.Among`."""
+    """A method that is a local problem and a mixer, with an option ``among``, see `fedloom.choose.mixers.Among`."""
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
 
     @abstractmethod
     def mixer(self, round: int) -> Mixer:
-        """The rule of the mixtures."""
+        """Return the rule of the mixtures."""
 
     @property
     def mixes_all(self) -> bool:

@@ -1,4 +1,4 @@
-"""Prototypes, mean representations of classes, as methods send, keep and compare them; and the linear head above."""
+"""Prototypes, mean representations of classes, as methods send, keep and compare them. And the linear head above."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.rows.layout import Layout
 
 
 class Prototypes(NamedTuple):
-    """The mean representation of every class ``[m, c, k]``, and 1 where there is one ``[m, c]``."""
+    """Mean representation of every class ``[m, c, k]``, and 1 for the classes that have one ``[m, c]``."""
 
     centre: Tensor
     has_prototype: Tensor
@@ -44,40 +44,40 @@ class LastLayer(NamedTuple):
 
 
 def head_of(layout: Layout, models: Tensor) -> LastLayer:
-    """The last layer of models ``[..., d]`` that have a bias there; writing to it writes to them."""
+    """Return the last layer of models ``[..., d]`` that have a bias there. Writing to it writes to the models."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(models)
     return LastLayer(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
 
 def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototypes: Prototypes) -> Tensor:
-    """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``; 0 without one."""
+    """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``. 0 without one."""
     return (z - prototypes.centre[y]).square().mean(1) * prototypes.has_prototype[y]
 
 
 def towards(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work) -> Term:
-    """The term that draws features to the server's prototypes ``[c k]`` of the classes ``has_prototype [c]``."""
+    """Return the term that draws features to the server's prototypes ``[c k]`` of the classes ``has_prototype [c]``."""
     centre = prototypes.view(len(has_prototype), -1).expand(work.m, -1, -1)
     return Term(distance, weight, argument=Prototypes(centre, has_prototype.expand(work.m, -1)))
 
 
 def shares(work: Work, like: Tensor) -> Tensor:
-    """The share of every class in the clients' samples, ``[m, c]``."""
+    """Return the share of every class in the clients' samples, ``[m, c]``."""
     return work.class_counts.to(like) / work.sizes.to(like)
 
 
 def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
-    """The range of honest shares ``[m, c]``: none of a class, or one sample and more."""
+    """Return the range of honest shares ``[m, c]``: no sample of a class, or at least one."""
     return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
 
 
 def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The server's prototypes ``[c k]`` and the classes that have one ``[c]`` after a round.
+    """Update the server's prototypes ``[c k]`` and the mask ``[c]`` of classes that have one.
 
     Args:
         prototypes: those before.
         has_prototype: the classes before.
         total: mean over clients of a class's mean representation times its share of the client's samples, ``[c k]``.
-        share: mean of that share, ``[c]``; where it is 0 a prototype stays.
+        share: mean of that share, ``[c]``, where it is 0 a prototype stays.
     """
     has_samples = share > 0
     mean = total.view(len(has_prototype), -1) / torch.where(has_samples, share, 1)[:, None]

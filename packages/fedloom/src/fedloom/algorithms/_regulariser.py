@@ -25,16 +25,16 @@ def _has_prox(f: Value | None) -> Value | None:
 
 
 Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that holds the nonsmooth term of a composite problem; None is no term."""
+"""Type of a field that holds the nonsmooth term of a composite problem. None is no term."""
 
 
 def with_prox(f: object) -> Prox | None:
-    """The regulariser as a function with a prox, or None."""
+    """Convert the regularizer to a function with a prox, or None if it has none."""
     return f if isinstance(f, Prox) else None
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """A sentence where a composite method has no regulariser: what it then is, and the one to give."""
+    """Return a note if a composite method has no regularizer: the equivalent method, and the option to give."""
     if method.regulariser is not None:
         return []
     name = type(method).__name__
@@ -42,7 +42,7 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """prox_{t f}(v), and v itself without f; v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
+    """prox_{t f}(v), and v itself without f. V ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
     return f.prox(v, t, layout) if isinstance(f, Prox) else v
 
 
@@ -73,7 +73,7 @@ Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
 
 
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
-    """The penalty of the global part with the weight lam, and of the personal part with mu, per FedSLR's components."""
+    """Return FedSLR's penalties of the global part with weight lam and of the personal part with weight mu."""
     kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
     shared, personal = components.split("+")
     return {"global": kinds[shared](c=lam), "personal": kinds[personal](c=mu)}

@@ -2,7 +2,7 @@
 
 With z the features of a sample and a 1 below them, k + 1 numbers, and t its target, one number for each output, a
 client has the means S_zz of z z' and S_zt of z t'. Their mean by samples over clients is the mean over all rows,
-however rows lie at clients; so is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
+however rows lie at clients. So is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay",
 
 
 class Server(NamedTuple):
-    """x ``[d]``: the model, whose head is solved; total ``[s]``: the statistics of all clients so far."""
+    """x ``[d]``: the model, whose head is solved. Total ``[s]``: the statistics of all clients so far."""
 
     x: Tensor
     total: Tensor
 
 
 class Client(NamedTuple):
-    """sent ``[m, s]``: the statistics that the server has of the client; 0 before it took part."""
+    """sent ``[m, s]``: the statistics that the server has of the client. 0 before it took part."""
 
     sent: Tensor
 
 
 class Up(NamedTuple):
-    """change ``[m, s]`` of the client's statistics since it last took part; those themselves the first time."""
+    """change ``[m, s]`` of the client's statistics since it last took part. Those themselves the first time."""
 
     change: Annotated[Tensor, Mean(base="rows.sent", primary=True, accumulates=True, carries="statistics")]
 
@@ -69,7 +69,7 @@ def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
 
 
 def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
-    """Features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 for a sample's class and 0; of one output 1 and -1."""
+    """Features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 for a sample's class and 0, of one output 1 and -1."""
     z = part.z.double()
     z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
     y = part.y.long()
@@ -93,8 +93,8 @@ def statistics(x: Tensor, work: Work) -> Tensor:
     return torch.stack(rows).to(x)
 
 
-def sent(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
-    """What clients send and keep; nothing new of a client that takes no step."""
+def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
+    """What clients send and keep. Nothing new of a client that takes no step."""
     now = where_moved(work, statistics(x, work), rows.sent)
     return Up(now - rows.sent), Client(now)
 
@@ -112,7 +112,7 @@ def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool 
     """The head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
 
     The last row is the bias, and 0 without one, as of a model whose last layer has none. Where the ridge is below the
-    rounding of the sums, directions below it, by the rule of `numpy.linalg.matrix_rank`, have nothing of the head; so
+    rounding of the sums, directions below it, by the rule of `numpy.linalg.matrix_rank`, have nothing of the head. So
     of several best heads it is the smallest.
     """
     features = shape_of(layout)[1]

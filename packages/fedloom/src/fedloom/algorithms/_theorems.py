@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Theorem(NamedTuple):
-    """What a paper proves of a method's runs.
+    """Theorem of a paper on a method's runs.
 
     Attributes:
         proves: the theorem, in words that follow a colon.
         needs: its conditions, in words that follow "It needs".
-        defaults: a sentence on a condition that fedloom's defaults do not meet; empty where there is none to name.
+        defaults: a sentence on a condition that fedloom's defaults do not meet. Empty where there is none to name.
         covers: the kinds of parts with which it holds too: "sampler" where rounds may lack clients.
     """
 
@@ -21,7 +21,7 @@ class Theorem(NamedTuple):
     covers: tuple[str, ...] = ()
 
 
-_DRAWN = "every client drawn with positive probability"
+_EVERY_CLIENT_DRAWN = "every client drawn with positive probability"
 
 THEOREMS = {
     "ditto": Theorem(
@@ -48,13 +48,13 @@ THEOREMS = {
         "the mean squared distance of the rounds from stationarity falls like 1/rounds, up to the errors of the local"
         " solves",
         "smooth losses that are bounded below, a large enough rho, `server_lr = 'fraction'`, equal shares, and"
-        f" {_DRAWN}",
+        f" {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "fedadmm-composite": Theorem(
         "the mean squared gradient mapping of the rounds falls like 1/rounds",
         "smooth losses, a convex g, an objective bounded below, a small enough eta, local errors of bounded"
-        f" sum, equal shares, and {_DRAWN}",
+        f" sum, equal shares, and {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "fedadmm-inexact": Theorem(
@@ -75,7 +75,7 @@ THEOREMS = {
     "feddr": Theorem(
         "the mean squared gradient mapping of the rounds falls like 1/rounds",
         "smooth losses, a convex g, an objective bounded below, alpha and eta within the paper's bounds,"
-        f" local errors of bounded sum, equal shares, and {_DRAWN}",
+        f" local errors of bounded sum, equal shares, and {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "feddualavg": Theorem(
@@ -155,4 +155,4 @@ THEOREMS = {
         covers=("sampler",),
     ),
 }
-"""By name of the method; of the others none is stated, and the project's tests hold fixed points and laws."""
+"""Theorem by the name of the method. Other methods have none, and the project's tests hold fixed points and laws."""

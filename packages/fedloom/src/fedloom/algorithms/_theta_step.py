@@ -24,9 +24,9 @@ class ThetaStep(Algorithm):
     criterion (9).
     """
 
-    lam: Derived = by_rule(description="Moreau weight lambda; 4/(reach rounds) when not given; 1 in Table III")
+    lam: Derived = by_rule(description="Moreau weight lambda. 4/(reach rounds) when not given. 1 in Table III")
     eps0: float | None = Field(
-        None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
+        None, gt=0, description="eps^0 of Eq. 18, before the first round (None: the run's epochs of SGD)"
     )
     shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
     most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
@@ -35,7 +35,7 @@ class ThetaStep(Algorithm):
     )
     r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
     iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam; lam/5 when None")
+    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam. Lam/5 when None")
 
     needs: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("shrink", "most"), "eps0"),

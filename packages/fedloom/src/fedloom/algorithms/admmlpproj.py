@@ -11,13 +11,13 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
     pi_i       pi            dual of w_i = w
     u_i        u             message w_i + pi_i / rho
     P          projection    random matrix, rows of length 1, the same for all
-    d_sub      dim           dimensions of the subspace; None: P is the identity, and the method FLAME
+    d_sub      dim           dimensions of the subspace. None: P is the identity, and the method FLAME
     lambda     lam           weight of the distance
     rho        rho           ADMM penalty
     alpha_i    work.weight   the client's share
 
 Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn),
-d_sub up; the server keeps the last u of every client.
+d_sub up. The server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
 

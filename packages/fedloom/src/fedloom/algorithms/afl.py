@@ -7,15 +7,15 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
 
     paper          here        meaning
     w              x           server's model
-    lambda         lam         mixture weights of the domains; here every client is one; the shares alpha_i at first
+    lambda         lam         mixture weights of the domains. Here every client is one. The shares alpha_i at first
     gamma_w        local lr    step size of w
     gamma_lambda   lambda_lr   step size of lambda
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
 of single clients.
 
-Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
-share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
+Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort.
+Share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
 paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
 not the mean of all. What travels is the change times share, so the model that a weigher or a sampler works on is
 x + dw.
@@ -24,7 +24,7 @@ Defaults: gamma_lambda is a radius over the root of the sum of squared norms of 
 the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan, Singer, JMLR 2011).
 Losses in other units give the same mixtures. A gradient is the losses of a cohort, times n/m. The radius is 1/sqrt(n),
 of mixtures that weigh clients from 0 to twice the mean. A lambda_lr that is given is the step itself (step "fixed"), as
-in the paper; with "fixed" alone it is 1/(n sqrt(rounds)), which supposes losses of order one. A client whose loss no
+in the paper, with "fixed" alone it is 1/(n sqrt(rounds)), which supposes losses of order one. A client whose loss no
 model lowers, as where its targets are noise, gets most weight in the end, and others pay: that is the problem's answer.
 
 Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, makes the same x and lambda, to
@@ -49,7 +49,7 @@ from fedloom.rows import algebra
 
 
 class Server(NamedTuple):
-    """x ``[d]``, lam ``[n]``; met ``[1]``, the norm of all gradients of lambda so far."""
+    """x ``[d]``, lam ``[n]``. Met ``[1]``, the norm of all gradients of lambda so far."""
 
     x: Tensor
     lam: Tensor
@@ -64,7 +64,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, share times the change of the model; share, loss ``[m, 1]``."""
+    """dw ``[m, d]``, share times the change of the model. Share, loss ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     share: Annotated[Tensor, Mean()]

@@ -13,7 +13,7 @@ afl is agnostic federated learning.
     C_agg        total         their sum over clients
 
 Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs; no model, and zeros after the first time.
+features and c outputs. No model, and zeros after the first time.
 
 Deviations: clients send the sums X' X and X' Y in place of their heads and X' X, which gives the same head without the
 paper's gamma, its removal and the recursion over clients. Heads have a bias. Sums are divided by the number of samples.
@@ -57,7 +57,7 @@ class AnalyticFL(Algorithm):
         return sums.start(x0, ctx.layout)
 
     def client(self, down: Model, rows: sums.Client, work: Work) -> tuple[sums.Up, sums.Client]:
-        return sums.sent(down.x, rows, work)
+        return sums.sent_fields(down.x, rows, work)
 
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change  # C_agg

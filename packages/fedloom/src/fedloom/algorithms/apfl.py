@@ -14,7 +14,7 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
 
 Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 
-Deviations: mix is formed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix; in the
+Deviations: mix is formed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix, in the
 public code (``mix = "after"``) mix has the w that has moved already, and decay acts on v. alpha moves once per round,
 in the first local step, and stays in [0, 1], as in the public code. There its slope is (alpha^2 + (1 - alpha)^2)
 times the paper's, at the v that has moved, with a decay of 0.02. There outputs are mixed, on a linear model the same.

@@ -13,22 +13,22 @@ learning).
     eps_1/eps_2  ratio    a cluster may part where ||mean of its dw|| is below this times the longest dw
     g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
 
-Kept by a client: nothing; the server keeps its last dw and its cluster. Sent per round: d down, d up. The server
+Kept by a client: nothing. The server keeps its last dw and its cluster. Sent per round: d down, d up. The server
 receives the changes of single clients: no secure aggregation and no robust rule.
 
 Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values belong to a model
-and a step size; here it is their ratio (0.4/1.6 in the public code). The best bipartition is the paper's; the public
+and a step size. Here it is their ratio (0.4/1.6 in the public code). The best bipartition is the paper's. The public
 code clusters by complete linkage, and in that round its parts already take means of their own changes. A cluster may
-part once each member has taken part since it last did; absent members count with their last change. The bound on the
+part once each member has taken part since it last did. Absent members count with their last change. The bound on the
 noise of gradients is left out, as in the public code. Later clients join the first client's cluster.
 
 Defaults: a separation gap of 0.1 decides, with a large ratio of the paper's range: a positive gap, by which the paper
 defines that clients fall into two groups, shows long before the mean change is short. Of cosines that mean nothing it
-comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller ones stay; none parts in the first fifth
+comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller ones stay. None parts in the first fifth
 of the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) make the same models and clusters, to
-1e-15, with bound, parts and means as here; its notebook takes places in a cluster for ids: a second parting is wrong.
+1e-15, with bound, parts and means as here. Its notebook takes places in a cluster for ids: a second parting is wrong.
 
 Use it when clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, of
 which a run warns.
@@ -50,7 +50,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """models, last ``[n, d]``; cluster ``[n, 1]``: its smallest id, whose row of ``models`` it has, seen ``[n, 1]``."""
+    """models, last ``[n, d]``. Cluster ``[n, 1]``: its smallest id, whose row of ``models`` it has, seen ``[n, 1]``."""
 
     models: Tensor
     last: Tensor
@@ -129,12 +129,12 @@ def mean(mass: Tensor, rows: Tensor) -> Tensor:
 
 
 def grown(rows: Tensor, n: int) -> Tensor:
-    """``rows [k, ...]`` with those of clients that joined later, which are the first's."""
+    """Append rows ``[k, ...]`` of clients that joined later, copies of the first client's."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """The two parts, as bool ``[m]``, whose largest cosine across is smallest: joined from the largest cosine down.
+    """Split clients into the two parts, bool ``[m]``, with the smallest largest cosine across.
 
     And their separation gap: the smallest cosine within a part less the largest across.
     """

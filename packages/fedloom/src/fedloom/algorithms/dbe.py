@@ -7,23 +7,23 @@ Reference: J. Zhang, Y. Hua, J. Cao, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "
 Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: FedDBE in TsingZ0/PFLlib).
 
     paper       here      meaning
-    z           features  representation, the head's input; k features
+    z           features  representation, the head's input. k features
     z_i^p       memory    personalised representation bias memory (PRBM), added to z before the head
     zbar_i      running   mean of a client's representation, as an average over its batches
     zbar^g      mean      consensus of these means, formed once
     kappa       kappa     weight of the mean regularisation (MR)
     mu          momentum  weight of the newest batch in the average
 
-Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up; the k up are of use in the first round only.
+Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k up are of use in the first round only.
 
-Deviations: the consensus is formed in the first round, which is a round of FedAvg by its cohort; the paper has an epoch
+Deviations: the consensus is formed in the first round, which is a round of FedAvg by its cohort. The paper has an epoch
 of all clients before it. A client's part of it is the mean over its samples after training. The head on z + m is the
 head on z with another bias, which makes the personal model one network. Means of batches are taken without dropout.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and memories, to 1e-15, from the
 consensus on.
 
-Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer; momentum 1.
+Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer. Momentum 1.
 
 Use it where clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a
 head with a bias.
@@ -124,7 +124,7 @@ class DBE(Algorithm):
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
-    """What has the gradient of mean(gap^2)/2 with respect to a batch's mean representation, ``[b]``."""
+    """Return terms ``[b]`` whose gradient with respect to a batch's mean representation is that of mean(gap^2)/2."""
     return (z * gap).mean(1)
 
 

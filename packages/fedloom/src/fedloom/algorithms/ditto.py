@@ -14,7 +14,7 @@ ICML 2021, arXiv:2012.04221v3, Algorithm 1.
 Kept by a client: d (v). Sent per round: d down, d up.
 
 Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches see the same
-batches unless ``batches = "own"``; v has as many steps as w unless ``personal_epochs`` is given. ``branch = "own"`` is
+batches unless ``batches = "own"``. V has as many steps as w unless ``personal_epochs`` is given. ``branch = "own"`` is
 Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (d more are kept) and
 takes one batch per epoch, so that the global model is a mean of purely local runs.
 

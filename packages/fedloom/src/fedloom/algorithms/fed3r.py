@@ -12,7 +12,7 @@ Classifiers", ICML 2024, arXiv:2406.01116, Section 4.
     lambda   ridge     weight of the squared head
 
 Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs; no model, and zeros after the first time.
+features and c outputs. No model, and zeros after the first time.
 
 Deviations: the model's bias, if there is one, is 0. Sums are divided by the number of samples. Random Fourier features
 (Fed3R-RF) are a frozen random body of the model. Fine-tuning from the head (Fed3R-FT) is a run of another method that
@@ -57,7 +57,7 @@ class Fed3R(Algorithm):
         return sums.start(x0, ctx.layout)
 
     def client(self, down: Model, rows: sums.Client, work: Work) -> tuple[sums.Up, sums.Client]:
-        return sums.sent(down.x, rows, work)
+        return sums.sent_fields(down.x, rows, work)
 
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change  # A, b

@@ -12,13 +12,13 @@ Reference: "FedACS: Federated Learning with Attention-Based Client Selection", A
     lambda    lam    weight of R
     beta_k    lr     step size of the round
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
 
-Deviations: S, its quantile and Eq. 4 are those of the cohort; Algorithm 1 and Eq. 4 have them over j = 1..n
+Deviations: S, its quantile and Eq. 4 are those of the cohort. Algorithm 1 and Eq. 4 have them over j = 1..n
 (``among = "all"``, a client never seen with the initial model, or ``"seen"``, without these). All clients start from
 one model, so clients never seen have cosine 1 with each other. alpha_k is 1, which makes Eq. 3 Eq. 4: R and lambda do
-not show then; with ``lam`` it is lambda beta_k, as in Theorem 2.1. The comparison with delta is >= and includes the
-client itself (strict comparison leaves the set empty when models coincide); rows whose weights do not sum to a positive
+not show then, with ``lam`` it is lambda beta_k, as in Theorem 2.1. The comparison with delta is >= and includes the
+client itself (strict comparison leaves the set empty when models coincide). Rows whose weights do not sum to a positive
 number fall back to the client's own model. The server receives single models: no secure aggregation.
 
 Use it when clients fall into groups that are not known. A larger ``quantile`` means a higher bar and LESS

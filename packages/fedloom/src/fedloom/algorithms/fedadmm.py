@@ -8,7 +8,7 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
     paper     here        meaning
     theta     x           server's model
     w_i       u - y/rho   local model
-    y_i       y           dual of w_i = theta; -grad f_i(w_i) after an exact step
+    y_i       y           dual of w_i = theta. -grad f_i(w_i) after an exact step
     Delta_i   du          change of the augmented model u = w_i + y_i/rho
     rho       rho         penalty
     eta       server_lr   server step size

@@ -8,21 +8,21 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
     paper      here          meaning
     xbar       x             server's model
     x_i        w             local model
-    z_i        y             dual of x_i = xbar; -grad f_i(w) after an exact step
+    z_i        y             dual of x_i = xbar. -grad f_i(w) after an exact step
     xhat_i     u             x_i + eta z_i
     eta        eta           1/eta is the penalty
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up; the server keeps
+Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server keeps
 the last u of every client.
 
-Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same. Local work
+Deviations: u travels, not its difference to the last one. The server's mean over all clients is the same. Local work
 starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that continues from x_i
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed. Local work that continues from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regulariser, as it belongs to
-the problem; models have no zeros then, of which a run warns.
+the problem. Models have no zeros then, of which a run warns.
 
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation. Where most
 clients are absent its model moves little, of which a run warns.

@@ -7,21 +7,21 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     paper        here              meaning
     x            x                 server's model
     x_i          w                 local model
-    pi_i         y                 dual, n times the paper's; -grad f_i(w) after an exact step
+    pi_i         y                 dual, n times the paper's. -grad f_i(w) after an exact step
     sigma_i      sigma             penalty r0 r_i, n times the paper's, one for all clients
     z_i          u                 x_i + pi_i/sigma_i
     r_i          r                 curvature of the linearised step
     k_0          iterations        dual steps between two communications
-    eps_i, nu_i  eps, shrink       tolerance of a local problem; eps <- nu eps in every dual step
+    eps_i, nu_i  eps, shrink       tolerance of a local problem. Eps <- nu eps in every dual step
 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
-for linear models; here it starts at 1/lr; a curvature k along the last step above 2 (r + sigma) makes r k/2, by which L
-falls; where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below sigma. With r = k networks
+Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2). Shares weigh the mean. Its r_i is
+for linear models. Here it starts at 1/lr. A curvature k along the last step above 2 (r + sigma) makes r k/2, by which L
+falls, where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below sigma. With r = k networks
 grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w moves
 sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is off by a
-factor above 1.9, as u of absent clients has an older one; with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps and
+factor above 1.9, as u of absent clients has an older one, with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps and
 batch size (without it the schedule) are unused. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave makes the same x,
 to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i, not x, and tests the gradient there.
 

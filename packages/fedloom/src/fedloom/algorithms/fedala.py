@@ -10,20 +10,20 @@ TsingZ0/FedALA).
     Theta        x          server's model
     Theta_i      w          client's model
     W_i^p        a          aggregation weights of the layers that adapt, in [0, 1], 1 at first
-    p            head       those layers, the last one; below them a client takes the received model
+    p            head       those layers, the last one. Below them a client takes the received model
     s            share      part of the client's data that W_i is learned on
     eta          eta        step size of W_i
 
 Kept by a client: d + h (w, a), h the parameters that adapt. Sent per round: d down, d up.
 
 Deviations: s % of the data are the first s % of the batches of an epoch of their own. The paper learns the weights
-until their loss settles in the first round in which the two models differ; here for ``first`` passes. The personal
+until their loss settles in the first round in which the two models differ. Here for ``first`` passes. The personal
 model is the client's own after its training, not the mixture with the newest received one.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, with as many
 passes in the first round.
 
-Use it when the received model helps some of the layers only; with eta = 0 all weights stay 1 and it is FedAvg whose
+Use it when the received model helps some of the layers only, with eta = 0 all weights stay 1 and it is FedAvg whose
 personal models are the clients' last.
 """
 

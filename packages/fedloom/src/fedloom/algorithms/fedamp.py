@@ -13,21 +13,21 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the a
     lambda     lam      pull of w_i to u_i, lam/alpha_k
     sigma      sigma    width of A
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
 
 Deviations: mixtures are over the cohort (``among = "all"``: over every client's last model, as in the paper, where
-everyone takes part). The paper wants alpha_k so small that xi_ii is not negative; where it is not, the other weights
+everyone takes part). The paper wants alpha_k so small that xi_ii is not negative, where it is not, the other weights
 are scaled to sum to 1. alpha_k is one number for all rounds unless
-``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i; ``start =
+``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i. ``start =
 "server"`` starts it at u_i, as FedACS does.
 
 Defaults: alpha = reach sqrt(rounds)/2, reach the length of a round (lr times its mean number of steps): the pull
-lam/alpha is FLAME's, for its reasons; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+lam/alpha is FLAME's, for its reasons. Sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, once the pull has a gradient
 (there it is formed of detached values, so that it pulls nothing) and is squared.
 
-Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
+Use it with small models, whose distances mean something, for networks there is HeurFedAMP, which looks at angles. The
 server receives single models: no secure aggregation.
 """
 

@@ -1,4 +1,4 @@
-"""FedAS: the received body is first aligned to the client's prototypes; bodies count by their Fisher information.
+"""FedAS: the received body is first aligned to the client's prototypes. Bodies count by their Fisher information.
 
 Problem: min over x and h_1..h_n of sum_i alpha_i f_i(h_i, x).
 
@@ -15,7 +15,7 @@ Kept by a client: d (w). Sent per round: the body's parameters down, those and 1
 single clients: no secure aggregation and no robust rule.
 
 Deviations: in the alignment every sample counts alike, in the public code every class of a batch. It has the round's
-step size; 0.01 there. In the authors' own code a client aligns what the client before it aligned. A client's Fisher
+step size. 0.01 there. In the authors' own code a client aligns what the client before it aligned. A client's Fisher
 information counts times its share alpha_i. Absent clients compute nothing. The personal model is the client's own after
 its training.
 
@@ -59,7 +59,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads; fisher ``[m, 1]``."""
+    """dw ``[m, d]``, 0 in heads. Fisher ``[m, 1]``."""
 
     dw: Annotated[Tensor, Rows(base="down.x", primary=True, part="body")]
     fisher: Annotated[Tensor, Rows()]

@@ -12,7 +12,7 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none by default: a client counts by its samples, n_k/n. ``weights = "uniform"`` is the plain mean; the
+Deviations: none by default: a client counts by its samples, n_k/n. ``weights = "uniform"`` is the plain mean. The
 server may step by ``server_lr`` (1 is the paper).
 
 Use it as the reference of every comparison. With several local steps and clients that differ its limit is biased.

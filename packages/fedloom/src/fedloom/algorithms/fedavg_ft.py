@@ -3,7 +3,7 @@
 Problem: min over x of sum_i alpha_i f_i(x), then a few steps towards min over v_i of f_i(v_i) from there.
 
 Reference: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation", arXiv:2002.04758v3,
-Section 4.1 (fine-tuning); the mean is FedAvg's.
+Section 4.1 (fine-tuning). The mean is FedAvg's.
 
     paper    here         meaning
     G_T      x            server's model
@@ -12,16 +12,16 @@ Section 4.1 (fine-tuning); the mean is FedAvg's.
     eta      lr           its step size
 
 Kept by a client: nothing. Sent per round: d down, d up. The personal model is made where it is asked for, at an
-evaluation or at the end, from the server's newest model; it is never sent, so when it is made changes no other number.
+evaluation or at the end, from the server's newest model. It is never sent, so when it is made changes no other number.
 Its gradients count as work of the round after which it was made.
 
 Deviations: all parameters are tuned with the run's local SGD, momentum and weight decay included.
 
-Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) make the same models, to 1e-15;
-there a batch of one sample is left out.
+Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) make the same models, to 1e-15.
+There a batch of one sample is left out.
 
 Defaults: five epochs at the step size of the round. With as many epochs as a run has rounds it costs as much again as
-FedAvg's training; with none it is FedAvg.
+FedAvg's training, with none it is FedAvg.
 
 Use it as the first reference of every comparison of personalised methods.
 """

@@ -1,4 +1,4 @@
-"""FedBABU: only the body is trained in the rounds, under a head that stays as it was drawn; then clients tune both.
+"""FedBABU: only the body is trained in the rounds, under a head that stays as it was drawn. Then clients tune both.
 
 Problem: min over phi of sum_i alpha_i f_i(h, phi), h fixed, then a few steps on f_i from there.
 
@@ -6,18 +6,18 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
 2022, arXiv:2106.06042, Algorithm 1, and its fine-tuning (public code: jhoon-oh/FedBABU).
 
     paper       here          meaning
-    theta_ext   x             body (extractor), on the server; its head is the initial one
+    theta_ext   x             body (extractor), on the server. Its head is the initial one
     theta_cls   head          head (classifier), drawn once
     tau         local         epochs of the body per round
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is made where it is asked for and never sent; its gradients count as work of the round after which it was made.
+is made where it is asked for and never sent. Its gradients count as work of the round after which it was made.
 
 Deviations: the head is the last layer with a matrix unless ``head`` names others.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same bodies and tuned models, to 1e-15, once the
-last mean is sent before the fine-tuning; there each client tunes the body that it had in the last round.
+last mean is sent before the fine-tuning. There each client tunes the body that it had in the last round.
 
 Defaults: whole models are tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local epochs
 where that is more: the head has to be learned from where it was drawn, in steps of the run's size.

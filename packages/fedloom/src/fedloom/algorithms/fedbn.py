@@ -11,9 +11,9 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
 
 Kept by a client: the parameters of its normalisation layers. Sent per round: all others, down and up.
 
-Deviations: the statistics of the layers are no parameters; for evaluation they come from the client's own training
+Deviations: the statistics of the layers are no parameters, for evaluation they come from the client's own training
 part. Normalisation layers are known by the shapes of their parameters (a weight with fewer than two dimensions, or of
-the shape of the bias; a PReLU looks the same), of whatever kind; ``layers`` names others. A model without any is
+the shape of the bias; a PReLU looks the same), of whatever kind. ``layers`` names others. A model without any is
 refused: it would be FedAvg.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI make the same models, to 1e-15.

@@ -14,12 +14,12 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
     eta        eta           step of the proxes
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up; the server keeps
+Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server keeps
 the last u of every client.
 
 Deviations: clients start with x_i = y_i = x^0, so that a client's first round is the paper's step before the first (x_i
-= prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
-public code starts y at zero and weighs by samples. Local work starts at xbar, of which the prox does not depend;
+= prox of x^0). u travels, not its difference to the last one. The server's mean over all clients is the same. The
+public code starts y at zero and weighs by samples. Local work starts at xbar, of which the prox does not depend.
 ``start = "own"`` is the public code's, the client's x_i.
 
 Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, make the same x_i, y_i and xbar, to
@@ -29,11 +29,11 @@ Defaults: eta = 2 reach, reach the length of a round (lr times its mean number o
 the part of the way to the prox that client i's steps go, the server's model moves eta/((1 - 1/alpha) m + 2/alpha - 1)
 on a steady gradient, m the mean of the 1/c_i: 1.6 reach where clients have equal sizes (c = 0.39), and still FedAvg's
 reach where m is 4, as with some clients that take a tenth of the steps. From the own x_i it is eta/(m - 1 + 1/alpha),
-so that one small client halts the others. No regulariser, as it belongs to the problem; models have no zeros then, of
+so that one small client halts the others. No regulariser, as it belongs to the problem. Models have no zeros then, of
 which a run warns. L1 with c = 0.01 is that of the experiments.
 
-Use it for composite problems with partial participation; where most clients are absent its model moves little, of
-which a run warns. A large eta with few local steps behaves like local training; the regulariser's threshold at the
+Use it for composite problems with partial participation, where most clients are absent its model moves little, of
+which a run warns. A large eta with few local steps behaves like local training. The regulariser's threshold at the
 server is eta times its weight.
 """
 

@@ -8,13 +8,13 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
     paper              here     meaning
     theta^t            x        server's model
     theta_k^t          w        client's model
-    grad L_k(th_k^t)   hi       client's gradient memory; grad f_i(w) after an exact step
+    grad L_k(th_k^t)   hi       client's gradient memory. Grad f_i(w) after an exact step
     h^t                h        server's mean of all hi
     alpha              alpha    strength of the pull
 
 Kept by a client: d (hi). Sent per round: d down, d up.
 
-Deviations: alpha is the paper's constant; the public code scales a client's by mean(n)/n_i (``scaled``, one number more
+Deviations: alpha is the paper's constant. The public code scales a client's by mean(n)/n_i (``scaled``, one number more
 down), which weighs by samples in itself and so takes ``weights = "uniform"``, and clips gradients at 10, here a setting
 of local training. The difference w - x travels once: the server's h and its mean over the cohort both come from it.
 

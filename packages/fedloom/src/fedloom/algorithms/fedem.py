@@ -14,13 +14,13 @@ Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
 Kept by a client: M (pi). Sent per round: d down, d up, d the parameters of all M components.
 
 Deviations: none. A step is on sum_m q_m (-log p(y | theta_m)) with the q of the round's start (Eq. 9), as the loss of
-the mixture plus a term. The paper's server has no model for clients that it does not know; the components with equal
+the mixture plus a term. The paper's server has no model for clients that it does not know. The components with equal
 weights are none either. A new client's pi takes one expectation over its samples.
 
 Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, make the same x, pi
 and predictions, to 1e-15, a new client's pi too. In its mean of a cohort absent clients count with what they received.
 
-Use it when clients mix a few kinds of data in other proportions; set ``mixture`` in [model] to the number of kinds, 3
+Use it when clients mix a few kinds of data in other proportions. Set ``mixture`` in [model] to the number of kinds, 3
 in the paper. FedEM on a model without a mixture is FedAvg, of which a run warns. It needs classes.
 """
 
@@ -80,7 +80,7 @@ class FedEM(Algorithm):
         return masks.joined(down.x, rows.pi.log(), mixing)
 
     def _expected(self, down: Model, rows: Client, work: Work) -> Tensor:
-        """The mean of q over every client's samples ``[m, M]`` (Eq. 8)."""
+        """Compute the mean of q over every client's samples ``[m, M]`` (Eq. 8)."""
         count, means = rows.pi.shape[1], list[Tensor]()
         for (z, y), pi in zip(work.features(down.x), rows.pi, strict=True):
             means.append(shares(losses(z, y, count), pi.log()).mean(0))
@@ -88,7 +88,7 @@ class FedEM(Algorithm):
 
 
 def components(layout: Layout) -> int:
-    """M, the components of a model; 1 where it is no mixture."""
+    """M, the components of a model. 1 where it is no mixture."""
     return layout.shapes[layout.names.index(MIXING)][0] if MIXING in layout.names else 1
 
 

@@ -14,23 +14,23 @@ Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
     P_i         liking   sums of the weights that a client gave to the models of each client
     epsilon     epsilon  probability of receiving models of clients drawn at random
 
-Kept by a client: d (start); the server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
+Kept by a client: d (start). The server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
 up. The server receives the models of single clients: no secure aggregation.
 
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
-models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
-The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too;
-its distance is by default the sum of absolute differences, with "l2" the square of the norm.
+models of any clients, absent ones included, with probability epsilon all of them are drawn, not those it likes best.
+The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too.
+Its distance is by default the sum of absolute differences, with "l2" the square of the norm.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, of equal received
 models and held-out samples, without the 1e-5 that it adds to distances. With ``returns`` so do the functions of
 NVlabs/FedFomo (fe04f664) for weights and mixtures, once the root is taken of its "l2".
 
 Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round. A
-client for which no model is better than where its training began keeps its trained one, as in PFLlib; with ``returns``
+client for which no model is better than where its training began keeps its trained one, as in PFLlib, with ``returns``
 it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few samples.
 
-Use it when some clients are alike but it is unknown which; traffic grows with ``peers``. With peers = 0 it is Local.
+Use it when some clients are alike but it is unknown which. Traffic grows with ``peers``. With peers = 0 it is Local.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fedloom.seeds import generator
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``, the client's; others ``[m, peers d]``, models of its peers ``[m, peers]``; liking ``[m, n]``."""
+    """w ``[m, d]``, the client's. Others ``[m, peers d]``, models of its peers ``[m, peers]``. Liking ``[m, n]``."""
 
     w: Tensor
     others: Tensor

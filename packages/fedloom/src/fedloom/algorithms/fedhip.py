@@ -1,7 +1,7 @@
 """FedHiP: a personal head for every client in closed form, between its own sums and the sums of all.
 
 Problem: min over the head W_i of the sum of ||W_i' z - t||^2 over i's samples, plus share times that over all others'
-samples, plus ridge ||W_i||^2; z the features of a frozen body.
+samples, plus ridge ||W_i||^2. z the features of a frozen body.
 
 Reference: J. Tang, Z. Yang, J. Wang, K. Fan, J. Xu, H. Zhuang, A. Liu, H. H. Song, L. Wang, Y. Liu, "FedHiP:
 Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solutions", 2025, arXiv:2508.04470v1.
@@ -12,11 +12,11 @@ Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solu
     analytic local personalization   personal      the client's head, by its own sums and all
 
 Kept by a client: s, what it sent. Sent per round: d and s down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs; no model, and zeros after the first time.
+features and c outputs. No model, and zeros after the first time.
 
 Deviations: how far a head goes from the client's own sums (share 0) to the pooled head (share 1) is chosen at each
 client from nine shares by the exact leave-one-out error of its rows, in place of one number for all. Others' sums are
-weighed; the paper's own form was not replayed, as no public code was at hand. Heads have a bias.
+weighed. The paper's own form was not replayed, as no public code was at hand. Heads have a bias.
 
 A personal head is the same however rows lie at the other clients, where shares are by samples. Learning rate, epochs
 and batches change nothing. Outputs are fits of 0 and 1, so their softmax is no probability: compare accuracies.
@@ -74,7 +74,7 @@ class FedHiP(Algorithm):
         return sums.start(x0, ctx.layout)
 
     def client(self, down: Down, rows: sums.Client, work: Work) -> tuple[sums.Up, sums.Client]:
-        return sums.sent(down.x, rows, work)
+        return sums.sent_fields(down.x, rows, work)
 
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change

@@ -16,12 +16,12 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the prox makes it), d + 1 up.
 
 Deviations: eta_c K, which the server's prox needs, travels as one number because clients may take different numbers of
-steps; the server takes its mean.
+steps. The server takes its mean.
 
 Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, make the same w, to 1e-15,
-once its L1 prox takes all parameters, as here; there it takes the kernels of dense layers.
+once its L1 prox takes all parameters, as here. There it takes the kernels of dense layers.
 
-Defaults: no regulariser, as it belongs to the problem; the method is then FedAvg, of which a run warns.
+Defaults: no regulariser, as it belongs to the problem. The method is then FedAvg, of which a run warns.
 
 Use it as the simplest composite baseline. The prox is taken twice per round (one client, one step: threshold 2 eta_c
 c), and the mean of sparse local models is not sparse ("curse of primal averaging"): its limit is biased even with one

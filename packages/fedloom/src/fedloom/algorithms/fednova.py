@@ -9,7 +9,7 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
     x            x            server's model
     tau_i        work.steps   local steps
     a_i          -            weights of the local gradients in the change of the model
-    ||a_i||_1    size         their sum; tau_i for plain SGD
+    ||a_i||_1    size         their sum. tau_i for plain SGD
     mu           mu           proximal weight of the local problems
     gamma_i      gamma        factor of the step size per local step
     eta d_i      -dw          normalised change of the model
@@ -18,11 +18,11 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
 Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
-Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
+Momentum is the local one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher or a sampler works on is x + dw.
 
-Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0; with
+Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0, with
 mu its tau_eff counts the steps.
 
 Use it where clients take different numbers of local steps. With equal numbers it is FedAvg,
@@ -43,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, the change of the model over size; size ``[m, 1]``."""
+    """dw ``[m, d]``, the change of the model over size. Size ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     size: Annotated[Tensor, Mean()]
@@ -85,7 +85,7 @@ class FedNova(Algorithm):
         return {"size": (size, size)}
 
     def _size(self, work: Work, like: Tensor) -> Tensor:
-        """The change, over -eta, of a model whose every batch gradient is 1: the sum of their weights, ||a_i||_1."""
+        """Compute the change, over -eta, of a model whose batch gradients are all 1: ||a_i||_1."""
         rho, tau = work.local.momentum, work.steps.to(like)
         if not self.mu and self.gamma == 1:
             return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)

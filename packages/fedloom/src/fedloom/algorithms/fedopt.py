@@ -3,7 +3,7 @@
 Problem: min over x of sum_i alpha_i f_i(x).
 
 References: S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, "Adaptive
-Federated Optimization", ICLR 2021, arXiv:2003.00295v5, Algorithm 2 (FedAdagrad, FedYogi, FedAdam); T.-M. H. Hsu,
+Federated Optimization", ICLR 2021, arXiv:2003.00295v5, Algorithm 2 (FedAdagrad, FedYogi, FedAdam). T.-M. H. Hsu,
 H. Qi, M. Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
 arXiv:1909.06335 (FedAvgM, ``momentum``).
 
@@ -13,25 +13,25 @@ arXiv:1909.06335 (FedAvgM, ``momentum``).
     m_t, v_t       m, v           first and second moment
     eta            server_lr      server step size
     beta_1, _2     beta1, beta2   decay of the moments
-    tau            tau            adaptivity; v starts at tau^2
+    tau            tau            adaptivity. V starts at tau^2
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none from Algorithm 2; no bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
+Deviations: none from Algorithm 2. No bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
 mean over the cohort is by the clients' shares.
 
 Replayed: the server of KarhouTam/FL-bench (06e658b) makes the same models, to 1e-14, once its v starts at tau^2.
 
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
-of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors
-in studies/benchmarks/factors.py that keeps up with FedAvg; where clients use Adam or the like, what these move one by.
+of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one. The smallest of the factors
+in studies/benchmarks/factors.py that keeps up with FedAvg, where clients use Adam or the like, what these move one by.
 Where gradients are clipped at c it is at most reach c/sqrt(d): the first round goes no further than FedAvg's can.
 With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
 
 Attackers: a forged model moves x by the optimiser's step on the mean change. With momentum this step is server_lr times
-the change; the adaptive optimisers take about server_lr in every coordinate, however far the forged model is.
+the change. The adaptive optimisers take about server_lr in every coordinate, however far the forged model is.
 
-Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
+Use it where some coordinates see rare gradients (embeddings). Tune server_lr and tau together with the local lr.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x, m, v ``[d]``; momentum leaves v alone."""
+    """x, m, v ``[d]``. Momentum leaves v alone."""
 
     x: Tensor
     m: Tensor

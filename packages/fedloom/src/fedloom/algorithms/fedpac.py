@@ -14,13 +14,13 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     h_i          moment        share of a class times its mean representation under the received body
     alpha_ij     alpha         weight of client j's head at client i
 
-Kept by a client: nothing; the server has its head. Sent per round: body, head and prototypes down, body, head and two
+Kept by a client: nothing. The server has its head. Sent per round: body, head and prototypes down, body, head and two
 times c k features up, c classes. The server receives heads and moments of single clients: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
 head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on. A
-class that no earlier cohort had adds nothing; there its samples are drawn to the client's own mean. Heads have the
-round's step size; there 0.1, and weights of heads below 0.001 are dropped.
+class that no earlier cohort had adds nothing. There its samples are drawn to the client's own mean. Heads have the
+round's step size. There 0.1, and weights of heads below 0.001 are dropped.
 
 Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, make the same bodies, heads and
 prototypes, to 1e-13, with its momentum and weight decay, where no weight of a head is dropped.
@@ -63,7 +63,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads; head ``[m, h]``; moment, total ``[m, c k]``; spread ``[m, 1]``; share ``[m, c]``."""
+    """dw ``[m, d]``, 0 in heads. Head ``[m, h]``. Moment, total ``[m, c k]``. Spread ``[m, 1]``. Share ``[m, c]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     head: Annotated[Tensor, Rows()]

@@ -9,25 +9,25 @@ Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418
     x_0        x       server's model
     x_{0,i}    u       client's copy of it, moved by its dual
     x_i        w       local model
-    lambda_i   y       dual of x_i = x_0; -grad f_i(w) after an exact step
+    lambda_i   y       dual of x_i = x_0. -grad f_i(w) after an exact step
     eta        eta     1/eta is the penalty
     p          skip    probability of an iteration without communication
 
-Kept by a client: 2d (w, y). Sent per round: d down, d up; the server keeps the last u of every client.
+Kept by a client: 2d (w, y). Sent per round: d down, d up. The server keeps the last u of every client.
 
 Deviations: a round here is all iterations from one communication to the next, so their number is drawn by the server
-(geometric, the same for all clients) and sent along; iterations without communication then cost no traffic. The paper
-has every client take part; a client that does not is counted with its last u. Local work starts at the client's own
-x_i; with ``start = "server"`` at its copy of the server's model.
+(geometric, the same for all clients) and sent along. Iterations without communication then cost no traffic. The paper
+has every client take part. A client that does not is counted with its last u. Local work starts at the client's own
+x_i, with ``start = "server"`` at its copy of the server's model.
 
 Replayed: FedPD's clients and server in unc-optimization/FedDR (4097eb44), in TensorFlow, make the same x_i, lambda_i
 and x_0, to 1e-15, with p = 0.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that continues from x_i
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed. Local work that continues from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho); where most
+Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho), where most
 clients are absent its model moves little, of which a run warns. ``skip`` saves communication only where clients differ
 little.
 """

@@ -15,7 +15,7 @@ Deviations: the head is the last layer with a matrix unless ``head`` names other
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
 
-Use it as the simplest split of a model; FedRep trains the head to its end first. A model that is all head makes it
+Use it as the simplest split of a model. FedRep trains the head to its end first. A model that is all head makes it
 Local, of which a run warns, one without a head FedAvg.
 """
 

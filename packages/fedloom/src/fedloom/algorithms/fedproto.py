@@ -11,11 +11,11 @@ Heterogeneous Clients", AAAI 2022, arXiv:2105.00243v4, Algorithm 1, Eqs. 3, 6 an
     lambda       lam               weight of the distance to the prototype of a sample's class
     omega_i      w                 client's model
 
-Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, c classes and k features; no model.
+Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, c classes and k features. No model.
 
 Deviations: the distance is that of every sample to the prototype, as in the public code, in place of that of the
-client's means; squared, over k. All clients have one architecture and start from one model. A client predicts with its
-head, in place of the nearest prototype. Prototypes are those of the trained model, averaged by samples (Eq. 6); in the
+client's means. Squared, over k. All clients have one architecture and start from one model. A client predicts with its
+head, in place of the nearest prototype. Prototypes are those of the trained model, averaged by samples (Eq. 6), in the
 public code those of the last epoch's batches, over clients alike. A class without a prototype yet adds nothing.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, given the same prototypes.
@@ -23,7 +23,7 @@ Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-1
 Attackers: the model that they forge is a set of prototypes. A forged model moves each prototype by the attacker's share
 of the samples of its class (Eq. 6).
 
-Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local; on a model that is all
+Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local, on a model that is all
 head, too, of which a run warns.
 """
 

@@ -12,11 +12,11 @@ Networks", MLSys 2020, arXiv:1812.06127v5, Algorithm 2.
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: stragglers are not simulated (every client does its steps); clients are drawn uniformly and their mean is by
+Deviations: stragglers are not simulated (every client does its steps). Clients are drawn uniformly and their mean is by
 samples, where the paper draws with probability p_k and takes the uniform mean (sampler ``size-weighted``).
 
 Defaults: mu = 1/(3 reach), reach the length of a round (lr times its mean number of steps): with c = mu reach a round
-drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it; more pull costs speed, less cannot be distinguished from other batches.
+drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it. More pull costs speed, less cannot be distinguished from other batches.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
 

@@ -13,7 +13,7 @@ Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgco
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
 Deviations: tau is in epochs, as in the public code. The body's epochs are those of the run, 1 in the paper. The head is
-the last layer with a matrix unless ``head`` names others. Personal models have the new body and the client's head; a
+the last layer with a matrix unless ``head`` names others. Personal models have the new body and the client's head. A
 client never seen trains once before it is scored.
 
 Defaults: four epochs of the head, so that a round costs at most five times FedAvg's.

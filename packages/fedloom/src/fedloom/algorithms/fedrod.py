@@ -15,12 +15,12 @@ by the authors).
 
 Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts stay at the client.
 
-Deviations: log n_ic is added to the head's bias for the gradient, which is the same; a class that a client lacks counts
-as 1e-9 samples. The personal head starts at zero; there as a copy of the generic one: the personal model is the generic
+Deviations: log n_ic is added to the head's bias for the gradient, which is the same. A class that a client lacks counts
+as 1e-9 samples. The personal head starts at zero. There as a copy of the generic one: the personal model is the generic
 one at first. Both heads are linear, so the personal model is one network with the sum of both.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-9, where personal heads
-start at zero; there they start as copies of the generic one.
+start at zero. There they start as copies of the generic one.
 
 Use it when labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
 FedAvg. It needs classes and a head with a bias.

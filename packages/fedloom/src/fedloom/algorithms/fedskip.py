@@ -11,10 +11,10 @@ Federated Skip Aggregation", ICDM 2022, Algorithm 1.
     n_k      seen    samples that a local model has been trained on since the last aggregation
     Delta    skip    rounds from one aggregation to the next
 
-Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up; the server keeps
+Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server keeps
 the last model of every client.
 
-Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
+Deviations: the paper has every client take part. Here the models of the cohort are permuted among the cohort, and the
 mean is over the last models of all clients that have taken part, by the samples that they have seen, whatever the
 run's ``weights``. The server receives single models: no secure aggregation.
 

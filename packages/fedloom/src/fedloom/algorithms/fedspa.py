@@ -16,11 +16,11 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
 Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
 
 Deviations: the download is dense and masked by the client: the server needs no masks, and never learns them but from
-uploads; the paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
+uploads. The paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
 regrown is the largest gradients of one batch among all that is out, the pruned included.
 
 Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors, whose search is the same, make the same
-models and masks, to 1e-15, once the number that is exchanged is rounded down; there it is rounded up.
+models and masks, to 1e-15, once the number that is exchanged is rounded down. There it is rounded up.
 
 Defaults: T is the rounds of the run.
 
@@ -103,7 +103,7 @@ class FedSpa(Algorithm):
         return down.x * rows.mask  # m_i * w
 
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
-        """The next mask ``[m, d]``: of each layer the smallest weights leave, as many enter by their gradient."""
+        """Compute the next mask ``[m, d]``: per layer the smallest weights leave, and as many enter by gradient."""
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()
         never = torch.finfo(w.dtype).max  # as a score

@@ -11,13 +11,13 @@ Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for 
     z_j          z       centred local variable
     s            step    step of the prox
 
-Kept by a client: d (z). Sent per round: d down, d up; the server keeps the last z of every client.
+Kept by a client: d (z). Sent per round: d down, d up. The server keeps the last z of every client.
 
 Deviations: the local prox step is solved by the run's local training, started at x. The paper has every client take
-part; a client that does not is counted with its last z.
+part. A client that does not is counted with its last z.
 
-Replayed: clients and server of wenh06/fl-sim (61b57ec9) make the same z_j and x, to 1e-14, once local work starts at x;
-there it starts at the client's last model.
+Replayed: clients and server of wenh06/fl-sim (61b57ec9) make the same z_j and x, to 1e-14, once local work starts at x.
+There it starts at the client's last model.
 
 Defaults: step = 2 reach, reach the length of a round (lr times its mean number of steps): FedDR's eta, for its reasons.
 With a fixed step, steps of about its size leave the local prox at one batch.

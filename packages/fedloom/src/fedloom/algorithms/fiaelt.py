@@ -7,15 +7,15 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
     paper         here          meaning
     y, x_i        y, x          server's model, local model
-    z_i           z             dual of x_i = y; its fixed point is -grad f_i(y)
+    z_i           z             dual of x_i = y. Its fixed point is -grad f_i(y)
     beta, tau     beta, tau     penalty, dual step
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) needs the unknown minimiser; the check of `fedloom.local.inexact` implies it. Where it is looked at and
-L is not given, the first round measures the cohort's and does nothing else; so does a later one where beta follows from
+Deviations: (9) needs the unknown minimiser. The check of `fedloom.local.inexact` implies it. Where it is looked at and
+L is not given, the first round measures the cohort's and does nothing else. So does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
 repeats its steps until (9) holds. The server receives each L.
 
@@ -23,11 +23,11 @@ Variant: solver "released" is the public code: SVRG on f_i alone from the server
 No dual, penalty, prox or criterion (9) enters a model: the server's model is the mean of the x_i.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
-and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
+and data. (9) then takes L = beta/5. No regulariser, of which a run warns.
 
 Attackers: z_i has tau of the change of x_i again, so that a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part; where these differ much, tau = 1 begins faster.
+Use it for composite problems on a few clients that all take part, where these differ much, tau = 1 begins faster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
+    """y, xbar, zbar ``[d]``. Beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
 
     y: Tensor
     xbar: Tensor

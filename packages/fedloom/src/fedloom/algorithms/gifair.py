@@ -9,14 +9,14 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     paper     here      meaning
     theta     x, w      server's and client's model
     lambda    lam       weight of the penalty
-    A_{s_k}   groups    the group of client k; d groups
+    A_{s_k}   groups    the group of client k. d groups
     r_k       r         groups with a smaller loss, minus groups with a larger one
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
 single clients and keeps the last of each.
 
 Deviations: losses are those of the received model on the client's training part, so the order is one round old. Groups
-of which no client has been seen are left out of the order; the public code starts with a random one. p_k is the
+of which no client has been seen are left out of the order. The public code starts with a random one. p_k is the
 client's share of the objective.
 
 Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) make the same models, to 1e-15, with
@@ -42,7 +42,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``; of every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
+    """x ``[d]``, of every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
 
     x: Tensor
     loss: Tensor

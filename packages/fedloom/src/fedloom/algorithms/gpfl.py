@@ -9,16 +9,16 @@ Personalized Feature Information for Personalized Federated Learning", ICCV 2023
 TsingZ0/GPFL).
 
     paper     here       meaning
-    phi       x          body, valve (CoV) and embeddings (GCE), on the server; v are the last two
+    phi       x          body, valve (CoV) and embeddings (GCE), on the server. V are the last two
     psi_i     head       head of client i
-    g, p_i    condition  mean of the embeddings over classes; over the client's samples
+    g, p_i    condition  mean of the embeddings over classes. Over the client's samples
     lambda    lam        weight of the distance to the embedding (magnitude-level guidance)
     mu        mu         weight decay of valve and embeddings
 
 Kept by a client: the head's parameters. Sent per round: all others but the 2 k of the conditions, down and up, k
 features.
 
-Deviations: the conditions are of the received embeddings; in the public code of the client's own after its last
+Deviations: the conditions are of the received embeddings, in the public code of the client's own after its last
 training, and 0 before it. There the norm is over a batch, about the square root of its size times the mean of norms.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and conditions, to 1e-15, once these are
@@ -26,7 +26,7 @@ of the received embeddings, from the first round on, and the norm is the mean ov
 
 Defaults: lam and mu of the public code for small networks, 0.01 and 0.1.
 
-Use it when labels are skewed; set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
+Use it when labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
 a run warns, as with ``angle``, lam and mu 0 on one with a valve that stays. It needs classes.
 """
 
@@ -106,7 +106,7 @@ class GPFL(Algorithm):
         return models
 
     def _guidance(self, down: Down, work: Work) -> Term:
-        """The terms on the generic route, and half of mu times the squared norm of valve and embeddings."""
+        """Compute the terms on the generic route, and half of mu times the squared norm of valve and embeddings."""
         received = work.layout.tree(down.x)[EMBEDDING]
 
         def guidance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, embedding: Tensor) -> Tensor:

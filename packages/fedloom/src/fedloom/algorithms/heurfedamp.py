@@ -1,4 +1,4 @@
-"""HeurFedAMP: clients whose models point the same way pull each other; FedAMP for networks.
+"""HeurFedAMP: clients whose models point the same way pull each other. FedAMP for networks.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, u_i a mixture by similar angles.
 
@@ -10,20 +10,20 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the author
     u_i        u            mixture sent to client i
     xi_ij      xi           weight of client j in u_i, by the angle between w_i and w_j
     xi_ii      self_weight  own weight
-    alpha_k    alpha        step size of the method; only lam/alpha_k matters
+    alpha_k    alpha        step size of the method. Only lam/alpha_k matters
     lambda     lam          pull of w_i to u_i, lam/alpha_k
     sigma      sigma        sharpness of exp(sigma cos)
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
 
-Deviations: mixtures are over the cohort; in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
+Deviations: mixtures are over the cohort, in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
 
 Replayed: clients and server of WwZzz/easyFL (ea07f1d0) make the same models and mixtures, to 1e-15, with ``start =
-"server"``, once gradients are set to zero between its steps; there they add up.
+"server"``, once gradients are set to zero between its steps. There they add up.
 
 Defaults: alpha = reach sqrt(rounds)/2, as FedAMP's: with a fixed pull, large steps leave a client one step from u_i.
 
-Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
+Use it for networks, whose distances say little. FedAMP's mixture is a gradient step of a stated problem, this one is
 not. The server receives single models: no secure aggregation.
 """
 

@@ -1,6 +1,6 @@
 """kNN-Per: FedAvg's model beside the nearest of a client's own samples, by the model's representation.
 
-Problem: min over x of sum_i alpha_i f_i(x); client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
+Problem: min over x of sum_i alpha_i f_i(x). Client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
 
 Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization",
 ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
@@ -12,21 +12,21 @@ ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
     lambda_m    weight      the kNN's part in a prediction
     N_m         memory      the client's samples as (representation, label)
 
-Kept by a client: nothing; its memory follows from x and its samples. Sent per round: the network's parameters, down and
+Kept by a client: nothing. Its memory follows from x and its samples. Sent per round: the network's parameters, down and
 up. No memory leaves a client.
 
-Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code; in
-the paper exp(-r). There lambda_m is chosen on a validation set; here on a share of the training samples, which local
+Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code, in
+the paper exp(-r). There lambda_m is chosen on a validation set. Here on a share of the training samples, which local
 training leaves out: the best of 0, 0.1, ..., 1 by accuracy, of equal ones that of lower loss. The memory then has all
 samples. Where it has fewer places, it has a random part of them. A weight chosen on fewer than 30 samples, of which a
 run warns, may make a client's model worse than the server's.
 
 Replayed: clients and server of omarfoq/knn-per (ee175202) make the same x and predictions, to 1e-12, and to 1e-6 with
-faiss in float32. The lambda chosen here is best by its accuracies too; its script has those of the test part.
+faiss in float32. The lambda chosen here is best by its accuracies too. Its script has those of the test part.
 
-Use it when clients see what others see, and label or use it in another way; set ``memory`` in [model]. A file of
+Use it when clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of
 personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
-memory, of which a run warns, it is FedAvg; with weight 1 it is the kNN alone. It needs classes.
+memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """The weight of the kNN among a client's other samples that predicts ``held`` ones best; 0 without others."""
+        """Choose the kNN weight that predicts the ``held`` samples best from a client's others, or 0 without others."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
         if not bool(rest.any()):
             return 0.0
@@ -124,7 +124,7 @@ class KNNPer(Algorithm):
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
-    """Outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
+    """Compute outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(x)
     return z @ tree[name].T + tree.get(f"{name.rpartition('.')[0]}.bias", 0)
 

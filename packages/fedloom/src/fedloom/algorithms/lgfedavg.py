@@ -12,7 +12,7 @@ code: pliang279/LG-FedAvg).
 
 Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
 
-Deviations: it starts from the run's initial model; the public code starts from a model trained with FedAvg. The head is
+Deviations: it starts from the run's initial model. The public code starts from a model trained with FedAvg. The head is
 the last layer with a matrix unless ``head`` names others. Personal models have the new head.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.

@@ -1,6 +1,6 @@
 """LPGD: FedAvg with a prox in every local step, and FedSLR's sparse personal component on top.
 
-Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
+Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*. (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
 
 Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated
@@ -10,11 +10,11 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the alternative that FedSLR is c
     w_t        x          global knowledge representation (GKR)
     w_{i,t}    w          local model, of low rank
     p_i        p          personal component of phase II
-    eta        lr         local step size; the prox of a step has the threshold eta lam
+    eta        lr         local step size. The prox of a step has the threshold eta lam
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank; up the model
+Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank. Up the model
 itself, as factors U, V where they are shorter.
 
 Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.

@@ -10,22 +10,22 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
     w_i        w                local copy of it
     theta_i    theta            personal model
     P          projection       random matrix, rows of length 1, the same for all
-    d_sub      dim              dimensions of the subspace; None: P is the identity
+    d_sub      dim              dimensions of the subspace. None: P is the identity
     eta        eta              step of w_i
     beta       beta             server step
 
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
 Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i is that of the norm, not of
-its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
-theta (20 in the code), then one of w_i. Only sampled clients train; in the code all do.
+its p-th power over p, unless p = 2. Here the problem's (the same for p = 1). A local round has the run's local steps of
+theta (20 in the code), then one of w_i. Only sampled clients train, in the code all do.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) make the same theta and w, to 1e-15: for p = 1
 (``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. Weight decay does
 nothing in ``lp_proj``, and w starts at the model where P is the identity.
 
 Defaults: lam = 1/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps), so that the
-signs of p = 1, added up over a run, stay of order one; eta = reach, and one local round, the run's.
+signs of p = 1, added up over a run, stay of order one. Eta = reach, and one local round, the run's.
 
 Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.

@@ -7,7 +7,7 @@ Eq. 3 (public code: QinbinLi/MOON).
 
     paper       here     meaning
     w_t         x        server's model
-    w_i^(t-1)   last     client's model after its last training; the initial model before it
+    w_i^(t-1)   last     client's model after its last training. The initial model before it
     z, z_glob,  features, anchors    representations of a sample by the local, the received and the last model
     z_prev
     tau         tau      temperature
@@ -15,7 +15,7 @@ Eq. 3 (public code: QinbinLi/MOON).
 
 Kept by a client: d (last). Sent per round: d down, d up.
 
-Deviations: the representation is the input of the model's head; the paper adds a projection head of two layers to every
+Deviations: the representation is the input of the model's head. The paper adds a projection head of two layers to every
 network, which can be part of the model here. Representations of the received and the last model are taken without
 dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
 
@@ -24,8 +24,8 @@ Replayed: the clients of fluke-fl 0.8.1 on PyPI make the same models, to 1e-15, 
 Defaults: mu = 0.5, between the two smallest of the paper's: the term holds representations where the received model has
 them, which with 1 and more, in a few rounds of small steps, leaves a network where it started.
 
-Use it when labels are skewed and networks are deep enough to have representations; a sample costs two further forward
-passes. With mu = 0 it is FedAvg; on a model that is all head, too, of which a run warns.
+Use it when labels are skewed and networks are deep enough to have representations. A sample costs two further forward
+passes. With mu = 0 it is FedAvg, on a model that is all head, too, of which a run warns.
 """
 
 from __future__ import annotations

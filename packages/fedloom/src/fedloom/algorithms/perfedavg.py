@@ -16,7 +16,7 @@ Kept by a client: nothing. Sent per round: d down, d up.
 
 Deviations: ``variant`` "hf" takes three batches per local step and "fo" two, drawn one after the other, so that an
 epoch of local steps passes three times (twice) over the data. The personal model is one step of size alpha on a batch
-of the client's own training part; the public code of pFedMe takes two steps on test batches.
+of the client's own training part. The public code of pFedMe takes two steps on test batches.
 
 Replayed: the clients of KarhouTam/FL-bench (06e658b) make the same models, "fo" and "hf", and clients and server of
 TsingZ0/PFLlib (d832e76f) the same with "fo", to 1e-14.

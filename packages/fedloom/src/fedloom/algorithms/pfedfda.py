@@ -1,4 +1,4 @@
-"""pFedFDA: clients share how features are distributed by class; a client's head follows from its own mixture.
+"""pFedFDA: clients share how features are distributed by class. A client's head follows from its own mixture.
 
 Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
@@ -6,12 +6,12 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 
     paper          here          meaning
     mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
-    pi_i, beta_i   prior, beta   shares of a client's classes; weight of its own estimate beside the server's
+    pi_i, beta_i   prior, beta   shares of a client's classes. Weight of its own estimate beside the server's
 
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
-Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class); own means of
-classes with three samples; the server lifts eigenvalues below min(ridge, 1)/2. Replayed: cj-mclaughlin/pFedFDA
+Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class). Own means of
+classes with three samples. The server lifts eigenvalues below min(ridge, 1)/2. Replayed: cj-mclaughlin/pFedFDA
 (73c7c407) makes the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no class of one sample in
 its folds, features of its steps, means of fewer samples, and covariances with 1e-4 in all entries, shrunk by 1e-4.
 
@@ -37,7 +37,7 @@ LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
-    """x ``[d]``, means ``[c k]``, cov ``[k k]``; a download of it has the body of x."""
+    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download of it has the body of x."""
 
     x: Annotated[Tensor, Sent(part="body")]
     means: Tensor
@@ -45,7 +45,7 @@ class Server(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads; means ``[m, c k]``, cov ``[m, k k]``."""
+    """dw ``[m, d]``, 0 in heads. Means ``[m, c k]``, cov ``[m, k k]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     means: Annotated[Tensor, Mean()]
@@ -110,13 +110,13 @@ class PFedFDA(Algorithm):
         return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
 
     def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
-        """The server's distribution, and the clients' shares of classes with 1e-4 added to each ``[m, c]``."""
+        """Return the server's distribution, and the clients' class shares plus 1e-4 ``[m, c]``."""
         (classes, k), prior = shape_of(work.layout), shares(work, down.x.double()) + 1e-4
         shared = Gauss(down.means.double().view(classes, k), down.cov.double().view(k, k))
         return shared, prior / prior.sum(1, keepdim=True)
 
     def _mixtures(self, w: Tensor, shared: Gauss, prior: Tensor, work: Work) -> list[Gauss]:
-        """The mixture of each client's distribution with the shared one, by cross-validation."""
+        """Mix each client's distribution with the shared one, by cross-validation."""
         mixtures = []
         for (z, y), pi in zip(work.features(w), prior, strict=True):
             z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)

@@ -10,7 +10,7 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
     w_i        w                local copy of the global model
     theta_i    theta            personal model, proximal point of w_i on one batch
     lambda     lam              Moreau weight
-    eta        eta              step of w_i; eta lam = 1 makes it theta_i
+    eta        eta              step of w_i. Eta lam = 1 makes it theta_i
     K          inner            SGD steps on one batch, of step size ``personal_lr``
     R          local.steps      local rounds
     beta       beta             server step
@@ -19,16 +19,16 @@ Kept by a client: d (theta). Sent per round: d down, d up.
 
 Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code
 (``theta = "kept"``: at the client's last theta, as in FLAME's public code, which also moves w_i once per epoch only,
-``moves = "epoch"``); K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
-ones; here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings, and so is
+``moves = "epoch"``). K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
+ones. Here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings, and so is
 momentum of the inner steps (FLAME's public code: 0.5), which neither has.
 
 Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), so that a round leaves the
-pull and the data in balance; eta = 1/lam moves w_i to theta_i.
+pull and the data in balance. Eta = 1/lam moves w_i to theta_i.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, without its decay of 0.001.
 
-Use it for personal models with one more knob than Ditto; with R > 1 its limit is not the Moreau minimiser unless all
+Use it for personal models with one more knob than Ditto, with R > 1 its limit is not the Moreau minimiser unless all
 curvatures are equal (FLAME's is).
 """
 

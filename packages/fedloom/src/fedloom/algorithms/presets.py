@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class Composition(NamedTuple):
-    """What a preset stands for; None leaves the experiment's own choice."""
+    """Parts that a preset stands for, or None leaves the experiment's own choice."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -27,11 +27,11 @@ class Preset:
     """A named composition.
 
     Attributes:
-        card: what it is, its reference and its deviations; shown by ``fedloom describe``.
+        card: what it is, its reference and its deviations. Shown by ``fedloom describe``.
         algorithm: its algorithm.
         sampler: its sampler, if it brings one.
         weigher: its weigher, if it brings one.
-        pooled: all clients' data are one client's; evaluated on the original clients.
+        pooled: all clients' data are one client's. Evaluated on the original clients.
         defaults: values that differ from the parts' own defaults.
     """
 
@@ -69,7 +69,7 @@ class Preset:
         return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> Composition:
-        """The composition with some options given.
+        """Return the composition with some options replaced.
 
         Raises:
             ConfigError: an option that no part has, or a value out of range.

@@ -8,7 +8,7 @@ arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
     paper      here                  meaning
     w^t        x                     server's model
     w_k        w                     client's model after local SGD
-    L          lipschitz             Lipschitz estimate; 1/eta
+    L          lipschitz             Lipschitz estimate. 1/eta
     Dw_k       L (x - w)             pseudo-gradient
     Delta_k    -L dw, L = lipschitz  F_k^q(x) Dw_k
     h_k        L h                   upper estimate of the local Lipschitz constant
@@ -16,7 +16,7 @@ arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both means.
 
 Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so that dw is the change of the model
-when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohort is the run's sampler's; the paper
+when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohort is the run's sampler's. The paper
 draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
 travels is the change times F_k^q, so the model that a weigher or a sampler works on is x + dw.
 
@@ -28,7 +28,7 @@ size, where the paper's 1/lr would count every local step as a round.
 Attackers: h_k grows with the square of the change. A forged model that is far from x makes sum h_k large, so that the
 server takes a short step: it moves x less than in FedAvg, and slows the honest clients down.
 
-Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg.
+Use it for a more even accuracy over clients at some cost of the mean. Tune q. q = 0 is FedAvg.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMALLEST = 1e-10
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, F_k^q times the change of the model; h ``[m, 1]``."""
+    """dw ``[m, d]``, F_k^q times the change of the model. H ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     h: Annotated[Tensor, Mean()]

@@ -17,7 +17,7 @@ Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
 Deviations: K is the number of steps that each client takes, not a common one. Variates start at zero. ``scaled`` is
 FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/mean(n), clients correct by c/s_i - c_i
-and c is the mean of all s_i c_i, which clients then keep in the place of c_i; it weighs by samples in itself and takes
+and c is the mean of all s_i c_i, which clients then keep in the place of c_i. It weighs by samples in itself and takes
 ``weights = "uniform"``.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same x and c, to 1e-15, with equal shares.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis
     from fedloom.analyses.script import Total as Total
 
-_WHERE = {
+_ATTRIBUTE_PATHS = {
     "ANALYSES": "fedloom.analyses.registry:ANALYSES",
     "Analysis": "fedloom.analyses.form:Analysis",
     "AnalysisRegistry": "fedloom.analyses.registry:AnalysisRegistry",
@@ -68,9 +68,9 @@ _WHERE = {
     "sum_answers": "fedloom.analyses.run:sum_answers",
 }
 
-__all__ = [*_WHERE]
+__all__ = [*_ATTRIBUTE_PATHS]
 
-__getattr__ = getter(__name__, _WHERE)
+__getattr__ = getter(__name__, _ATTRIBUTE_PATHS)
 
 
 def __dir__() -> list[str]:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 State = Any
-"""What an analysis knows between two questions; of a type of its own, never modified."""
+"""Knowledge of an analysis between two questions. It has its own type and is never modified."""
 MAX_QUESTION_BYTES = 2**26
-_HEAD = struct.Struct("<I")
+_LENGTH_STRUCT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Question:
         shapes = {name: list(value.shape) for name, value in self.values.items()}
         head = json.dumps([self.name, shapes], separators=(",", ":")).encode()
         body = b"".join(value.double().contiguous().numpy().astype("<f8").tobytes() for value in self.values.values())
-        return _HEAD.pack(len(head)) + head + body
+        return _LENGTH_STRUCT.pack(len(head)) + head + body
 
     @classmethod
     def decode(cls, content: bytes, forms: Mapping[str, Mapping[str, int]]) -> Question:
@@ -59,7 +59,7 @@ class Question:
 
         Args:
             content: the bytes.
-            forms: the fields of every question, with the number of their dimensions; see `Analysis.questions`.
+            forms: the fields of every question, with the number of their dimensions, see `Analysis.questions`.
 
         Raises:
             WireError: the bytes are no question of these forms.
@@ -67,7 +67,7 @@ class Question:
         try:
             if len(content) > MAX_QUESTION_BYTES:
                 raise ValueError
-            (length,) = _HEAD.unpack_from(content)
+            (length,) = _LENGTH_STRUCT.unpack_from(content)
             name, shapes = json.loads(content[4 : 4 + length])
             form, at, values = forms[name], 4 + length, dict[str, Tensor]()
             if {key: len(shape) for key, shape in shapes.items()} != dict(form) or [*shapes] != [*form]:
@@ -89,12 +89,12 @@ class Question:
 
 
 class Bounds(NamedTuple):
-    """Range and step of every number of a client's answer; a function of public numbers only.
+    """Range and step of every number of a client's answer. A function of public numbers only.
 
     Attributes:
         low: ``[k]`` smallest possible value.
         high: ``[k]`` largest.
-        step: ``[k]`` > 0; under masks a number is rounded to a multiple of it. In process nothing is rounded.
+        step: ``[k]`` > 0. Under masks a number is rounded to a multiple of it. In process nothing is rounded.
     """
 
     low: Tensor
@@ -123,11 +123,11 @@ class Bounds(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What is known of a sum beside its numbers.
+    """Facts about a sum beside its numbers.
 
     Attributes:
         clients: how many clients it is of.
-        clipped: numbers that were outside their bounds; a result has none.
+        clipped: numbers that were outside their bounds. A result has none.
         neutral: clients with rows that answered zeros: they have fewer than the agreed least, or decline.
         rows: rows of the clients that did answer.
     """
@@ -139,12 +139,14 @@ class Info(NamedTuple):
 
 
 class Rules(Value):
-    """What all parties agree on before the first question of an analysis."""
+    """Rules that all parties agree on before the first question of an analysis."""
 
     questions: int = Field(200, ge=1, description="questions of the analysis at most")
-    least: int = Field(1, ge=1, description="subjects of a client, and of a cell there, below which it answers zeros")
-    fewest: int = Field(1, ge=1, description="clients that a cell must have; cells of fewer are merged")
-    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has the fewest")
+    least: int = Field(
+        1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
+    )
+    fewest: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
+    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +157,7 @@ class AnalysisTerms:
         schema: columns, levels and agreed ranges.
         sizes: rows of every client ``[n]`` int64.
         rules: what was agreed on.
-        published: of every client the numbers ``[c]`` of `Analysis.publish`; empty tensors without any.
+        published: of every client the numbers ``[c]`` of `Analysis.publish`. Empty tensors without any.
     """
 
     schema: Schema
@@ -192,20 +194,20 @@ class Analysis(Value):
     """
 
     kind: ClassVar[str]
-    """The name in files and in `fl.analyze`; of user code its import path."""
+    """The name in files and in `fl.analyze`, of user code its import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
     """The declared form of every question: its fields by name, with the number of their dimensions."""
     uses_models: ClassVar[bool] = False
     """Whether an answer reads `ClientRows.models`, so that a run must come first."""
     per: ClassVar[str] = "run"
-    """What a table of `measure` is of: a "run", or a "seed", whatever the method."""
+    """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        """Refuse data or a setting that the analysis cannot be of; called before any work.
+        """Refuse data or a setting that the analysis cannot be of. Called before any work.
 
         Args:
             schema: of the data.
-            setting: of the run whose models are analysed; None without one.
+            setting: of the run whose models are analysed. None without one.
 
         Raises:
             ConfigError: with what, where, what was got and what to do.
@@ -213,7 +215,7 @@ class Analysis(Value):
         """
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Refuse a federation that the analysis cannot be of; see `check`."""
+        """Refuse a federation that the analysis cannot be of, see `check`."""
         self.check(schema_of(fed.data), setting)
 
     @property
@@ -227,7 +229,7 @@ class Analysis(Value):
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        """Return what a client makes public before the first question, float64 ``[c]``; most analyses have nothing.
+        """Return what a client makes public before the first question, float64 ``[c]``. Most analyses have nothing.
 
         Under masks these are flags only: 1 for a cell that reaches the minimum at the client, else 0.
         """
@@ -238,11 +240,11 @@ class Analysis(Value):
         raise NotImplementedError
 
     def question(self, state: State) -> Question | None:
-        """Return the next question; None when the analysis is finished."""
+        """Return the next question. None when the analysis is finished."""
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        """Refuse a question that a client should not answer; called there, with public arguments only.
+        """Refuse a question that a client should not answer. Called there, with public arguments only.
 
         Raises:
             Refused: the question is none that the rules lead to.
@@ -253,10 +255,10 @@ class Analysis(Value):
         raise NotImplementedError
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
-        """Return the client's answer, float64 ``[k]``: a sum over its rows; zeros without rows.
+        """Return the client's answer, float64 ``[k]``: a sum over its rows. Zeros without rows.
 
         None stands for zeros of a client whose rows are a reason not to answer, as where one row alone decides the
-        sum; such a client counts as neutral, and nobody learns which it is.
+        sum. Such a client counts as neutral, and nobody learns which it is.
         """
         raise NotImplementedError
 
@@ -314,7 +316,7 @@ class Analysis(Value):
 
 
 def require_questions(analysis: Analysis) -> None:
-    """Refuse an analysis that is none by sums.
+    """Refuse an analysis that does not work by sums.
 
     Raises:
         ConfigError: it has no answer.

@@ -1,6 +1,6 @@
 """Permutation importance of a table's columns at every client.
 
-Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10; by scikit-learn's `permutation_importance`.
+Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10, by scikit-learn's `permutation_importance`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.analyses.form import Analysis
 from fedloom.analyses.models import models_of
-from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import Federation
 from fedloom.data.tables import Table
 from fedloom.engine.result import Result
@@ -27,9 +27,9 @@ from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
 
-REPEATS = 5
+PERMUTATION_REPEATS = 5
 """Times that a column is permuted."""
-FEWEST = 10
+MIN_IMPORTANCE_SAMPLES = 10
 """Test samples of a client at least."""
 
 
@@ -46,7 +46,7 @@ class Importance(Analysis):
 
 
 def check_importance(fed: Federation) -> Table:
-    """The table whose columns are permuted.
+    """Return the table whose columns are permuted.
 
     Raises:
         Refused: the samples are no rows of a table.
@@ -61,10 +61,10 @@ def check_importance(fed: Federation) -> Table:
 
 
 def importance(result: Result) -> pa.Table:
-    """How much the leading metric of a client's test part gets worse by permuting a column there.
+    """Measure how much a client's leading test metric worsens when a column is permuted there.
 
     A column is permuted with all its features: levels, and the flag of missing cells. Columns client, model, column,
-    metric, value (mean over `REPEATS` permutations), spread (their standard deviation).
+    metric, value (mean over `PERMUTATION_REPEATS` permutations), spread (their standard deviation).
     """
     job = result.job
     check_importance(job.eval_fed)
@@ -72,10 +72,18 @@ def importance(result: Result) -> pa.Table:
     for model in ("global", "personal"):
         for client, row in models_of(result, model, job.scored_ids):
             index = job.eval_fed.indices("test", client)
-            if len(index) >= FEWEST:
+            if len(index) >= MIN_IMPORTANCE_SAMPLES:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
                 rows += [(client, model, *line) for line in permuted(scored, job.setting.seed, client)]
-    return table_of(rows, client=WHOLE, model=TEXT, column=TEXT, metric=TEXT, value=NUMBER, spread=NUMBER)
+    return table_of(
+        rows,
+        client=INTEGER_TYPE,
+        model=TEXT_TYPE,
+        column=TEXT_TYPE,
+        metric=TEXT_TYPE,
+        value=NUMBER_TYPE,
+        spread=NUMBER_TYPE,
+    )
 
 
 class Scored:
@@ -102,7 +110,7 @@ class Scored:
         return self
 
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
-        """The leading metric, more of which is better."""
+        """Return the leading metric. Higher is better."""
         value = float(self._scores(places)[self.lead])
         return value if metric(self.lead).higher else -value
 
@@ -113,7 +121,7 @@ class Scored:
 
 
 def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
-    """Of every column its name, the metric, and mean and standard deviation of what permuting the column costs.
+    """Return each column's name, the metric, and mean and standard deviation of its loss by permutation.
 
     Args:
         scored: the client's model on its samples.
@@ -123,7 +131,7 @@ def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, flo
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for
 
     costs = permutation_importance(
-        scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=REPEATS,
+        scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=PERMUTATION_REPEATS,
         random_state=random_state(generator(seed, client=client, purpose="importance")),
     )  # fmt: skip
     figures = zip(scored.columns, costs.importances_mean, costs.importances_std, strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.analyses.form import Analysis
 from fedloom.analyses.models import models_of
 from fedloom.analyses.rows import Schema
-from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -23,8 +23,8 @@ from fedloom.seeds import generator, random_state
 
 FEWEST_SAMPLES = 5
 """t-SNE needs so many test samples of a client."""
-PERPLEXITY = 30.0
-"""Of t-SNE, as scikit-learn's default; less where a client has few samples."""
+TSNE_PERPLEXITY = 30.0
+"""Perplexity of t-SNE, as scikit-learn's default. Smaller if a client has few samples."""
 
 
 class Confusion(Analysis):
@@ -73,7 +73,7 @@ class Tsne(Analysis):
 def confusion(result: Result) -> pa.Table:
     """Confusion counts on every scored client's test part, after the last round: client, model, true, predicted, count.
 
-    Classes are their codes; cells without a sample are left out; rows are sorted.
+    Classes are their codes. Cells without a sample are left out. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -96,14 +96,16 @@ def confusion(result: Result) -> pa.Table:
         for cell, count in enumerate(counts.tolist())
         if count
     ]
-    return table_of(rows, client=WHOLE, model=TEXT, true=WHOLE, predicted=WHOLE, count=WHOLE)
+    return table_of(
+        rows, client=INTEGER_TYPE, model=TEXT_TYPE, true=INTEGER_TYPE, predicted=INTEGER_TYPE, count=INTEGER_TYPE
+    )
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """t-SNE of the head's inputs for clients' test samples: client, model, label, x, y; and notes on who is left out.
+    """t-SNE of the head's inputs for clients' test samples: client, model, label, x, y. And notes on who is left out.
 
     The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
-    plane of its own, a function of the run's seed; a label is a class's code, NaN without classes.
+    plane of its own, a function of the run's seed. A label is a class's code, NaN without classes.
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 
@@ -125,7 +127,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         y = fed.targets(index)
         labels = [math.nan] * len(index) if not fed.data.classed else y[y >= 0].tolist()
         rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
-        plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
+        plane = TSNE(perplexity=min(TSNE_PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
-    return table_of(rows, client=WHOLE, model=TEXT, label=NUMBER, x=NUMBER, y=NUMBER), notes
+    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, label=NUMBER_TYPE, x=NUMBER_TYPE, y=NUMBER_TYPE), notes

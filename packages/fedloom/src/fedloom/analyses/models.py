@@ -16,7 +16,7 @@ MODELS_TOGETHER = 32
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model.
+    """Yield clients and their model, the normalisation statistics set for it. Nothing if there is no such model.
 
     Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
     """

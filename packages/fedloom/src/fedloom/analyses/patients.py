@@ -11,14 +11,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis
-from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import Federation
 from fedloom.data.groups import enough, groups_of, row_counts, subjects_of
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.rundir import FEDERATION, SAMPLES
+from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 
 GroupScore = tuple[int, str, str, str, float]
 """Client (-1: all together), model, group, metric and value."""
@@ -51,9 +51,7 @@ class Groups(Analysis):
     by: tuple[str, ...] = Field(
         min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
     )
-    least: int = Field(
-        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
-    )
+    least: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
 
     @property
     def kept_columns(self) -> Sequence[str]:
@@ -110,7 +108,7 @@ def predictions(result: Result) -> pa.Table:
 
 
 def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
-    """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
+    """Columns client (-1: all together), model, subgroup, metric, value, of every group first its samples.
 
     Groups with fewer samples (known subjects) than `least`, or of a class or of events, have no other figure.
 
@@ -127,10 +125,10 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
         for name, members in groups.items():
             inside = members.cpu()[index]
-            for client in (FEDERATION, *ids):
-                some = inside if client == FEDERATION else inside & (owner == client)
+            for client in (FEDERATION_CLIENT, *ids):
+                some = inside if client == FEDERATION_CLIENT else inside & (owner == client)
                 count = int(some.sum())
-                rows.append((client, kind, name, SAMPLES, float(count)))
+                rows.append((client, kind, name, SAMPLES_FIGURE, float(count)))
                 units = None if subjects is None else subjects[index[some]]
                 counts = row_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
                 if enough(counts, least):
@@ -141,4 +139,4 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
     """Scores of groups as a table."""
-    return table_of(rows, client=WHOLE, model=TEXT, subgroup=TEXT, metric=TEXT, value=NUMBER)
+    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)

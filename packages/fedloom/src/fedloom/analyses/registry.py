@@ -1,4 +1,4 @@
-"""Analyses by name; a name costs no import, and a package adds analyses by the entry point group of this name."""
+"""Analyses by name. A name costs no import, and a package adds analyses by the entry point group of this name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Where every analysis is, by name, in order."""
+        """Return the import path of every analysis, by name, in order."""
         added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
         return dict(sorted({**added, **self._own}.items()))
 

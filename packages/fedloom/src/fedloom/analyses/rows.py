@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.federation import PARTS, Federation
+from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.tables import Table, TableColumn
 
 Range = tuple[float, float]
@@ -18,15 +18,15 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Schema:
-    """What all clients have agreed on about their rows.
+    """Columns, levels and ranges that all clients have agreed on.
 
     Args:
         name: of the data set.
         task: what the targets are.
         columns: the columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
-        classes: names of the classes; empty where targets are numbers.
+        classes: names of the classes. Empty where targets are numbers.
         outputs: outputs that a model of the task has.
-        target_ranges: agreed range of every number of a target; None where there is none.
+        target_ranges: agreed range of every number of a target. None where there is none.
         levels: names of the codes of every kept column.
         is_table: whether a sample is a row of columns.
     """
@@ -41,7 +41,7 @@ class Schema:
     is_table: bool = True
 
     def place(self, column: str) -> int | None:
-        """Return the number of a column; None if there is none of that name."""
+        """Return the number of a column, or None for an unknown name."""
         names = [c.name for c in self.columns]
         return names.index(column) if column in names else None
 
@@ -51,15 +51,15 @@ class ClientRows:
     """The rows of one client.
 
     Args:
-        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels; NaN is missing. Of
+        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN is missing. Of
             samples that are no rows of a table, their features.
         y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
-        part: ``[N]`` int64, the part of every row: a place in `PARTS` (train, validation, test).
+        part: ``[N]`` int64, the part of every row: a place in `DATA_PARTS` (train, validation, test).
         subjects: ``[N]`` int64 numbers of the people or things that the rows are of.
         columns: codes ``[N]`` int64 of every kept column of the schema.
         fetch: gives the inputs ``[b, *shape]`` of rows ``[b]`` as a model gets them.
         place: number of the client among the sizes of the terms.
-        models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs; empty without.
+        models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs. Empty without.
     """
 
     x: Tensor
@@ -122,9 +122,9 @@ def client_rows(
         client: number of the client.
         models: of a run, by kind.
     """
-    index = [fed.indices(part, client).cpu() for part in PARTS]
+    index = [fed.indices(part, client).cpu() for part in DATA_PARTS]
     rows = torch.cat(index)
-    part = torch.arange(len(PARTS)).repeat_interleave(torch.tensor([len(some) for some in index]))
+    part = torch.arange(len(DATA_PARTS)).repeat_interleave(torch.tensor([len(some) for some in index]))
 
     # common test rows belong to no client and are in no part
     def fetch(some: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
     return {name: _rows_of(data, rows, train[name], None, k, {}) for k, (name, rows) in enumerate(places.items())}
 
 
-def with_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
+def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
     """Return the schema with the pooled range in the place of every range that nobody has agreed on, and their names.
 
     For simulations only: real sites agree on ranges, because the pooled ones are figures of single rows.

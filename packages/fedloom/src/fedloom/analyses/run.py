@@ -1,6 +1,6 @@
 """Run of an analysis in process, and the parts of it that are the same at every place.
 
-`answer_question` is the end of a client, `run_questions` that of whoever asks; a place only carries questions and sums.
+`answer_question` is the end of a client, `run_questions` that of whoever asks. A place only carries questions and sums.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question, Rules, State, require_questions
 from fedloom.analyses.registry import ANALYSES
-from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, schema_of, with_ranges
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
@@ -95,7 +95,7 @@ class AnalysisResult:
         )
 
 
-@on_cpu()
+@default_to_cpu()
 def analyze(
     analysis: Analysis | str,
     clients: Any,
@@ -112,10 +112,10 @@ def analyze(
 
     Args:
         analysis: a value, or its name in `fedloom.analyses.ANALYSES`, or an import path.
-        clients: a `Federation`; a `Dataset`, whose users are the clients; what `Federation.of` or `Dataset.of` takes;
-            or the `Result` of a run, for an analysis of models.
+        clients: a `Federation`. A `Dataset`, whose users are the clients, what `Federation.create` or `Dataset.create`
+            takes. Or the `Result` of a run, for an analysis of models.
         rules: what the clients agree on (`Rules`), as a value or a table of options.
-        folder: keeps every sum, so that the same call resumes an interrupted analysis; None: nothing is kept.
+        folder: keeps every sum, so that the same call resumes an interrupted analysis. None: nothing is kept.
         options: of an analysis that is given by name.
 
     Raises:
@@ -179,7 +179,7 @@ def run_questions(
         analysis: by sums.
         terms: what is public.
         ask: carries a question to all clients.
-        folder: where sums are kept; None: nowhere.
+        folder: where sums are kept. None: nowhere.
 
     Raises:
         Refused: the analysis wants more questions than agreed.
@@ -231,7 +231,7 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
 def answer_question(
     analysis: Analysis, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds, where: str
 ) -> Answer:
-    """Return a client's answer within the bounds; zeros of a client with fewer subjects than agreed.
+    """Return a client's answer within the bounds. Zeros of a client with fewer subjects than agreed.
 
     Args:
         analysis: by sums.
@@ -266,7 +266,7 @@ def answer_question(
 
 
 def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
-    """Return the sum of answers, and what is known of it.
+    """Return the sum of answers, and its facts.
 
     Numbers are added exactly (`math.fsum`), so the order of clients changes no bit.
     """
@@ -342,7 +342,7 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     """
     schema, rows, notes = _as_given(clients, analysis)
     analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
-    schema, unagreed = with_ranges(schema, rows)
+    schema, unagreed = fill_ranges(schema, rows)
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
@@ -367,7 +367,7 @@ def _as_given(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clien
         )
     if not isinstance(clients, Dataset | Federation):
         many = isinstance(clients, list) or (isinstance(clients, Mapping) and not {"x", "train"} & clients.keys())
-        clients = Federation.of(clients) if many else Dataset.of(clients)
+        clients = Federation.create(clients) if many else Dataset.create(clients)
     if isinstance(clients, Dataset):
         return schema_of(clients), dataset_rows(clients), [*clients.notes]
     rows = {name: client_rows(clients, k) for k, name in enumerate(clients.names)}

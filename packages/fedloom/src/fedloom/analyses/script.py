@@ -16,7 +16,7 @@ Total = tuple[Tensor, Info]
 
 
 class _Pending(BaseException):
-    """The question that the function needs next; no code of an analysis catches it by accident."""
+    """The question that the function needs next. No code of an analysis catches it by accident."""
 
     def __init__(self, question: Question) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """The next question; at the end the table and the predictor."""
+        """The next question, at the end the table and the predictor."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
+INTEGER_TYPE, TEXT_TYPE, NUMBER_TYPE = pa.int64(), pa.string(), pa.float64()
 
 
 def table_of(rows: Sequence[tuple[object, ...]], /, **kinds: pa.DataType) -> pa.Table:

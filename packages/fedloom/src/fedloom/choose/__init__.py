@@ -1,4 +1,4 @@
-"""Choices of the server: who takes part in a round, who counts how much, and what mixture a client receives."""
+"""Choose the server's way: who takes part in a round, with which weight, and which mixture a client receives."""
 
 from fedloom.choose.mixers import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity
 from fedloom.choose.samplers import (

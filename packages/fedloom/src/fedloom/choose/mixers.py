@@ -29,10 +29,13 @@ class Mixer(Value, ABC):
 
     kind: ClassVar[str]
     among: Among = Field(
-        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
     )
     share: float = Field(
-        1.0, ge=0, le=1, description="part of the mixture in what a client receives; the rest is the server's model"
+        1.0,
+        ge=0,
+        le=1,
+        description="weight of the mixture in the model that a client receives. The rest is the server's model",
     )
 
     @property
@@ -41,10 +44,10 @@ class Mixer(Value, ABC):
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
-        """The mixture ``[m, d]`` of every client of the cohort.
+        """Return the mixture ``[m, d]`` of every client of the cohort.
 
         Args:
-            models: ``[m, d]`` last models of the cohort, of all clients ``[n, d]`` with `mixes_all`; a client never
+            models: ``[m, d]`` last models of the cohort, of all clients ``[n, d]`` with `mixes_all`. A client never
                 seen has the initial one.
             start: ``[d]`` the initial model.
             ctx: the cohort.
@@ -65,16 +68,16 @@ class Mixer(Value, ABC):
         return self.moved(models[place], torch.stack(rows), ctx)
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """The mixtures ``[m, d]`` of the clients at ``place [m]`` among the attended ``models [k, d]``."""
+        """Return the mixtures ``[m, d]`` of the clients at ``place [m]`` among the attended ``models [k, d]``."""
         return self.weights(models, start, ctx)[place] @ models
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """What clients with last models ``last_models [m, d]`` receive of their mixtures; by default these."""
+        """Return the models that clients with last models ``last_models [m, d]`` receive, by default their mixtures."""
         return mixtures
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """What every model counts in every mixture ``[k, k]``; rows sum to 1."""
+        """Return the weight of every model in every mixture ``[k, k]``. Rows sum to 1."""
 
     def check(self, n: int) -> None:
         """Refuse a federation of ``n`` clients that cannot be mixed.
@@ -90,22 +93,22 @@ class Attention(Mixer):
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
     Deviations: those of the method ``fedacs``, which is local training from these mixtures. Attackers that send copies
-    of one direction fill the quantile with their own cosines, so that no honest client passes it; ``copies`` counts
+    of one direction fill the quantile with their own cosines, so that no honest client passes it. ``copies`` counts
     them as one. Attackers that spread their directions below that cosine still count one by one.
     """
 
     kind: ClassVar[str] = "attention"
     quantile: float = Field(
-        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1); not given in the paper"
+        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1). Not given in the paper"
     )
     lam: float | None = Field(
-        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1); None: alpha_k = 1 (Eq. 4)"
+        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1). None: alpha_k = 1 (Eq. 4)"
     )
     similarity: Similarity = Field(
-        "model", description="whose cosine s_ij is: the models', or their changes' from the initial model"
+        "model", description="vectors of the cosine s_ij: the models, or their changes from the initial model"
     )
     copies: float | None = Field(
-        None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
+        None, gt=0, le=1, description="cosine from which models count as copies of one model (None: no cap)"
     )
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
@@ -130,9 +133,9 @@ class Proximity(Mixer):
     """
 
     kind: ClassVar[str] = "proximity"
-    alpha: float | None = Field(None, gt=0, description="step of the mixing; reach sqrt(rounds)/2 when not given")
+    alpha: float | None = Field(None, gt=0, description="step of the mixing. Reach sqrt(rounds)/2 when not given")
     sigma: float | None = Field(
-        None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given"
+        None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma). 2 (n - 1) alpha when not given"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -146,7 +149,7 @@ class Proximity(Mixer):
         return xi + torch.diag(1 - xi.sum(1))
 
     def _self_and_peers(self, models: Tensor, ctx: Ctx) -> Tensor:
-        """xi_ij for j other than i; 0 on the diagonal."""
+        """xi_ij for j other than i. 0 on the diagonal."""
         alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
         sigma = self.sigma or 2 * max(ctx.n - 1, 1) * alpha
         apart = algebra.distances(models).square()
@@ -165,7 +168,7 @@ class Angles(Mixer):
     kind: ClassVar[str] = "angles"
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(
-        None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given"
+        None, ge=0, le=1, description="own weight xi_ii. 1/m of the m mixed models if not given"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -188,7 +191,7 @@ class Angles(Mixer):
 class ClusterMeans(Mixer):
     """Sends every client the mean of its cluster: one model per cluster, recovered from the clients' last models.
 
-    Reference: the outlook of Equitable-FL (arXiv:2410.19207), clusters as personalised models; the clustering is its
+    Reference: the outlook of Equitable-FL (arXiv:2410.19207), clusters as personalised models. The clustering is its
     Algorithm 1 on directions of models in place of activations.
 
     Deviations: clusters are found anew in every round, among the attended models. Where ``clusters`` is not given,
@@ -196,9 +199,9 @@ class ClusterMeans(Mixer):
     """
 
     kind: ClassVar[str] = "clusters"
-    clusters: int | None = Field(None, ge=1, description="C, number of clusters; sought in every round when not given")
+    clusters: int | None = Field(None, ge=1, description="C, number of clusters. Sought in every round when not given")
     similarity: Similarity = Field(
-        "change", description="what is clustered: directions of the models, or of their changes from the initial model"
+        "change", description="vectors to cluster: the models, or their changes from the initial model"
     )
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -220,7 +223,7 @@ class ClusterMeans(Mixer):
 
 
 def directions(w: Tensor) -> Tensor:
-    """Rows ``[m, d]`` of length 1; a row of zeros stays as it is."""
+    """Rows ``[m, d]`` of length 1. A row of zeros stays as it is."""
     lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
     return w / lengths.clamp(min=1e-30)
 
@@ -251,7 +254,7 @@ def _quantile(s: Tensor, quantile: float) -> Tensor:
 
 
 def _weighted_quantile(s: Tensor, quantile: float, counts: Tensor) -> Tensor:
-    """The smallest entry up to which entries have the part ``quantile`` of all weight; s_ij weighs as both count."""
+    """Return the smallest entry up to which entries have the part ``quantile`` of all weight."""
     ordered, order = s.flatten().sort()
     reached = (counts[:, None] * counts).flatten()[order].double().cumsum(0)
     place = int((reached < (quantile - 1e-9) * reached[-1]).sum())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.choose.weighers import EquitableWeigher
-from fedloom.data.dataset import MISSING
+from fedloom.data.dataset import MISSING_LEVEL
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused, RunStopped, Stop
 from fedloom.hints import unknown
@@ -17,36 +17,36 @@ from fedloom.local.oracles import Network, chunk_count, chunk_limit
 from fedloom.rows.attacks import Attack
 
 
-def by_clusters(weights: object) -> bool:
+def uses_clusters(weights: object) -> bool:
     """Whether the shares are those of recovered clusters."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
 def clusters_of(weights: object) -> int | None:
-    """The number of clusters in `Setting.weights`; None where it is sought."""
+    """Return the number of clusters in `Setting.weights`, or None if it is estimated."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
 
 
 def period_of(weights: Any) -> int | None:
-    """The rounds after which clusters are found again; None where they are found once or shares are no clusters'."""
-    return int(str(weights).rpartition(" ")[2]) if by_clusters(weights) and " every " in weights else None
+    """Return the rounds after which clusters are found again, or None if that happens once or never."""
+    return int(str(weights).rpartition(" ")[2]) if uses_clusters(weights) and " every " in weights else None
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """The column whose levels are the groups of `Setting.weights`; None where shares are by something else."""
+    """Return the column whose levels are the groups of `Setting.weights`, or None if shares follow another rule."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """The clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
+    """Compute the clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
 
     Args:
         weights: ``Setting.weights``.
-        fed: the clients; those without training samples have no share by samples.
+        fed: the clients. Those without training samples have no share by samples.
 
     Raises:
-        ConfigError: a number for each of other clients, or none above zero; a column that is not there.
+        ConfigError: a number for each of other clients, or none above zero. A column that is not there.
         Refused: groups of clients that are in none, or by a column of which a client has several levels.
     """
     column = column_of_shares(weights)
@@ -62,7 +62,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = _alike(fed.groups.cpu())
     elif column is not None:
         masses = _alike(_levels(column, fed))
-    elif weights == "uniform" or by_clusters(weights):
+    elif weights == "uniform" or uses_clusters(weights):
         masses = torch.ones(fed.n, dtype=torch.float64)
     else:
         masses = torch.tensor(weights, dtype=torch.float64)
@@ -81,7 +81,7 @@ def _alike(groups: Tensor) -> Tensor:
 
 
 def _levels(column: str, fed: Federation) -> Tensor:
-    """The level ``[n]`` of a column that all training samples of a client have.
+    """Return the level ``[n]`` of a column that all training samples of a client share.
 
     Raises:
         ConfigError: the column is not there.
@@ -95,7 +95,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
     for client in range(fed.n):
         codes = data.columns[column].cpu()[fed.indices("train", client).cpu()].unique().tolist()
         names = [data.levels[column][code] or "none" for code in codes]
-        if len(codes) != 1 or data.levels[column][codes[0]] == MISSING:
+        if len(codes) != 1 or data.levels[column][codes[0]] == MISSING_LEVEL:
             raise Refused(
                 f"{what} needs one level of every client, but client {fed.names[client]!r} has {', '.join(names[:4])}",
                 rule="shares-need-one-level",
@@ -115,7 +115,7 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     """Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
 
     Args:
-        clusters: C; None where it is sought.
+        clusters: C. None where it is sought.
         activations: ``[n, k]`` of all clients (`described`).
         ctx: all clients, of the round that begins with that, or before round 1.
 
@@ -165,7 +165,7 @@ def cluster_shares(
     that model (Equitable-FL, Algorithm 1, lines 5-10, where it is so in every round and over the cohort).
 
     Args:
-        clusters: C; None where it is sought.
+        clusters: C. None where it is sought.
         oracle: the local problems.
         x0: ``[d]`` the initial model.
         ctx: all clients, before round 1.

@@ -22,17 +22,17 @@ Floats = NDArray[np.float64]
 
 
 class Weigher(Value, ABC):
-    """Weighs the uploads of the accepted cohort; its state is a NamedTuple of tensors, explicit and checkpointed."""
+    """Weighs the uploads of the accepted cohort. Its state is a NamedTuple of tensors, explicit and checkpointed."""
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """The client answers a question after training, with its reply; counted in work and bytes."""
+    """The client answers a question after training, with its reply. Counted in work and bytes."""
     describes: ClassVar[bool] = False
     """The answer is the client's activations."""
 
     @property
     def signed(self) -> bool:
-        """Shares may be negative; those of a cohort have a positive sum in any case."""
+        """Whether shares may be negative. A cohort's shares have a positive sum in any case."""
         return False
 
     def init(self, ctx: Ctx) -> Any:
@@ -40,15 +40,15 @@ class Weigher(Value, ABC):
         return Nothing()
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """A client's answer ``[m, k]`` about its trained model ``[m, d]``; runs at the client."""
+        """Compute a client's answer ``[m, k]`` about its trained model ``[m, d]``. Runs at the client."""
         raise AssertionError("this weigher has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Shares ``[m, 1]`` of the clients ``ctx.ids``; the engine divides by their sum."""
+        """Shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """This weigher with what a run's groups ``[evaluate] groups`` make of its open options.
+        """Resolve this weigher's open options by the groups of the run.
 
         Raises:
             ConfigError: it needs groups, and there are none.
@@ -98,13 +98,13 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Last recovered cluster of every client ``[n]``; -1 before its first round."""
+    """Last recovered cluster of every client ``[n]``. -1 before its first round."""
 
     labels: Tensor
 
 
 class EquitableWeigher(Weigher):
-    """Clusters of the cohort, recovered from activations, count the same; within a cluster, clients do.
+    """Clusters of the cohort, recovered from activations, count the same. Within a cluster, clients do.
 
     Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1:
     S = A A', spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on its rows, p_i = 1/(C
@@ -113,17 +113,17 @@ class EquitableWeigher(Weigher):
     Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. How a client's
     activations become one vector is not stated: here the mean over its training samples (or its last mini-batch) of
     the log-softmax of the penultimate representation under its trained model. The server receives activations of single
-    clients. The paper presets C; where it is not given, `clear_clusters` looks for it in every round.
+    clients. The paper presets C, where it is not given, `clear_clusters` looks for it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
     clusters: int | None = Field(
-        None, ge=1, description="C, the true number in the paper (2, 2, 3, 5; Table 1); sought when not given"
+        None, ge=1, description="C, the true number in the paper (2, 2, 3, 5; Table 1). Sought when not given"
     )
     layer: Literal["penultimate", "logits"] = Field("penultimate", description="representation a_i (Fig. 1)")
     log_softmax: bool = Field(True, description="log-softmax of each sample's representation before the mean (Fig. 1)")
     reduce: Literal["mean", "last_batch"] = Field(
-        "mean", description="samples of the mean: the training part, or the last mini-batch; not stated in the paper"
+        "mean", description="samples of the mean: the training part, or the last mini-batch. Not stated in the paper"
     )
 
     probes: ClassVar[bool] = True
@@ -134,7 +134,7 @@ class EquitableWeigher(Weigher):
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
-        """The client's activation vector a_i."""
+        """Compute the client's activation vector a_i."""
         batch = None if self.reduce == "mean" else work.last_batch()
         return work.activations(model, self.layer, _log_softmax if self.log_softmax else None, batch)
 
@@ -150,7 +150,7 @@ class EquitableWeigher(Weigher):
         return p[:, None], Labels(labels)
 
     def remarks(self) -> list[str]:
-        """That the number of clusters belongs to the federation, where it is not given."""
+        """Note that the number of clusters depends on the federation, if it is not given."""
         if self.clusters is not None:
             return []
         return [
@@ -179,7 +179,7 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
 
 CLEAR = 0.7
 """Mean silhouette above which clusters are a strong structure (Kaufman and Rousseeuw, "Finding Groups in Data", 1990,
-chapter 2, Table 4); two halves of a normal distribution have 0.59."""
+chapter 2, Table 4). Two halves of a normal distribution have 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
@@ -228,28 +228,37 @@ class FairFedWeigher(Weigher):
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
     Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups,
-    and |Acc - Acc_i| where F_i has no value; or, with ``accuracy`` or ``loss``, of that one alone.
+    and |Acc - Acc_i| where F_i has no value. Or, with ``accuracy`` or ``loss``, of that one alone.
 
     F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``)
     of predictions 1 for the two groups A and B. Its global value is that of the cohort's pooled samples.
 
     Deviations: the metric is that of the received model on the client's training part, its global value that of the
-    cohort; it is sent in the clear (counts by group, for a metric of groups), not by secure aggregation. Clients that
-    do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL (``floor``); if
+    cohort. It is sent in the clear (counts by group, for a metric of groups), not by secure aggregation. Clients that
+    do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL (``floor``). If
     those of a cohort do not have a positive sum, it is weighed by samples.
     """
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0 weighs by samples"
+        None, ge=0, description="fairness budget beta (Eq. 7). 1/(n rounds) when not given. 0 weighs by samples"
     )
     metric: Literal["accuracy", "loss", "equal-opportunity", "statistical-parity"] = Field(
-        "accuracy", description="what is compared with its global value; the last two are of groups within clients"
+        "accuracy",
+        description=(
+            "metric whose client value is compared with its global value. The last two compare groups within clients"
+        ),
     )
     group: str | None = Field(
-        None, description="column of two levels, or a bound as 'age>=75': the groups; the first of [evaluate] groups"
+        None,
+        description=(
+            "column with two levels, or a bound such as 'age>=75', that defines the groups (default: the "
+            "first of [evaluate] groups)"
+        ),
     )
-    floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
+    floor: bool = Field(
+        True, description="force weights of at least 0 (Equitable-FL). The paper allows negative weights"
+    )
 
     probes: ClassVar[bool] = True
 
@@ -264,7 +273,7 @@ class FairFedWeigher(Weigher):
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """The groups are the first of the run's, if the metric is of groups."""
+        """Take the run's first choice of groups, if the metric compares groups."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:
@@ -275,7 +284,7 @@ class FairFedWeigher(Weigher):
         return self.with_(group=groups[0])
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """The client's metric of the model it received; of groups, their counts and the accuracy ``[m, 9]``."""
+        """Compute the client's metric of the received model, for groups, their counts and the accuracy ``[m, 9]``."""
         if self.metric == "loss":
             return work.loss(down[0])
         accuracy = work.accuracy(down[0])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Prepare, Task
-from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
 
 __all__ = [
+    "DATA_PARTS",
     "PARTITIONS",
-    "PARTS",
     "SOURCES",
     "Dataset",
     "Federation",

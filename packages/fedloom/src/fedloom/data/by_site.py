@@ -10,35 +10,35 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from fedloom.data.survey.conversions import conversion, is_fahrenheit
-from fedloom.data.survey.facts import FEW, ColumnProfile
-from fedloom.formats import listed
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, ColumnProfile
+from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
-EVENTS = 5
+MIN_CLASS_ROWS = 5
 """Fewest rows on each side of a class for a figure of how well a column predicts it."""
-UNITS = 4.0
+UNIT_RATIO_NOTED = 4.0
 """Ratio of two sites' medians from which they are named, though no known conversion is near."""
-NEAR = 1.5
+SAME_UNIT_RATIO = 1.5
 """Ratio of two sites' medians up to which they are of one unit: every known factor is larger."""
-ALIKE = 2.5
-"""How far the ratios of medians and of spreads of two units may lie apart."""
-ABSENT = 0.98
+MAX_SPREAD_RATIO_GAP = 2.5
+"""Largest distance between the ratios of medians and of spreads of two units."""
+ABSENT_COLUMN_SHARE = 0.98
 """Share of missing cells from which a site does not have a column."""
-APART = 0.3
+MISSING_SHARE_DIFFERENCE = 0.3
 """Difference of the shares of missing cells of two sites that is worth a sentence."""
 
 Rows = Mapping[str, NDArray[np.bool_]]
-"""Which rows ``[N]`` belong to each site, by its name."""
+"""Mask ``[N]`` of each site's rows, by its name."""
 
 
 class SingleColumnScore(NamedTuple):
-    """How well one column predicts the target: a figure by name, in [0, 1], and as text."""
+    """Predictive value of one column: a figure by name, in [0, 1], and as text."""
 
     value: float
     text: str
 
 
-def alone(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
+def score_column(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
     """Return how well a column alone predicts the target: see `score`."""
     y = target.values
     if task != "regression":
@@ -56,18 +56,18 @@ def score(
 ) -> SingleColumnScore:
     """Return the AUROC of a column for the target's classes (the mean of those with enough rows), or R2.
 
-    A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
+    A number ranks rows itself. Every column ranks them by the target's mean in its groups too, which is learned on one
     half of the rows and applied to the other. 0 where too few rows are there to say so.
 
     Args:
-        groups: ``[N]`` group of every row; missing cells are a group.
-        numbers: ``[N]``, NaN where missing; None: the column has levels.
-        y: ``[N]`` numbers of a "regression", else codes of classes; NaN where missing.
+        groups: ``[N]`` group of every row. Missing cells are a group.
+        numbers: ``[N]``, NaN where missing. None: the column has levels.
+        y: ``[N]`` numbers of a "regression", else codes of classes. NaN where missing.
         task: "regression" or "classification".
         least: a figure below it may be 0, which is faster.
     """
     present = ~np.isnan(y)
-    if present.sum() < FEW:
+    if present.sum() < MAX_FEW_LEVELS:
         return SingleColumnScore(0.0, "")
     y, groups = y[present], groups[present]
     x = np.full(len(y), np.nan) if numbers is None else numbers[present]
@@ -83,12 +83,14 @@ def score(
         return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
     ranks, values = rankdata(x[observed]), list[float]()
     codes, counts = np.unique(y, return_counts=True)
-    enough = [code for code, count in zip(codes, counts, strict=True) if EVENTS <= count <= len(y) - EVENTS]
+    enough = [
+        code for code, count in zip(codes, counts, strict=True) if MIN_CLASS_ROWS <= count <= len(y) - MIN_CLASS_ROWS
+    ]
     enough = enough[-1:] if len(codes) == 2 else enough
     for code in enough:
         here = y == code
         best = _auroc(rankdata(_across(groups, here.astype(float))), here)
-        if EVENTS <= here[observed].sum() <= observed.sum() - EVENTS:
+        if MIN_CLASS_ROWS <= here[observed].sum() <= observed.sum() - MIN_CLASS_ROWS:
             one, share = _auroc(ranks, here[observed]), float(observed.mean())
             best = max(best, share * max(one, 1 - one) + (1 - share) / 2)
         values.append(best)
@@ -99,13 +101,13 @@ def score(
 
 
 def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """AUROC from the ranks of the scores, by the rank-sum statistic; ties have mean ranks."""
+    """AUROC from the ranks of the scores, by the rank-sum statistic. Ties have mean ranks."""
     count = int(positive.sum())
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of every row the mean target of its group in the half of the rows that it is not in."""
+    """Return for every row the mean target of its group in the half of the rows without it."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
@@ -124,34 +126,34 @@ def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
 
 
 def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """What differs from site to site in a column."""
+    """Yield the differences between sites in a column."""
     missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(missing[here].mean()) for site, here in rows.items()}
-    present = [site for site, share in shares.items() if share < ABSENT]
+    present = [site for site, share in shares.items() if share < ABSENT_COLUMN_SHARE]
     if len(present) > 1 or len(rows) == 1:
         least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
         if len(present) < len(rows):
             absent = [site for site in rows if site not in present]
-            yield f"is not there at {listed([*map(repr, absent)], 8)}"
-        elif shares[most] - shares[least] >= APART:
+            yield f"is not there at {shorten_list([*map(repr, absent)], 8)}"
+        elif shares[most] - shares[least] >= MISSING_SHARE_DIFFERENCE:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
         yield from _units(column, rows)
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
-    """The only site that has a column, if it is one of several."""
-    present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT]
+    """Return the one site, of several, that has values in this column."""
+    present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 class Shift(NamedTuple):
-    """A site whose numbers are those of the others in another unit, or differ as much as that.
+    """Site with numbers like the other sites' in another unit, or as different as that.
 
     Attributes:
         median: at the site.
         usual: median of the other sites.
-        factor: known one that converts the site's numbers; None where none is near.
+        factor: known one that converts the site's numbers. None where none is near.
         units: of the factor.
     """
 
@@ -162,26 +164,26 @@ class Shift(NamedTuple):
 
 
 def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
-    """Return the sites whose medians and spreads differ from those of the others by the same factor.
+    """Return the sites whose medians and spreads differ from the others' by the same factor.
 
     Only numbers above 0 are in a unit that a factor converts: numbers of both signs are standardised, logarithms or
     changes, whose medians have any ratio. Numbers of rows or patients, and codes, are in no unit.
     """
     figures = _figures(column, rows)
-    if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= FEW:
+    if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
         return {}
     middle, spread = _usual(figures)
     shifted = {}
     for site, (median, width) in figures.items():
         ratio = middle / median
         near = conversion(column.name, ratio)
-        if min(width, spread) <= 0 or not 1 / ALIKE <= ratio * width / spread <= ALIKE:
+        if min(width, spread) <= 0 or not 1 / MAX_SPREAD_RATIO_GAP <= ratio * width / spread <= MAX_SPREAD_RATIO_GAP:
             continue
         if is_fahrenheit(column.name, median, middle) or is_fahrenheit(column.name, middle, median):
             shifted[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
-        elif near is not None and max(ratio, 1 / ratio) > NEAR:
+        elif near is not None and max(ratio, 1 / ratio) > SAME_UNIT_RATIO:
             shifted[site] = Shift(median, middle, *near)
-        elif max(ratio, 1 / ratio) >= UNITS:
+        elif max(ratio, 1 / ratio) >= UNIT_RATIO_NOTED:
             shifted[site] = Shift(median, middle, None, "")
     return shifted
 
@@ -191,19 +193,19 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
     figures = {}
     for site, here in rows.items():
         numbers = column.values[here & ~np.isnan(column.values)]
-        if column.kind == "number" and len(numbers) >= max(EVENTS, (1 - ABSENT) * here.sum()):
+        if column.kind == "number" and len(numbers) >= max(MIN_CLASS_ROWS, (1 - ABSENT_COLUMN_SHARE) * here.sum()):
             low, middle, high = np.quantile(numbers, (0.25, 0.5, 0.75))
             figures[site] = (float(middle), float(high - low))
     return figures
 
 
 def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """The median and range that most sites' are like."""
+    """Return the median and range that most sites are close to."""
     return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
 
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """A sentence on the sites that are in another unit."""
+    """Yield a sentence on the sites with another unit."""
     if not (shifted := shifts(column, rows)):
         return
     first = next(iter(shifted.values()))
@@ -211,7 +213,8 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in shifted.values()])
     sentence = f"medians differ {fold:.3g}-fold by site ({shown}; {first.usual:.4g} at the others)"
     if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
-        yield f"{sentence}, as in another unit ({listed(sorted(units), 3)}): the draft proposes factors, in a comment"
+        unit_names = shorten_list(sorted(units), 3)
+        yield f"{sentence}, as in another unit ({unit_names}): the draft proposes factors, in a comment"
     elif first.units:
         yield f"{sentence}, as {first.units} do, between which no factor converts: convert the cells, in the table"
     else:
@@ -220,4 +223,4 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 def _alike(a: float, b: float) -> bool:
     """Return whether two medians above 0 are of one unit."""
-    return max(a, b) < NEAR * min(a, b)
+    return max(a, b) < SAME_UNIT_RATIO * min(a, b)

@@ -10,16 +10,16 @@ import numpy as np
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
-from fedloom.data.samples import named_pair
-from fedloom.data.sides import are_many, batches_given, joined_roles, most_classes, refuse_unlike, side_of
+from fedloom.data.samples import find_pair
+from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
-EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
-"""How clients are given."""
+CLIENTS_EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
+"""Example of clients as an argument."""
 
 
 def as_federation(
@@ -30,15 +30,15 @@ def as_federation(
     seed: int = 0,
     **options: object,
 ) -> Federation:
-    """The federation of clients that come with their samples.
+    """Build a federation from clients that come with their samples.
 
     Args:
         clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each
-            the tuple (x, y) or what else `Dataset.of` takes; or one set, of which the test part is cut.
+            the tuple (x, y) or what else `Dataset.create` takes. Or one set, of which the test part is cut.
         test: fraction of a client's samples for its test part, where it comes without one.
         validation: fraction of a client's training samples (where it comes without a test set, of all) for validation.
         seed: of the cuts.
-        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``;
+        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``.
             ``subject``, ``order`` and ``strata`` are entries of clients that are dictionaries with ``x`` and ``y``.
 
     Raises:
@@ -49,14 +49,14 @@ def as_federation(
     if isinstance(clients, tuple) and len(clients) == 2:
         raise ConfigError(
             f"{name}: a tuple of two is one data set (x, y), or one client's training and test set; of clients give "
-            f"{EXAMPLE}"
+            f"{CLIENTS_EXAMPLE}"
         )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
     if len(named) < len(by_name):
         raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
     if not named:
-        raise ConfigError(f"{name}: there are no clients; give {EXAMPLE}")
+        raise ConfigError(f"{name}: there are no clients; give {CLIENTS_EXAMPLE}")
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
             f"{name}: a list is clients, and these are arrays without targets; give of each client the tuple (x, y). "
@@ -91,11 +91,11 @@ def as_federation(
     width = len(str(len(named)))
     owners = [f"{place:0{width}}" for k in range(len(sides[0]))
               for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
-    classes = most_classes(side for parts in sides for side in parts)
+    classes = common_classes(side for parts in sides for side in parts)
     in_order = [_sides(client, both)[k] for k in range(len(sides[0])) for client in named.values()]
-    options = {**joined_roles(in_order, name), **options}
+    options = {**join_roles(in_order, name), **options}
     options = {"users": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
-    data = Dataset.of(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
+    data = Dataset.create(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
     cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
     fed = cut(data, seed)
     everyone = list(named)
@@ -129,7 +129,7 @@ def _is_split(client: Any, place: str) -> bool:
 
 def _are_samples(sets: Sequence[Any]) -> bool:
     """Return whether all are a sample with its target, a single number or text."""
-    pairs = [named_pair(one) or one for one in sets]
+    pairs = [find_pair(one) or one for one in sets]
     return all(isinstance(pair, tuple) and len(pair) == 2 and np.ndim(pair[1]) == 0 for pair in pairs)
 
 

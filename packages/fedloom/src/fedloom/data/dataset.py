@@ -1,4 +1,4 @@
-"""Dataset: one source in memory, checked once; the arrays stay as they were stored (bytes stay bytes)."""
+"""Dataset: one source in memory, checked once. The arrays stay as they were stored (bytes stay bytes)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from fedloom.data.tables import Fitted
 
 Task = Literal["classification", "binary", "regression", "survival", "count"]
-CLASSED = ("classification", "binary")
+CLASS_TASKS = ("classification", "binary")
 """Tasks whose targets are classes."""
-MISSING = ""
+MISSING_LEVEL = ""
 """Level of a kept column where a row has none."""
 MOST_CLASSES = 2**16
-"""Classes of a data set; larger numbers are measurements or damage."""
+"""Classes of a data set. Larger numbers are measurements or damage."""
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are predicted; set task = 'regression' if labels are measurements, or name another"
 )
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """New tensors lie on the CPU meanwhile, whatever default device the caller has chosen."""
+def default_to_cpu() -> Iterator[None]:
+    """Create new tensors on the CPU within the block, whatever default device the caller has chosen."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -45,13 +45,13 @@ def on_cpu() -> Iterator[None]:
 
 
 class Prepare(Protocol):
-    """What must be fitted on a client's own training part: imputation and scaling of tables."""
+    """Preparation that must be fitted on a client's own training part: imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Features ready for a model.
 
         Args:
-            x: raw features [N, p]; NaN is a missing value.
+            x: raw features [N, p]. NaN is a missing value.
             owner: client of each sample [N], -1 where it belongs to none (such rows are never read).
             train: whether the sample is in its client's training part [N], bool.
 
@@ -67,35 +67,35 @@ class Dataset:
 
     Args:
         name: name of the source.
-        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float; or tokens [N, length], int32
+        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
             or int64, numbers in `vocabulary`, 0 being padding at the end of a sequence.
-        y: class numbers [N] int64; float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events
-            0 or 1 [N, 2] of a survival task; of tokens also one label per position
+        y: class numbers [N] int64. Float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events
+            0 or 1 [N, 2] of a survival task, of tokens also one label per position
             [N, length], -1 where there is none.
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes; empty where targets are numbers.
-        mean: per channel [C] or of everything [1]; subtracted after bytes were divided by 255. None: 0.
-        std: same shape as `mean`; divides after the subtraction. None: 1.
-        test: positions [k] of the source's official test set in `x`; None where it has none.
+        classes: names of the classes. Empty where targets are numbers.
+        mean: per channel [C] or of everything [1]. Subtracted after bytes were divided by 255. None: 0.
+        std: same shape as `mean`. Divides after the subtraction. None: 1.
+        test: positions [k] of the source's official test set in `x`. None where it has none.
         columns: codes [N] int64 of facts about a sample that can split a federation (writer, hospital, education).
         levels: names of the codes of each column.
         users: codes [N] where the source comes already split by client.
         user_names: names of the users, in code order.
-        prepare: fitted per client when a federation is built; only such data may hold NaN (missing values).
+        prepare: fitted per client when a federation is built. Only such data may hold NaN (missing values).
         fitted: the table that was fitted, and to what, where the features came out of one.
-        ready: of features that `prepare` made, whether it made those of a sample [N] bool; the others are NaN, and no
+        ready: of features that `prepare` made, whether it made those of a sample [N] bool. The others are NaN, and no
             part of a federation may have them. None: all are ready.
         centre: what was subtracted from the targets of a regression.
-        unit: what divided them after that; figures are in this unit.
-        vocabulary: names of the tokens; empty where samples are numbers.
+        unit: what divided them after that. Figures are in this unit.
+        vocabulary: names of the tokens. Empty where samples are numbers.
         positions: of numbers that are classified, each position has a label: `y` is [N, length], -1 for none.
         notes: sentences on how the source was read, for the report.
         conversion: ``factors`` that columns of a table were multiplied by, and the column ``users`` that names the
-            client of a row; empty without factors.
-        design: whose rows belong together, in which order they came, and which are the test part; None: rows are on
+            client of a row. Empty without factors.
+        design: whose rows belong together, in which order they came, and which are the test part. None: rows are on
             their own.
         original_dtype: numpy's name of the type that the features had before they became `x`, such as ``"int64"``, or
-            ``"uint8"`` where `x` has bytes divided by 255; empty: they are as they were given.
+            ``"uint8"`` where `x` has bytes divided by 255. empty: they are as they were given.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -148,13 +148,13 @@ class Dataset:
         refuse(self.name, problems)
 
     @classmethod
-    @on_cpu()
-    def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
-        """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset` for the types it takes.
+    @default_to_cpu()
+    def create(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
+        """Create a data set from objects in memory. `fedloom.data.sources.memory.as_dataset` lists the accepted types.
 
         Arrays and tensors of float32 or bytes are not copied: what changes them later changes the data set.
 
-        >>> Dataset.of(np.eye(3), [0, 1, 1])
+        >>> Dataset.create(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
         """
         if isinstance(obj, cls) and target is None and not options:
@@ -187,7 +187,7 @@ class Dataset:
     @property
     def classed(self) -> bool:
         """Whether targets are classes, not numbers."""
-        return self.task in CLASSED
+        return self.task in CLASS_TASKS
 
     @property
     def each(self) -> bool:
@@ -196,19 +196,19 @@ class Dataset:
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, and `each`; None where samples are numbers with one label."""
+        """Size of the vocabulary, and `each`. None where samples are numbers with one label."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of every sample [N]; None where a sample has none, or one per position."""
+        """Class of every sample [N]. None where a sample has none, or one per position."""
         return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def checksum(self) -> str:
-        """SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal; samples that are not ready count as 0."""
+        """SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal. Samples that are not ready count as 0."""
         digest = hashlib.sha256()
         x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
         for part in (x, self.y):
@@ -290,7 +290,7 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Raise one error with every fault of the data; none if the data are sound.
+    """Raise one error with every fault of the data. None if the data are sound.
 
     Raises:
         DataError: there are problems.
@@ -302,7 +302,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
 
 
 def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
-    """What is wrong with times and events, or with counts."""
+    """Yield the errors in times and events, or in counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":

@@ -1,4 +1,4 @@
-"""Federation: one data set, cut into clients; index lists only, the samples are never copied."""
+"""Federation: one data set, cut into clients. Index lists only, the samples are never copied."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from fedloom.data.dataset import Dataset
 
-PARTS = ("train", "validation", "test")
+DATA_PARTS = ("train", "validation", "test")
 
 
 class Split(NamedTuple):
     """One part of every client: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
-    index: positions in the data set [total] int64; offsets: [n + 1] int64.
+    index: positions in the data set [total] int64. offsets: [n + 1] int64.
     """
 
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not needed here
@@ -39,19 +39,19 @@ class Federation:
         data: the data set.
         parts: a `Split` for ``"train"``, ``"validation"`` and ``"test"``.
         names: name of each client.
-        test: positions of a common test set; None: the union of the clients' test parts.
+        test: positions of a common test set. None: the union of the clients' test parts.
         partition: how it was cut (kind and fields), for the record.
         seed: seed of the cut.
         groups: planted group of each client [n] int64, where the partition has groups.
         notes: sentences about the cut that a report should show.
         dtype: type that `fetch` gives.
         noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that every step's batch
-            draws anew for a sample, in the units of `data.x`; None: there is none.
+            draws anew for a sample, in the units of `data.x`. None: there is none.
 
     Raises:
         PartitionError: a client without training samples.
         DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or was not
-            to a sample of a part; or a subject in two parts.
+            to a sample of a part. Or a subject in two parts.
     """
 
     data: Dataset
@@ -74,7 +74,7 @@ class Federation:
             )
         if disguised := direction_in(self.data.name, *self.names):
             raise DataError(f"clients: {disguised}")
-        for part in PARTS:
+        for part in DATA_PARTS:
             index, offsets = self.parts[part]
             steps = offsets.diff()
             fits = len(offsets) == self.n + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == len(index)
@@ -110,7 +110,7 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Refuse a subject in two parts, be it of two clients; the common test set is one with the test parts.
+        """Refuse a subject in two parts, be it of two clients. The common test set is one with the test parts.
 
         Raises:
             DataError: there is one.
@@ -118,7 +118,7 @@ class Federation:
         design = self.data.design
         if design is None or design.subject is None:
             return
-        parts = {part: self.parts[part].index.cpu().numpy() for part in PARTS}
+        parts = {part: self.parts[part].index.cpu().numpy() for part in DATA_PARTS}
         if self.test is not None:
             parts["test"] = np.concatenate([parts["test"], self.test.cpu().numpy()])
         if (mixed := mixed_subjects(design, parts)) is not None:
@@ -131,13 +131,13 @@ class Federation:
             )
 
     @classmethod
-    def of(cls, clients: Any, **options: Any) -> Federation:
-        """A federation of clients that come with their samples: see `fedloom.data.clients.as_federation`.
+    def create(cls, clients: Any, **options: Any) -> Federation:
+        """Create a federation from clients with their samples, see `fedloom.data.clients.as_federation`.
 
         >>> import numpy as np
         >>> x = np.eye(4)
         >>> north, south = ((x, [0, 1, 0, 1]), (x, [1, 1, 0, 0])), ((x, [1, 0, 1, 0]), (x, [0, 0, 1, 1]))
-        >>> fed = Federation.of({"north": north, "south": south})
+        >>> fed = Federation.create({"north": north, "south": south})
         >>> fed.names, fed.sizes("test").tolist()
         (('north', 'south'), [4, 4])
         """
@@ -148,7 +148,7 @@ class Federation:
         return as_federation(clients, **options)
 
     def __repr__(self) -> str:
-        sizes = {part: self.sizes(part) for part in PARTS}
+        sizes = {part: self.sizes(part) for part in DATA_PARTS}
         held = ", ".join(f"{int(held.sum()):,} {part}" for part, held in sizes.items())
         least, most = int(sizes["train"].min()), int(sizes["train"].max())
         how = f" by {self.partition['kind']}" if "kind" in self.partition else ""
@@ -172,11 +172,11 @@ class Federation:
 
     def _split(self, part: str) -> Split:
         if part not in self.parts:
-            raise unknown("part", part, PARTS)
+            raise unknown("part", part, DATA_PARTS)
         return self.parts[part]
 
     def sizes(self, part: str = "train") -> Tensor:
-        """Samples of every client in a part: [n] int64."""
+        """Return the number of samples of every client in a part: ``[n]`` int64."""
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
@@ -197,7 +197,7 @@ class Federation:
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
-        """Samples at positions `index` [...], normalised: [..., *shape] of `dtype`, or int64 tokens; a new tensor."""
+        """Return the normalized samples at positions `index`: ``[..., *shape]`` of `dtype`, or int64 tokens."""
         where = index.reshape(-1)
         if self._affine is not None and self._flat.dtype == torch.uint8 and self._flat.device.type == "cpu":
             from fedloom import kernels
@@ -220,7 +220,7 @@ class Federation:
         return self._flat, one, one * 0
 
     def spread(self, index: Tensor) -> Tensor | None:
-        """Standard deviation [k, *shape] of the noise of the samples `index` [k], as `fetch` gives them; None: 0."""
+        """Return the standard deviation ``[k, *shape]`` of the noise of the samples `index` ``[k]``, or None for 0."""
         if self.noise is None:
             return None
         level = self.noise[index].to(self.dtype)
@@ -242,7 +242,7 @@ class Federation:
         return y.view(index.shape)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
-        """The same federation with samples and index lists on a device, and `fetch` giving `dtype`."""
+        """Move samples and index lists to a device. `fetch` of the returned federation gives `dtype`."""
         data, d = self.data, device
         moved = replace(
             data,
@@ -271,7 +271,7 @@ class Federation:
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """How rare the labels of every client are, ``[n]``: the mean of -log p, p the share of a label among all.
+        """Return the rarity of every client's labels, ``[n]``: the mean of -log p, p a label's share among all.
 
         0 for each where there are no classes, and for a client without samples.
         """
@@ -281,7 +281,7 @@ class Federation:
         return (counts @ rare) / counts.sum(1).clamp(min=1)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Samples, or labelled positions, of each class at each client: [n, C] int64 ([n, 0] for a regression)."""
+        """Count the samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
         classes = len(self.data.classes)
         if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
@@ -292,9 +292,9 @@ class Federation:
         return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """How different the clients are, each list one value per client.
+        """Return measures of how different the clients are, each a list with one value per client.
 
-        ``sizes``; and for classes, against the label distribution of the whole part: ``emd`` (sum of absolute
+        ``sizes``. And for classes, against the label distribution of the whole part: ``emd`` (sum of absolute
         differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js`` (Jensen-Shannon
         divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1, C]). NaN for a
         client without samples in the part.

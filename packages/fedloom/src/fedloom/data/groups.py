@@ -9,33 +9,33 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import MISSING, Dataset
+from fedloom.data.dataset import MISSING_LEVEL, Dataset
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import is_number
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 
-BOUND = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
-COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-OPPOSITE = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
-ROUNDING = 1e-6
+BOUND_PATTERN = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
+COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
+ROUNDING_TOLERANCE = 1e-6
 MOST_LEVELS = 20
 """Levels of a column that are groups of their own."""
 
 
 def column_of(group: str) -> str:
-    """The column that a choice of groups is about.
+    """Return the column of a choice of groups.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
     """
-    bound = BOUND.fullmatch(group.strip())
+    bound = BOUND_PATTERN.fullmatch(group.strip())
     return bound[1] if bound else group.strip()
 
 
 def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
-    """Which rows are in every group, bool ``[N]`` by the group's name; a row without a level is in none.
+    """Return the rows of every group, bool ``[N]`` by the group's name. A row without a level is in no group.
 
     Args:
         data: whose columns were kept.
@@ -46,7 +46,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     """
     groups: dict[str, Tensor] = {}
     for choice in choices:
-        name, bound = column_of(choice), BOUND.fullmatch(choice.strip())
+        name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
             raise unknown("column", name, data.columns, "groups, of the columns of a table")
         codes, levels = data.columns[name], data.levels[name]
@@ -57,9 +57,9 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
                     rule="groups-too-many",
                     fix=f"give a bound, such as '{name}>=50'",
                 )
-            groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING}
+            groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING_LEVEL}
             continue
-        wrong = next((level for level in levels if level != MISSING and not is_number(level)), None)
+        wrong = next((level for level in levels if level != MISSING_LEVEL and not is_number(level)), None)
         if wrong is not None:
             raise ConfigError(
                 f"groups: {name!r} has {wrong!r}, which is no number",
@@ -67,13 +67,13 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
                 fix="leave out the bound",
             )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
-        for sign in (bound[2], OPPOSITE[bound[2]]):
-            groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))
+        for sign in (bound[2], OPPOSITE_SIGNS[bound[2]]):
+            groups[f"{name}{sign}{bound[3]}"] = COMPARISON_FUNCTIONS[sign](values, float(bound[3]))
     return groups
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """The choice and the name of every group, in one order wherever the levels were agreed on.
+    """Return choice and name of every group, in one order wherever the levels were agreed on.
 
     Args:
         choices: as in `groups_of`.
@@ -84,20 +84,20 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
     """
     names = []
     for choice in choices:
-        column, bound = column_of(choice), BOUND.fullmatch(choice.strip())
+        column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
                 f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
                 f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
             )
-        signs = levels[column] if bound is None else (bound[2], OPPOSITE[bound[2]])
+        signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
         ends = "" if bound is None else bound[3]
         names += [(choice, f"{column}{'=' if bound is None else ''}{sign}{ends}") for sign in signs]
     return names
 
 
 def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
-    """Which groups of a site may be published so that no set of fewer rows than agreed follows from all that is.
+    """Return a site's publishable groups: no set of fewer rows than agreed follows from all published groups.
 
     Published are sums over the rows of a group, and over all rows. A set of rows follows if its indicator is a linear
     combination of theirs: the audit of cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure
@@ -134,13 +134,13 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
-    """Return the subject ``[N]`` of each row, numbered from 0; None where subjects are not known."""
+    """Return the subject ``[N]`` of each row, numbered from 0. None where subjects are not known."""
     design = data.design
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
 
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
-    """Return of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
+    """Return 1 for every row, and 1 in each kind of row with a minimum count: a class, or events.
 
     Where subjects are known, a row counts as its part of the subject's rows of that kind, so that a sum over rows is at
     most the number of their subjects.
@@ -150,9 +150,9 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 
     Args:
         task: of the data.
-        y: ``[N]`` targets, ``[N, k]`` where they are numbers; of sequences ``[N, L]``, -1 where there is none.
+        y: ``[N]`` targets, ``[N, k]`` where they are numbers, of sequences ``[N, L]``, -1 where there is none.
         outputs: of a model of these data, for several classes one of each.
-        units: subject ``[N]`` of each row, numbered from 0; None: each row is one.
+        units: subject ``[N]`` of each row, numbered from 0. None: each row is one.
 
     Returns:
         0 to 1, float64 ``[N, q]``.
@@ -171,8 +171,8 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 
 
 def enough(counts: Tensor, least: int) -> bool:
-    """Return whether there is enough of every kind; parts of a subject's rows may miss 1 by their rounding."""
-    return bool((counts >= least - ROUNDING).all())
+    """Return whether there is enough of every kind. Parts of a subject's rows may miss 1 by their rounding."""
+    return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
@@ -182,7 +182,7 @@ def _follows(rows: Tensor, basis: Tensor) -> bool:
 
 
 def keeping(source: Source, groups: Sequence[str]) -> Source:
-    """The source with the columns of the groups kept.
+    """Return the source that keeps the columns of the groups.
 
     Raises:
         ConfigError: it is no table.
@@ -197,7 +197,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
-    """Which rows are in each of the two groups of a choice, bool ``[N]`` each.
+    """Return the rows of the two groups of a choice, bool ``[N]`` each.
 
     Raises:
         ConfigError: the column was not kept, or makes other than two groups.

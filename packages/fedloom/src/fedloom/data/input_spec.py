@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.data.dataset import CLASSED, Dataset, Task, on_cpu, refuse
+from fedloom.data.dataset import CLASS_TASKS, Dataset, Task, default_to_cpu, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
@@ -20,36 +20,36 @@ from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
-from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
+from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
-FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
+COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
 NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
-"""What a model takes in the place of a table."""
+"""Samples that a model takes instead of a table."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
-    """The `FACTS` of data, as JSON has them."""
-    values = {name: getattr(data, name) for name in FACTS}
+    """Return the `COMPARED_FACTS` of data as JSON values."""
+    values = {name: getattr(data, name) for name in COMPARED_FACTS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class InputSpec(Value):
-    """Shape, classes, scaling and columns of a data set; no sample of it."""
+    """Shape, classes, scaling and columns of a data set. No sample of it."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
     task: Task = Field(description="classification, binary, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes")
-    targets: int = Field(1, ge=1, description="values per sample where they are numbers")
+    targets: int = Field(1, ge=1, description="values per sample, for numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
-    unit: float = Field(1.0, gt=0, description="divides them after that")
-    pixels: bool = Field(False, description="samples were bytes, divided by 255; else floats, taken as they are")
-    mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
-    std: tuple[float, ...] | None = Field(None, description="divides after that")
-    table: Table | None = Field(None, description="columns that the features come from")
+    unit: float = Field(1.0, gt=0, description="divisor of the targets after that")
+    pixels: bool = Field(False, description="samples were bytes, divided by 255. Otherwise floats, unchanged")
+    mean: tuple[float, ...] | None = Field(None, description="number subtracted from samples, per channel or once")
+    std: tuple[float, ...] | None = Field(None, description="divisor of samples after that")
+    table: Table | None = Field(None, description="columns from which the features are made")
     vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
     each: bool = Field(False, description="every position of a sequence has a label")
 
@@ -60,8 +60,8 @@ class InputSpec(Value):
         return self
 
     @classmethod
-    def of(cls, data: Dataset) -> InputSpec:
-        """The facts of the data of a federation."""
+    def create(cls, data: Dataset) -> InputSpec:
+        """Collect the facts of a federation's data."""
         return cls(
             shape=data.shape,
             task=data.task,
@@ -79,7 +79,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """The facts of data that are still to come, from an agreement."""
+        """Take the facts of future data from an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -104,34 +104,38 @@ class InputSpec(Value):
     @property
     def classed(self) -> bool:
         """As `Dataset.classed`."""
-        return self.task in CLASSED
+        return self.task in CLASS_TASKS
 
     @property
     def agreement(self) -> Agreement | None:
-        """What sites must agree on to read tables of their own as the training's; None where there is no table."""
+        """Return the agreement with which sites read their own tables as the training's, or None without a table."""
         if self.table is None:
             return None
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
-        return Agreement.of(self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit)
+        return Agreement.create(
+            self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit
+        )
 
-    @on_cpu()
+    @default_to_cpu()
     def labelled(self, data: Any) -> Dataset:
-        """A data set of samples with targets, as `Dataset.of` makes one; task and vocabulary are those of the old data.
+        """Create a data set from samples with targets. Task and vocabulary stay the old data's.
 
         Raises:
-            DataError: no data set can be made of it; of a table it is not known which column is what.
+            DataError: no data set can be made of it, of a table it is not known which column is what.
         """
         if isinstance(data, Dataset):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
-            raise DataError("data: is a table; give fl.Dataset.of(table, LABEL, ...) with the options of the training")
-        return Dataset.of(data, task=self.task, **({"vocabulary": self.vocabulary} if self.vocabulary else {}))
+            raise DataError(
+                "data: is a table; give fl.Dataset.create(table, LABEL, ...) with the options of the training"
+            )
+        return Dataset.create(data, task=self.task, **({"vocabulary": self.vocabulary} if self.vocabulary else {}))
 
     def take(self, data: Dataset) -> Dataset:
-        """New data in the terms of the old: classes by name, columns by name, the same scaling.
+        """Convert new data to the old data's terms: classes and columns by name, the same scaling.
 
         Args:
-            data: from any source; labels may be some of the known classes only.
+            data: from any source. Labels may be some of the known classes only.
 
         Raises:
             DataError: other classes, columns, shape, or range of values.
@@ -152,9 +156,9 @@ class InputSpec(Value):
             design=data.design,
         )
 
-    @on_cpu()
+    @default_to_cpu()
     def raw(self, data: Dataset) -> Tensor:
-        """The samples of new data: raw columns ``[N, p]`` of a table, else ``[N, *shape]``; labels do not matter.
+        """Return the samples of new data, without labels: raw columns ``[N, p]`` of a table, else ``[N, *shape]``.
 
         Raises:
             DataError: other columns, shape, or range of values.
@@ -167,7 +171,7 @@ class InputSpec(Value):
             )
         vocabulary_used = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
         strange = [token for token in vocabulary_used if token not in self.vocabulary]
-        if strange and self.vocabulary[1:2] != (UNKNOWN,):
+        if strange and self.vocabulary[1:2] != (UNKNOWN_TOKEN,):
             raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
         x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
         return self.samples(x, data.name, data.original_dtype)
@@ -184,7 +188,7 @@ class InputSpec(Value):
             original_dtype: as `Dataset.original_dtype`.
 
         Raises:
-            DataError: another shape, type or range of values; the message names what to give.
+            DataError: another shape, type or range of values. The message names what to give.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -246,11 +250,11 @@ class InputSpec(Value):
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
-    """A federation of one client that holds all samples; a table is scaled on its training part.
+    """Create a federation of one client with all samples. A table is scaled on the client's training part.
 
     Args:
         data: what `InputSpec.take` gave.
-        holdout: share of the samples for its test part, in [0, 1); every class keeps a training sample.
+        holdout: share of the samples for its test part, in [0, 1). Every class keeps a training sample.
         seed: of the cut.
 
     Raises:
@@ -268,7 +272,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
-    """A column's values, with the codes of the old data."""
+    """Convert a column's values to the old data's codes."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(

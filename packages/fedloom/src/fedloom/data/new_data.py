@@ -21,14 +21,26 @@ from fedloom.data.survey.agreement import agreement_of
 from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
-SIGNS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
+DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
 """Options of one file, which are found out of the next, unless they are none of these."""
-AGREED = ("agreement", "categorical", "drop", "columns", "missing", "impute", "kept", "task", "centre", "unit", "scale")
+FIXED_TABLE_OPTIONS = (
+    "agreement",
+    "categorical",
+    "drop",
+    "columns",
+    "missing",
+    "impute",
+    "kept",
+    "task",
+    "centre",
+    "unit",
+    "scale",
+)
 """Options of a table that a trained model fixes."""
 
 
 class NewData(NamedTuple):
-    """How new data are read.
+    """Options for reading new data.
 
     options: the table ``[data]`` of the run.
     """
@@ -37,12 +49,12 @@ class NewData(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """Numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`."""
+        """Numbers by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`."""
         factors: Factors = self.options.get("factors", {})
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """New data with labels, in the terms of the old: a table by the names of the columns, others are ignored.
+        """Read new labeled data in the old data's terms: columns are matched by name, others are ignored.
 
         Args:
             facts: of the data that the models were trained on.
@@ -63,7 +75,7 @@ class NewData(NamedTuple):
     def rows(
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
-        """Rows without labels, of a file or in memory; arguments and errors as `labelled`, and `new_rows`."""
+        """Rows without labels, of a file or in memory. Arguments and errors as `labelled`, and `new_rows`."""
         users, factors = self.options.get("users"), self.factors
         if not isinstance(data, str | Path):
             return new_rows(facts, data, users=users, factors=factors, keep=keep)
@@ -86,7 +98,7 @@ class NewData(NamedTuple):
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
-        """The reader of new data, with the run's options where they apply."""
+        """Return the reader of new data, with the run's options that apply to it."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
         name = self.options.get("source", "")
         named = SOURCES.get(name)
@@ -96,11 +108,13 @@ class NewData(NamedTuple):
         if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
             kind = named
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
-        chosen = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
+        chosen = {
+            k: v for k, v in options.items() if k in fields_of(kind) and v not in DETECTED_OPTION_DEFAULTS.get(k, ())
+        }
         if tables and facts.table is not None:
             if "label" not in chosen and (agreed := agreement_of(options.get("agreement"))) is not None:
                 chosen |= {"label": agreed.target, "event": agreed.event}
-            chosen = {k: v for k, v in chosen.items() if k not in AGREED} | {"agreement": facts.agreement}
+            chosen = {k: v for k, v in chosen.items() if k not in FIXED_TABLE_OPTIONS} | {"agreement": facts.agreement}
         return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset, on_cpu, refuse
+from fedloom.data.dataset import Dataset, default_to_cpu, refuse
 from fedloom.data.input_spec import NO_TABLE, InputSpec
 from fedloom.data.samples import features_alone
 from fedloom.data.sources.array_data import as_features, plain
@@ -19,19 +19,19 @@ from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
-from fedloom.data.text import UNKNOWN, encoded
+from fedloom.data.text import UNKNOWN_TOKEN, encoded
 from fedloom.errors import DataError, NoSamples
 
-MEND = "repair the cell, or train with impute = true, which fills missing cells"
+REPAIR_HINT = "repair the cell, or train with impute = true, which fills missing cells"
 
 
 class NewRows(NamedTuple):
     """Rows to predict.
 
     Attributes:
-        x: of a table its raw columns ``[N, p]`` float64 in the order of training, levels as codes, NaN where missing;
-            else samples ``[N, *shape]``.
-        sites: the owner of each row, from a column; empty without one.
+        x: of a table its raw columns ``[N, p]`` float64 in the order of training, levels as codes, NaN where missing.
+            Else samples ``[N, *shape]``.
+        sites: the owner of each row, from a column. Empty without one.
         notes: sentences on cells that are filled.
         files: the file of each row, where each has its own.
         kept: columns that go with the predictions, by name, as text.
@@ -44,7 +44,7 @@ class NewRows(NamedTuple):
     kept: Mapping[str, Sequence[str]] = {}
 
 
-@on_cpu()
+@default_to_cpu()
 def new_rows(
     facts: InputSpec,
     rows: Any,
@@ -58,17 +58,17 @@ def new_rows(
     Args:
         facts: of the data that the model was trained on.
         rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a table of pandas, pyarrow or polars,
-            columns by name, or an array ``[N, *shape]``; of a table without text, an array of its columns; for a model
+            columns by name, or an array ``[N, *shape]``, of a table without text, an array of its columns, for a model
             of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are left alone. Samples
             may be a list of arrays, tensors or pictures, a torch data set, or one of the hub, too: see
             `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
         name: for messages.
         users: column that names the client of a row.
-        factors: numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`.
+        factors: numbers by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
         keep: columns of a table that are handed on, such as a number of the patient.
 
     Raises:
-        DataError: columns that are not there, another shape, text in numbers; and unless the table imputes, missing
+        DataError: columns that are not there, another shape, text in numbers. And unless the table imputes, missing
             cells and unknown levels: all of it at once.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
@@ -77,9 +77,9 @@ def new_rows(
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
-        new = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
+        new = _read_columns(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
-        new = _by_column(facts, frame_names(rows), frame_cells(rows), Problems(name, first=0), users, factors, keep)
+        new = _read_columns(facts, frame_names(rows), frame_cells(rows), Problems(name, first=0), users, factors, keep)
     elif isinstance(rows, Mapping):
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
@@ -88,7 +88,7 @@ def new_rows(
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())
-        new = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
+        new = _read_columns(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
     elif facts.vocabulary:
         new = _sequences(facts, plain(rows, name), name)
     else:
@@ -100,7 +100,7 @@ def new_rows(
     return new
 
 
-def _by_column(
+def _read_columns(
     facts: InputSpec,
     names: Sequence[str],
     cells: Iterable[Piece],
@@ -121,7 +121,7 @@ def _by_column(
     if lost := [column for column in keep if column not in names]:
         raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
     refuse_twins(where, names)
-    agreed = agreed_columns(table, MEND, factors or {})
+    agreed = agreed_columns(table, REPAIR_HINT, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
     sites: list[str] = []
     kept: dict[str, list[str]] = {column: [] for column in keep}
@@ -160,11 +160,11 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
                 f"{name}: must be texts, or tokens [N, length] as whole numbers, got {rows.dtype} {rows.shape}"
             )
         return NewRows(facts.samples(wide.to(torch.int64), name))
-    if facts.vocabulary[1:2] != (UNKNOWN,):
+    if facts.vocabulary[1:2] != (UNKNOWN_TOKEN,):
         raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"not in the vocabulary of the training, read as {UNKNOWN}: {strange} tokens"
+    note = f"not in the vocabulary of the training, read as {UNKNOWN_TOKEN}: {strange} tokens"
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 
@@ -178,7 +178,7 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, fac
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
-        return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
+        return _read_columns(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]
     samples = torch.from_numpy(np.ascontiguousarray(as_features(x, name)))

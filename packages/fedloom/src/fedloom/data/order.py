@@ -1,4 +1,4 @@
-"""Which samples a client takes in which step."""
+"""Order the samples of a client's steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
     Args:
         size: samples of the client, >= 1.
-        batch_size: samples per step, >= 1; None is the full batch (in order, no draw).
+        batch_size: samples per step, >= 1. None is the full batch (in order, no draw).
         steps: number of steps, >= 0.
-        gen: generator of (seed, round, client, purpose); the full batch needs none.
+        gen: generator of (seed, round, client, purpose). The full batch needs none.
 
     Returns:
-        positions [steps, batch_size] int64 in 0..size-1; -1 pads short batches.
+        positions [steps, batch_size] int64 in 0..size-1. -1 pads short batches.
 
     >>> from fedloom.seeds import generator
     >>> plan(3, 2, 3, generator(0)).shape
@@ -46,12 +46,12 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
     return out.view(epochs * per_epoch, batch_size)[:steps]
 
 
-LARGEST = 1 << 27
+MAX_PERMUTATION_SAMPLES = 1 << 27
 """Samples from which PyTorch draws an order otherwise."""
 
 
 @cache
-def drawn_alike() -> bool:
+def matches_torch() -> bool:
     """Whether `plans` draws as the PyTorch at hand does: beyond the words that a generator holds, too."""
     size, one = 700, torch.tensor([1])
     return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
@@ -60,9 +60,9 @@ def drawn_alike() -> bool:
 def plans(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
-    """The batches of many clients by one compiled loop: of each what `plan` gives, as narrow as the largest client.
+    """Draw the batches of many clients in one compiled loop: each client's `plan`, as narrow as the largest client.
 
-    True where `drawn_alike`, and no client has `LARGEST` samples.
+    True where `matches_torch`, and no client has `MAX_PERMUTATION_SAMPLES` samples.
 
     Args:
         sizes: samples ``[m]`` of the clients, >= 1.
@@ -74,7 +74,7 @@ def plans(
         purpose: of the draws.
 
     Returns:
-        positions ``[most steps, m, b]``, b at most ``batch_size``; -1 pads.
+        positions ``[most steps, m, b]``, b at most ``batch_size``. -1 pads.
     """
     from fedloom import kernels
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 class _Equal(Source):
-    """What the problems share: equal clients, and the data set made of their features and targets."""
+    """Base of the problems: equal clients, and the data set of their features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
     samples: int = Field(default=20, ge=1, description="samples of each client N")
@@ -50,7 +50,7 @@ class LinearRegression(_Equal):
     last `malicious` clients attack with strength gamma. Corrected against the paper: the variance of the least squares
     solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161 is over benign clients, and the
     thresholds of Proposition 2 are the minimisers of the losses as derived (the printed ones lack a norm).
-    Proposition 3 holds where all theta_i have the same length (`equal_length`), as its proof needs; else it can fail.
+    Proposition 3 holds where all theta_i have the same length (`equal_length`), as its proof needs. Else it can fail.
     """
 
     b: float = Field(default=1.0, gt=0, description="scale of the features b")
@@ -67,7 +67,7 @@ class LinearRegression(_Equal):
         return self
 
     def truth(self) -> tuple[Floats, Floats]:
-        """The true theta [m, d] and the features X [m, N, d]."""
+        """Return the true theta ``[m, d]`` and the features X ``[m, N, d]``."""
         rng = numpy_generator(self.seed, purpose="linear regression")
         theta = 1 + self.spread * rng.standard_normal((self.clients, self.features))
         if self.equal_length:
@@ -82,7 +82,7 @@ class LinearRegression(_Equal):
         return np.asarray(np.einsum("mnd,md->mn", x, theta) + self.sigma * noise)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """The first draw as a data set, clients as users, float64."""
+        """Return the first draw as a float64 data set whose users are the clients."""
         return self._dataset("linear-regression", self.truth()[1], self.targets(0))
 
 
@@ -95,7 +95,7 @@ class SparseLogistic(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """A binary task, clients as users, float64."""
+        """Return a binary float64 task whose users are the clients."""
         rng = numpy_generator(self.seed, purpose="sparse logistic")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))
@@ -106,7 +106,7 @@ class SparseLogistic(_Equal):
 
 
 class LowRank(_Equal):
-    """Low-rank matrix regression: mean squared error + penalty * ||W||_*; y = W x + noise, W of low rank."""
+    """Low-rank matrix regression: mean squared error + penalty * ||W||_*. y = W x + noise, W of low rank."""
 
     samples: int = Field(default=50, ge=1, description="samples of each client N")
     features: int = Field(default=12, ge=1, description="features")
@@ -117,7 +117,7 @@ class LowRank(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """A regression, clients as users, float64."""
+        """Return a float64 regression whose users are the clients."""
         rng = numpy_generator(self.seed, purpose="low rank")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))

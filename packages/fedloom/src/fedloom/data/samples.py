@@ -16,7 +16,7 @@ from fedloom.data.sources.array_data import as_array, has_channels_last, plain
 from fedloom.data.sources.rereading import is_picture, steady
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
 
-PAIRS = (
+FEATURE_TARGET_NAMES = (
     ("x", "y"),
     ("X", "y"),
     ("data", "target"),
@@ -45,9 +45,9 @@ class Stack(NamedTuple):
     pictures: bool
 
 
-def named_pair(obj: Any) -> tuple[Any, Any] | None:
-    """Return features and targets of a dictionary by their names; None if it has no such pair."""
-    pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
+def find_pair(obj: Any) -> tuple[Any, Any] | None:
+    """Return features and targets of a dictionary by their names. None if it has no such pair."""
+    pairs = (pair for pair in FEATURE_TARGET_NAMES if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
     return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
@@ -86,7 +86,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
 
 
 def _numbers(value: object) -> NDArray[Any]:
-    """One sample as an array; of a picture with its channels first, of a palette in its colours."""
+    """One sample as an array, of a picture with its channels first, of a palette in its colours."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
@@ -136,16 +136,16 @@ def paired(
     """Yield features and target of every sample.
 
     Args:
-        samples: tuples (features, target), or dictionaries with both by the names of `PAIRS`.
+        samples: tuples (features, target), or dictionaries with both by the names of `FEATURE_TARGET_NAMES`.
         name: for messages.
-        labelled: whether every sample needs a target; else features alone will do, whose target is 0.
-        places: numbers of the samples, for messages; None: 0, 1, ...
+        labelled: whether every sample needs a target. Else features alone will do, whose target is 0.
+        places: numbers of the samples, for messages. None: 0, 1, ...
 
     Raises:
-        DataError: a sample is something else; a list too, since two features look like features and target.
+        DataError: a sample is something else. A list too, since two features look like features and target.
     """
     for k, entry in enumerate(samples):
-        sample = named_pair(entry) or entry
+        sample = find_pair(entry) or entry
         if isinstance(sample, tuple) and len(sample) == 2:
             yield sample[0], sample[1]
         elif not labelled and not isinstance(sample, (tuple, Mapping)):
@@ -156,7 +156,7 @@ def paired(
             raise DataError(
                 f"{name}: sample {k if places is None else places[k]} is {type(sample).__name__}{what}, expected the "
                 "pair (features, target) as a tuple, or both by the names "
-                f"{', '.join(' and '.join(pair) for pair in PAIRS)}"
+                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
             )
 
 
@@ -166,12 +166,12 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
     Args:
         obj: the data set.
         x_name: column of features.
-        y_name: column of targets; None: targets are 0.
-        users: column of owners; None: there are none.
+        y_name: column of targets. None: targets are 0.
+        users: column of owners. None: there are none.
         name: for messages.
 
     Raises:
-        DataError: as `stacked`; or a row differs when it is read again, as by ``set_transform``.
+        DataError: as `stacked`. Or a row differs when it is read again, as by ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
     owners: list[str] = []
@@ -201,8 +201,8 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     """Return samples ``[N, ...]`` that need no target, and numpy's name of the type in which they came.
 
     Args:
-        rows: an array or tensor; a list of samples: arrays, tensors or pictures; a torch data set, whose targets are
-            left alone; a data set of the hub with a column of arrays or pictures.
+        rows: an array or tensor. A list of samples: arrays, tensors or pictures. A torch data set, whose targets are
+            left alone. A data set of the hub with a column of arrays or pictures.
         name: for messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The training or test set that somebody has in memory, as arrays: a side; and sides that do not fit together."""
+"""The training or test set that somebody has in memory, as arrays: a side. And sides that do not fit together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.utils.data import (
 )
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.samples import PAIRS, Stack, named_pair, paired, stacked, stacked_hub, stacked_torch
+from fedloom.data.samples import FEATURE_TARGET_NAMES, Stack, find_pair, paired, stacked, stacked_hub, stacked_torch
 from fedloom.data.sources.array_data import channels_first, plain
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
 from fedloom.data.subjects.design import SAMPLE_ROLES
 from fedloom.errors import ConfigError, DataError
 
-LABELS = ("label", "labels", "fine_label", "target", "y")
-ACCEPTED = (
+TARGET_NAMES = ("label", "labels", "fine_label", "target", "y")
+ACCEPTED_FORMS = (
     "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame, "
     "an Arrow table"
 )
@@ -34,7 +34,7 @@ ACCEPTED = (
 class Side(NamedTuple):
     """Features, targets and owners of a training or test set, the classes and columns that it names, and notes.
 
-    `dtype` is numpy's name of the type of features that came one by one, empty of an array; `pictures` is whether they
+    `dtype` is numpy's name of the type of features that came one by one, empty of an array. `pictures` is whether they
     were pictures, whose channels come first by now.
     """
 
@@ -48,8 +48,8 @@ class Side(NamedTuple):
     pictures: bool = False
 
     @classmethod
-    def of(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
-        """What a user has, as arrays."""
+    def create(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
+        """Convert a user's objects to arrays."""
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else plain(users, name)
@@ -57,20 +57,20 @@ class Side(NamedTuple):
 
     @classmethod
     def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
-        """Samples that came one by one, as arrays."""
+        """Stack samples that came one by one."""
         return cls(stack.x, plain(stack.y, name), dtype=stack.dtype, pictures=stack.pictures, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> Side:
-        """The same side with the channels of its images first; see `channels_first`."""
+        """Move the channels of images to the front, see `channels_first`."""
         return self if self.pictures else self._replace(x=channels_first(self.x, channels_last, place))
 
 
-def most_classes(sides: Iterable[Side]) -> tuple[str, ...]:
-    """The classes of sets that number them alike: those of the set that declares most."""
+def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:
+    """Return the classes of sets with the same numbering, from the set that declares the most."""
     return max((side.classes for side in sides), key=len)
 
 
-def joined_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
+def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     """Return what dictionaries say of every sample beside features and targets, one set after the other, by role.
 
     Raises:
@@ -133,7 +133,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
 
 
 def refuse_order(x: Any, y: Any, name: str) -> None:
-    """Refuse targets whose rows pandas names as those of the features, in another order."""
+    """Refuse targets with the features' pandas index in another order."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
@@ -145,31 +145,31 @@ def refuse_order(x: Any, y: Any, name: str) -> None:
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
-    """The training or test set that `as_dataset` takes, as arrays."""
-    pair = named_pair(obj)
+    """Convert the training or test set that `as_dataset` takes to arrays."""
+    pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
-        return Side.of(*pair, name, obj.get("users"))._replace(notes=_unread(obj, name))
+        return Side.create(*pair, name, obj.get("users"))._replace(notes=_unread(obj, name))
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
-        return Side.of(*obj.tensors, name)._replace(classes=_classes(obj))
+        return Side.create(*obj.tensors, name)._replace(classes=_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
             f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
-            "clients to fl.Federation.of"
+            "clients to fl.Federation.create"
         )
     if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
-        return Side.of(obj[0], obj[1], name)
+        return Side.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
             f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
-            "to fl.Federation.of, or to fl.simulate in the place of a federation"
+            "to fl.Federation.create, or to fl.simulate in the place of a federation"
         )
-    pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or named_pair(s) for s in obj)
+    pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
         return Side.stacked(stacked(paired(obj, name), name), name)
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
@@ -186,13 +186,13 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns have names too"
             raise ConfigError(f"{name}: features without targets; give {cure}")
-        return Side.of(obj, target, name)
+        return Side.create(obj, target, name)
     if isinstance(obj, TorchDataset):
         return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
-            "fl.Dataset.of(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
+            "fl.Dataset.create(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
         )
     sampler = type(getattr(obj, "sampler", None))
     subset = sampler not in (type(None), SequentialSampler, RandomSampler)
@@ -206,7 +206,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         "to_pandas": "give x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
-    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
+    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED_FORMS}")
 
 
 def _is_array(obj: Any) -> bool:
@@ -230,7 +230,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 
 
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
-    """The error of batches in the place of a data set."""
+    """Build the error for batches where a data set is expected."""
     return ConfigError(
         f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
         "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
@@ -238,12 +238,12 @@ def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
 
 
 def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The note on entries of a dictionary that have a value for every sample and are not read; test sets are refused.
+    """Return a note on unread entries of a dictionary with a value per sample. An unread test set is an error.
 
     Raises:
         ConfigError: features and targets beside which the dictionary has a test set.
     """
-    x, y = next(pair for pair in PAIRS if pair[0] in obj and pair[1] in obj)
+    x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
         key for key in obj if key not in (x, y, "users", "frame", *SAMPLE_ROLES)
     ]  # of scikit-learn, which holds both
@@ -256,14 +256,14 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _rows(values: Any) -> int | None:
-    """How many samples an array, tensor, table or list has values for; None where it is none of these."""
+    """Count the samples of an array, tensor, table or list, or None for other objects."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None
 
 
 def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
     names: list[str] = list(obj.column_names)
-    y_name = next((n for n in LABELS if n in names), None) if target is None else target
+    y_name = next((n for n in TARGET_NAMES if n in names), None) if target is None else target
     features = [n for n in names if n not in (y_name, users)]
     arrays = (n for n in features if len(obj) and np.ndim(obj[0][n]))
     x_name = next(arrays, next(iter(features), None)) if column is None else column

@@ -24,11 +24,11 @@ class SiteRows(NamedTuple):
 
     Attributes:
         sites: of every site columns ``[N, p]`` and targets ``[N, k]``.
-        columns: their names; every level of a text column but the first is one.
+        columns: their names. Every level of a text column but the first is one.
         names: of the sites.
         data: the data set that the rows are from.
         notes: sentences on rows that are left out.
-        test: columns and targets of every site's test rows, which `sites` lacks; empty where none are named.
+        test: columns and targets of every site's test rows, which `sites` lacks. Empty where none are named.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -42,12 +42,12 @@ class SiteRows(NamedTuple):
 def rows_by_site(
     source: Source, data_dir: Path | str | None = None, test: tuple[str, str] | None = None, **changes: object
 ) -> SiteRows:
-    """The complete rows of a table by site.
+    """Read the complete rows of a table by site.
 
     Args:
         source: how the table is read, and the column with the owner of a row.
         data_dir: folder of data sets.
-        test: a column, and its value in test rows; it is no column of the regression.
+        test: a column, and its value in test rows. It is no column of the regression.
         changes: keys of the source that are replaced.
 
     Raises:
@@ -84,7 +84,7 @@ def rows_by_site(
 
 
 def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
-    """Which rows ``[N]`` have a value in a column.
+    """Return the rows ``[N]`` with a value in a column.
 
     Raises:
         ConfigError: none or all of them have it.
@@ -106,7 +106,7 @@ def column_names(table: Table) -> list[str]:
 
 
 def numbers_of(table: Table, x: Tensor) -> Tensor:
-    """The columns ``[N, p]`` of a regression from raw ones; a missing level is the first."""
+    """Return the numeric columns ``[N, p]`` of a regression. A missing level becomes the first."""
     blocks = [
         block
         for column, values in zip(table.columns, x.double().T, strict=True)
@@ -125,14 +125,14 @@ def survival_rows(
     """`rows_by_site` whose targets are times from 0 on and events.
 
     Args:
-        source: as there; its label is no column.
-        time: column of times; None: the source's label.
-        event: column with 1 for an event and 0 for none; None: the source's.
+        source: as there. Its label is no column.
+        time: column of times. None: the source's label.
+        event: column with 1 for an event and 0 for none. None: the source's.
         data_dir: folder of data sets.
         test: as there.
 
     Raises:
-        ConfigError: see `rows_by_site`; or time and event are not named.
+        ConfigError: see `rows_by_site`. Or time and event are not named.
         DataError: see `rows_by_site`.
     """
     label, named, drop = (getattr(source, key, None) for key in ("label", "event", "drop"))

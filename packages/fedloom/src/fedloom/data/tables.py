@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from fedloom.errors import DataError, direction_in
 from fedloom.values import Value
 
-MARKERS = (
+MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
 """Cells that mean missing in every table, whatever other markers it has: pandas' defaults but None, and "?".
 
-None is a level in many tables, as of a treatment; a table's own markers may name it.
+None is a level in many tables, as of a treatment. A table's own markers may name it.
 """
 
 
-TRUTH = {"true": 1.0, "false": 0.0}
+TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 """Truth values as text, in lower case: numbers in every table."""
 
 
 def number_of(cell: Any) -> float | None:
-    """Return the number that a cell of any table is; None for any other cell.
+    """Return the number that a cell of any table is. None for any other cell.
 
     A text is a number where it has ASCII digits and no ``_``. Python reads 1_000 and digits of other scripts too, but
     neither pandas nor Arrow do, and 1_0 may be any of 10, 1.0 and a code.
@@ -40,8 +40,8 @@ def number_of(cell: Any) -> float | None:
     """
     if isinstance(cell, str):
         cell = cell.strip()
-        if cell.lower() in TRUTH:
-            return TRUTH[cell.lower()]
+        if cell.lower() in TRUTH_VALUES:
+            return TRUTH_VALUES[cell.lower()]
         if "_" in cell or not cell.isascii():
             return None
     try:
@@ -52,15 +52,15 @@ def number_of(cell: Any) -> float | None:
 
 
 def is_number(cell: Any) -> bool:
-    """Return whether a cell is a finite number, written as one: a truth value is none; see `number_of`."""
-    return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH)
+    """Return whether a cell is a finite number in digits, which a truth value is not, see `number_of`."""
+    return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
 class Markers:
     """Cells that mean missing, by value: the marker -9 is the number -9, and the texts "-9", " -9" and "-9.0" alike.
 
     Args:
-        markers: texts; one that reads as a number is compared as a number.
+        markers: texts. One that reads as a number is compared as a number.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -82,23 +82,23 @@ class Markers:
 markers_of = lru_cache(maxsize=64)(Markers)
 
 
-FITTED = 5
+FITTED_NUMBERS = 5
 """Numbers that are fitted to a column at a client."""
-FARTHEST = 0.5
+MAX_RANGE_WIDTHS = 0.5
 """Widths of where the training lies, beyond which a single number is noted."""
-FAR = 0.1
+NOTED_ROW_SHARE = 0.1
 """Share of a column's rows from which a note reports that they lie far from the training."""
 
 
 class TableColumn(Value):
-    """One raw column: a number, or a code 0..levels-1; NaN is missing."""
+    """One raw column: a number, or a code 0..levels-1. NaN is missing."""
 
     name: str
-    levels: int = Field(default=0, ge=0, description="number of levels of a code; 0 is a number")
-    names: tuple[str, ...] = Field(default=(), description="names of the levels, where the source has them")
-    flag: bool = Field(default=False, description="whether a feature marks that the value was missing")
-    scale: bool = Field(default=True, description="whether a number is centred and scaled")
-    unit: str = Field(default="", description="unit of a number, where it was agreed on")
+    levels: int = Field(default=0, ge=0, description="number of levels of a code (0 is a number)")
+    names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
+    flag: bool = Field(default=False, description="a feature marks missing values")
+    scale: bool = Field(default=True, description="the number is centered and scaled")
+    unit: str = Field(default="", description="agreed unit of a number")
     range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
 
     @model_validator(mode="after")
@@ -118,17 +118,17 @@ class Table(Value):
     more feature: 1 where the value was missing. Nothing is fitted across clients or on validation or test parts.
 
     One rule of scaling for training, evaluation, prediction, exports and deployments: the rows of a client are encoded
-    by what was fitted to its training part, whichever model takes them; a new client, which has none, by `typical`.
+    by what was fitted to its training part, whichever model takes them. A new client, which has none, by `typical`.
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
-    min_observed: int = Field(default=5, ge=1, description="observed training values below which a column is dropped")
+    min_observed: int = Field(default=5, ge=1, description="training values below which a column is dropped")
     missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
-    impute: bool = Field(default=True, description="whether missing cells of new rows are filled")
+    impute: bool = Field(default=True, description="missing cells of new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:
-        """A table of `count` numbers, none of them missing."""
+        """Return a table of `count` numeric columns without missing values."""
         return cls(columns=tuple(TableColumn(name=f"x{i}") for i in range(count)), min_observed=1)
 
     @property
@@ -143,15 +143,15 @@ class Table(Value):
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Features [N, q] float32; see `Prepare`."""
+        """Features [N, q] float32, see `Prepare`."""
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """What the columns look like in every client's training part; arguments as `Prepare`.
+        """Summarize the columns of every client's training part. Arguments as `Prepare`.
 
         Returns:
             [n, p, 5] float64: what fills a missing value, what is subtracted, what divides, and the values that a
-            hundredth of the observed ones is below and above; NaN for a column with too few observed values.
+            hundredth of the observed ones is below and above. NaN for a column with too few observed values.
 
         Raises:
             DataError: samples of another number of columns.
@@ -161,7 +161,7 @@ class Table(Value):
             torch.stack([self._fit(c, x[rows, j], train[rows]) for j, c in enumerate(self.columns)])
             for rows in _clients(owner)
         ]
-        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED, dtype=torch.float64)
+        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED_NUMBERS, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
         """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: NaN), as fitted [n, p, .].
@@ -176,13 +176,13 @@ class Table(Value):
         return out
 
     def encoder(self, fitted: Tensor) -> Encoder:
-        """The transform of one client's rows, as fitted ``[p, .]``."""
+        """Return the transform of one client's rows, fitted as ``[p, .]``."""
         return Encoder(self.columns, fitted)
 
     def typical(self, fitted: Tensor) -> Tensor:
-        """What the columns look like to a client that has no training part, ``[p, .]`` of the others' ``[n, p, .]``.
+        """Return the typical columns ``[p, .]`` for a client without a training part, from the others' ``[n, p, .]``.
 
-        Of a number the medians over the clients that have it, and the widest bounds; of a code the level that most of
+        Of a number the medians over the clients that have it, and the widest bounds, of a code the level that most of
         them fill with.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
@@ -190,16 +190,16 @@ class Table(Value):
             measured = fitted[:, k][~fitted[:, k, 0].isnan()]
             if column.levels and len(measured):
                 middle[k, :3] = torch.tensor([float(torch.bincount(measured[:, 0].long()).argmax()), 0.0, 1.0])
-            elif len(measured) and fitted.shape[2] == FITTED:
+            elif len(measured) and fitted.shape[2] == FITTED_NUMBERS:
                 middle[k, 3:] = torch.stack([measured[:, 3].amin(), measured[:, 4].amax()])
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
         """Sentences on the numbers of raw columns ``[N, p]`` that lie far from the training, as fitted ``[p, .]``.
 
-        A number is far where it lies beyond the bounds of the training by more than a standard deviation; of a column
-        whose range was agreed on, where it lies beyond that. A column is named from `FAR` of its rows on, and where a
-        single number lies beyond by `FARTHEST` of the width.
+        A number is far where it lies beyond the bounds of the training by more than a standard deviation, of a column
+        whose range was agreed on, where it lies beyond that. A column is named from `NOTED_ROW_SHARE` of its rows on,
+        and where a single number lies beyond by `MAX_RANGE_WIDTHS` of the width.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -209,15 +209,15 @@ class Table(Value):
                 continue
             low, high = bounds
             outside = (values < low) | (values > high)
-            share, reach = float(outside.double().mean()), FARTHEST * (high - low)
+            share, reach = float(outside.double().mean()), MAX_RANGE_WIDTHS * (high - low)
             extreme = values[(values < low - reach) | (values > high + reach)]
-            if share < FAR and column.range is None and len(extreme):
+            if share < NOTED_ROW_SHARE and column.range is None and len(extreme):
                 sentences.append(
                     f"column {column.name!r}: {len(extreme)} of {len(values)} numbers lie far beyond {low:.4g} to "
                     f"{high:.4g}, where those of the training lie, as {float(extreme[0]):.4g} does; what follows from "
                     "them is uncertain"
                 )
-            if share >= FAR:
+            if share >= NOTED_ROW_SHARE:
                 unit = f" {column.unit}" if column.unit else ""
                 origin = "which was agreed on" if column.range is not None else "where those of the training lie"
                 sentences.append(
@@ -229,10 +229,10 @@ class Table(Value):
 
     @staticmethod
     def _bounds(column: TableColumn, fitted: Tensor) -> tuple[float, float] | None:
-        """Where the numbers of a column are expected; None where nothing is known."""
+        """Return the expected range of a column's numbers, or None if it is unknown."""
         if column.range is not None:
             return column.range
-        if len(fitted) < FITTED or bool(fitted.isnan().any()):
+        if len(fitted) < FITTED_NUMBERS or bool(fitted.isnan().any()):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
@@ -246,7 +246,7 @@ class Table(Value):
         missing = values.isnan()
         observed = values[train & ~missing]
         if len(observed) < self.min_observed:
-            return torch.full((FITTED,), torch.nan, dtype=torch.float64)
+            return torch.full((FITTED_NUMBERS,), torch.nan, dtype=torch.float64)
         if column.levels:
             common = torch.bincount(observed.long(), minlength=column.levels).argmax()
             return torch.tensor([float(common), 0.0, 1.0, 0.0, column.levels - 1.0], dtype=torch.float64)
@@ -260,7 +260,7 @@ class Table(Value):
 
 
 class Fitted(NamedTuple):
-    """A table and what it was fitted to at every client [n, p, 5]; see `Table.fit`.
+    """Table with its fit at every client ``[n, p, 5]``, see `Table.fit`.
 
     Attributes:
         table: its columns.
@@ -278,7 +278,7 @@ class Encoder(nn.Module):
 
     Args:
         columns: of the table.
-        fitted: ``[p, .]`` what they were fitted to; see `Table.fit`.
+        fitted: ``[p, .]`` what they were fitted to, see `Table.fit`.
     """
 
     def __init__(self, columns: tuple[TableColumn, ...], fitted: Tensor) -> None:

@@ -12,37 +12,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAD, UNKNOWN = "<pad>", "<unk>"
+PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
 """The first two entries of a vocabulary that is taken from text."""
 
 NO_LABEL = -1
 """Target of a position that counts nowhere: padding, or one whose label is not known."""
 
 Level = Literal["character", "word"]
-_WORD = re.compile(r"[\w']+|[^\w\s]")
+_WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 
 
 def tokenised(text: str, level: Level) -> Sequence[str]:
-    """The tokens of a text: its characters, or its words and punctuation marks in lower case.
+    """Split a text into tokens: characters, or words and punctuation marks in lower case.
 
     >>> tokenised("Don't go!", "word")
     ["don't", 'go', '!']
     """
-    return text if level == "character" else _WORD.findall(text.lower())
+    return text if level == "character" else _WORD_PATTERN.findall(text.lower())
 
 
 def level_of(vocabulary: Sequence[str]) -> Level:
-    """What the entries of a vocabulary that was taken from text are."""
+    """Tell whether a vocabulary's entries are characters or words."""
     return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
 
 
 def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
-    """Padding, the unknown token, and the tokens of texts in the order of their names.
+    """Build a vocabulary: padding, the unknown token, and the tokens of texts in alphabetical order.
 
     Args:
         texts: all that there are.
         level: what a token is.
-        most: entries at most, the most frequent ones; None: all.
+        most: entries at most, the most frequent ones. None: all.
         least: times that a token must occur.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
@@ -50,25 +50,25 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
     """
     counts = Counter(chain.from_iterable(tokenised(text, level) for text in texts))
     ranked = sorted(((-count, token) for token, count in counts.items() if count >= least))
-    return (PAD, UNKNOWN, *sorted(token for _, token in ranked[: None if most is None else most - 2]))
+    return (PAD_TOKEN, UNKNOWN_TOKEN, *sorted(token for _, token in ranked[: None if most is None else most - 2]))
 
 
 def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
     """Texts as tokens, int32 ``[N, length]``: padded at the end, 1 for tokens that are not in the vocabulary.
 
-    Of a longer text the first words are kept, or the last characters; a text without tokens is one unknown token.
+    Of a longer text the first words are kept, or the last characters. A text without tokens is one unknown token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
     for row, text in zip(out, texts, strict=True):
         tokens = tokenised(text, level)
-        tokens = (tokens[-length:] if level == "character" else tokens[:length]) or [UNKNOWN]
+        tokens = (tokens[-length:] if level == "character" else tokens[:length]) or [UNKNOWN_TOKEN]
         row[: len(tokens)] = [code.get(token, 1) for token in tokens]
     return torch.from_numpy(out)
 
 
 def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Tokens of one vocabulary, ``names``, in another; 1 for those that it does not have."""
+    """Tokens of one vocabulary, ``names``, in another. 1 for those that it does not have."""
     place = {token: k for k, token in enumerate(vocabulary)}
     code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
     return x if tuple(names) == tuple(vocabulary) else code[x.long()]
@@ -100,7 +100,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Sentences on what is wrong with the labels of positions, ``[N, length]``, -1 where there is none."""
+    """Return errors in the labels of positions, ``[N, length]``, with -1 for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 as the tokens {[*x.shape]}, got {y.dtype} {[*y.shape]}; give every "

@@ -28,7 +28,7 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.values import Value
 from fedloom.version import __version__
 
-UNATTACKED = "no attacker took part in any round: none was attacked"
+UNATTACKED_NOTE = "no attacker took part in any round: none was attacked"
 """Note on a run after its last round."""
 
 
@@ -37,7 +37,7 @@ class Resumed(NamedTuple):
 
     Attributes:
         state: the state to go on from.
-        stop: why the run had ended there; None where the same command resumes it.
+        stop: why the run had ended there. None where the same command resumes it.
         detail: round, clients and numbers of that end.
         diverged: the round by which the run had diverged, if it went on to its end.
         extras: what a kind of run saves beside its state.
@@ -51,12 +51,12 @@ class Resumed(NamedTuple):
 
 
 class RunCheckpoints:
-    """The checkpoints of a run; without a folder, nothing is saved.
+    """The checkpoints of a run, without a folder, nothing is saved.
 
     Args:
         job: the run.
         folder: the folder of the checkpoints.
-        mark: what the checkpoints must agree on; the job's fingerprint when None.
+        mark: what the checkpoints must agree on. The job's fingerprint when None.
         every_round: save after every round, whenever the last one was.
     """
 
@@ -69,7 +69,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def resume(self, start: State) -> Resumed:
-        """Read the newest checkpoint; ``start`` where there is none."""
+        """Read the newest checkpoint. Return ``start`` without one."""
         resumed, ranks = self._resume(start), self._job.ranks
         if ranks.size == 1:
             return resumed
@@ -85,7 +85,7 @@ class RunCheckpoints:
         if self._checkpoints is None:
             return Resumed(start)
         shorter = self._shorter(self._checkpoints)
-        job = self._job if shorter is None else _with_rounds(self._job, shorter)
+        job = self._job if shorter is None else _replace_rounds(self._job, shorter)
         mark, numbers = (self._mark, self._numbers) if shorter is None else (fingerprint(job), job.setting.numbers())
         loaded = self._checkpoints.resume(mark, self._stores, {**numbers, **job.replay.marks()})
         if loaded is None:
@@ -95,7 +95,7 @@ class RunCheckpoints:
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
         if shorter is not None:  # what was measured and noted because that round was the last
             records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
-            notes = tuple(note for note in state.notes if note != UNATTACKED)
+            notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
             return Resumed(state.with_(records=records, notes=notes))
         stop = Stop[meta["stop"]] if meta["stop"] else None
         ended = None if stop is None or stop.resumable else stop
@@ -124,7 +124,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of the state; ``extras`` are what JSON can hold."""
+        """Write a checkpoint of the state. ``extras`` are what JSON can hold."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -162,7 +162,7 @@ def find_round_readers(setting: Setting) -> list[str]:
     return list(dict.fromkeys(options_open))
 
 
-def _with_rounds(job: Job, rounds: int) -> Job:
+def _replace_rounds(job: Job, rounds: int) -> Job:
     """The run with another number of rounds, and the same stores."""
     other = copy.copy(job)
     other.__dict__.update(setting=job.setting.with_(rounds=rounds))
@@ -182,7 +182,7 @@ def fingerprint(job: Job) -> str:
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.eval_fed.data.checksum(), data.hexdigest(), job.fed.n],
-            **_beyond(job),
+            **_external_digests(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },
         sort_keys=True,
@@ -190,8 +190,8 @@ def fingerprint(job: Job) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _beyond(job: Job) -> dict[str, str]:
-    """What a run has from elsewhere, as digests, mostly nothing: frozen parameters, a file of weights, of devices."""
+def _external_digests(job: Job) -> dict[str, str]:
+    """Return digests of a run's external inputs: frozen parameters, a file of weights, a file of devices."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
     digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):

@@ -58,21 +58,21 @@ class Job(RunProblem):
 
     @property
     def state_stores(self) -> dict[str, Store[Fields]]:
-        """What the clients keep, by the names of `fedloom.engine.clients.chunk.ClientState`."""
+        """Return the clients' states, by the names of `fedloom.engine.clients.chunk.ClientState`."""
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
-    def without_states(self) -> Job:
+    def drop_states(self) -> Job:
         """Return the run at a server whose clients keep what is theirs."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
-    def with_shares(self, alpha: Tensor | None) -> Job:
-        """Return the run with other shares of the objective ``[n, 1]`` and the same stores; this run when None."""
+    def replace_shares(self, alpha: Tensor | None) -> Job:
+        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. This run when None."""
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
-        """The local problems of clients in a round; where they train, with the batches that the run replays.
+        """Return the local problems of clients in a round, with the replayed batches if they train.
 
         With ``steps [m]`` they take so many. Where the states of their optimisers are kept, these go on from the round
         before.
@@ -96,23 +96,23 @@ class Job(RunProblem):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """What an upload that is written as a change is a change to, as the server has it; see `Messages.tracks`."""
+        """Return the base of a difference upload, as the server has it, see `Messages.tracks`."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
         return row.to(self.oracle.device)
 
     def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
-        """The download of a cohort; all clients when None."""
+        """Return the download of a cohort. None stands for all clients."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
             down = self.algorithm.down(server, kept, ctx)
         mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
-        return down if mixer is None else self._with_mixtures(mixer, down, ctx)
+        return down if mixer is None else self._mix_download(mixer, down, ctx)
 
-    def _with_mixtures(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """The download whose first field, the model, is the mixture of every client, of a part only what travels."""
+    def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
+        """Replace the model in a download by every client's mixture, of a part only what travels."""
         if not mixer.share:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
@@ -133,7 +133,7 @@ class Job(RunProblem):
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """The aggregator as a mixer's rule; a mixture of fewer models than it needs is the client's own model."""
+        """Return the aggregator as a mixer's rule, with too few models, a mixture is the client's own model."""
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None
 

@@ -34,7 +34,7 @@ class End(NamedTuple):
 
 
 class Hooks:
-    """What a kind of run does around its rounds; this one does nothing.
+    """Actions of a kind of run around its rounds. This base does nothing.
 
     Attributes:
         scores_with_training: clients score the models of a round with the training of the next, in one message.
@@ -44,29 +44,29 @@ class Hooks:
     scores_with_training = False
     robust_losses = False
 
-    def before_round(self, state: State) -> RunStopped | None:
-        """Prepare the next round; why it must not begin, if it must not."""
+    def prepare_round(self, state: State) -> RunStopped | None:
+        """Prepare the next round. Why it must not begin, if it must not."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
         """Have the next training bring the scores of this state, which `evaluate` then has."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores among the records; and a sentence if the run cannot go on from them."""
+        """Return the state with its scores among the records. And a sentence if the run cannot go on from them."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:
-        """Take note of a round that changed the server's state; sentences for the run's notes."""
+        """Take note of a round that changed the server's state. Sentences for the run's notes."""
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
         """Take note that a run diverges and continues."""
 
-    def given_up(self, state: State, error: GivenUp) -> None:
+    def record_failure(self, state: State, error: GivenUp) -> None:
         """Take note of a round that changes nothing."""
 
-    def after_round(self, state: State) -> str | None:
-        """Look at a round whose scores are there; a sentence ends the run."""
+    def review_round(self, state: State) -> str | None:
+        """Look at a round whose scores are there. A sentence ends the run."""
         return None
 
     def interrupted(self) -> bool:
@@ -74,7 +74,7 @@ class Hooks:
         return False
 
     def extras(self, state: State) -> dict[str, Any]:
-        """What a checkpoint has beside the state; what JSON can hold."""
+        """Return the JSON values that a checkpoint stores beside the state."""
         return {}
 
 
@@ -110,7 +110,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
 
 
 class _Loop:
-    """A run in progress; `state` is the newest that all of a round, or of an evaluation, has led to."""
+    """A run in progress. `state` is the newest that all of a round, or of an evaluation, has led to."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
@@ -119,7 +119,7 @@ class _Loop:
         self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
-        """Run to the end; why it ends, with the detail.
+        """Run to the end. Why it ends, with the detail.
 
         Raises:
             RunStopped: it ends within a round or an evaluation.
@@ -128,11 +128,11 @@ class _Loop:
         while True:
             last = self.state.round >= rounds
             due = not self.state.is_scored and (last or self.state.round % every == 0)
-            blocked = None if last else hooks.before_round(self.state)
+            blocked = None if last else hooks.prepare_round(self.state)
             if due and (last or blocked is not None or not hooks.scores_with_training):
                 self._evaluate()
                 due = False
-            sentence = None if due else self._after_round(self.state)
+            sentence = None if due else self._review_round(self.state)
             if blocked is not None:
                 raise blocked
             if last:
@@ -163,22 +163,22 @@ class _Loop:
         try:
             state = self._trained(before)
         except RunStopped:
-            self._after_round(before)
+            self._review_round(before)
             raise
         scored, _ = self._evaluated(before)
         self.state = state.with_(records=scored.records)
-        self._after_round(scored)
+        self._review_round(scored)
 
     def _trained(self, before: State) -> State:
-        """The state after the next round."""
+        """Return the state after the next round."""
         start = time.perf_counter()
         try:
             state, events = self._step(self._job, self._clients, before)
             events += self._hooks.trained(state)
         except GivenUp as error:
-            state, events = _given_up(before, error), (f"round {before.round + 1} was given up: {error}",)
-            self._hooks.given_up(state, error)
-        times = state.times.with_round(time.perf_counter() - start)
+            state, events = _abandon_round(before, error), (f"round {before.round + 1} was given up: {error}",)
+            self._hooks.record_failure(state, error)
+        times = state.times.add_round(time.perf_counter() - start)
         return state.with_(notes=(*state.notes, *events), times=times)
 
     def _evaluate(self) -> None:
@@ -196,17 +196,17 @@ class _Loop:
         scored, unusable = self._hooks.evaluate(state)
         if sentence := self.divergence.read(scored.records):
             self._hooks.diverges(scored, sentence)
-        return scored.with_(times=scored.times.with_evaluation(time.perf_counter() - start)), unusable
+        return scored.with_(times=scored.times.add_evaluation(time.perf_counter() - start)), unusable
 
-    def _after_round(self, state: State) -> str | None:
+    def _review_round(self, state: State) -> str | None:
         """Show the hooks a round of this process."""
-        return self._hooks.after_round(state) if state.round > self._begun else None
+        return self._hooks.review_round(state) if state.round > self._begun else None
 
     def _save(self) -> None:
         self._checkpoints.save(self.state, **self._hooks.extras(self.state))
 
 
-def _given_up(before: State, error: GivenUp) -> State:
-    """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
+def _abandon_round(before: State, error: GivenUp) -> State:
+    """Return the state after a round without a result: unchanged, but for its cost of privacy."""
     clients = torch.tensor(error.clients)
     return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

@@ -7,7 +7,7 @@ against those who receive the models that leave the server, not against the serv
 composed over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism
 with multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
 
-A simulation draws continuous noise from seeded generators and protects no client; its figure is that of the same run
+A simulation draws continuous noise from seeded generators and protects no client. Its figure is that of the same run
 with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`) and always
 accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one
 (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha
@@ -34,11 +34,11 @@ Accountant = Literal["rdp", "pld"]
 
 
 Noise = GaussianNoise | PrivateMean
-"""What adds Gaussian noise: clients before they send, or the server to their sum."""
+"""Source of Gaussian noise: clients before they send, or the server on their sum."""
 
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
-    """What epsilon is recorded of: Gaussian noise with a delta, that of the clients first."""
+    """Return the noise that epsilon is recorded for: Gaussian noise with a delta, the clients' first."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
 

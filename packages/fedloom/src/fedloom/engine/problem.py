@@ -27,15 +27,15 @@ from fedloom.seeds import generator
 
 @dataclass(frozen=True, kw_only=True)
 class RunProblem:
-    """What a run computes: its choices, data and local problems, without any state.
+    """Computation of a run: its choices, data and local problems, without any state.
 
     Attributes:
         setting: the choices of a user, presets resolved.
         oracle: the local problems.
         fed: the data that clients train on.
-        eval_fed: the data that models are evaluated on; `fed`, unless the clients were pooled.
+        eval_fed: the data that models are evaluated on. `fed`, unless the clients were pooled.
         attackers: ``[b]`` ids of the attackers.
-        alpha: ``[n, 1]`` the clients' shares of the objective; those before round 1, but for `Job.with_shares`.
+        alpha: ``[n, 1]`` the clients' shares of the objective; those before round 1, but for `Job.replace_shares`.
         chunk: most clients of a chunk.
         memory: the form of the states of the clients' optimisers; None: they start anew in every round.
         notes: sentences on what is known before the first round.
@@ -72,7 +72,7 @@ class RunProblem:
 
     @cached_property
     def masses(self) -> Tensor:
-        """``[n, 1]`` float64: how much a client counts beside others in what is kept or added up; see `Ctx.masses`.
+        """``[n, 1]`` float64: how much a client counts beside others in what is kept or added up, see `Ctx.masses`.
 
         1 for each where the aggregator reads no weights, or the method has the shares, or weights of its own, in what
         its clients send.
@@ -83,7 +83,7 @@ class RunProblem:
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
     def weights(self, up: Fields) -> list[Tensor]:
-        """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
+        """Return the upload fields ``[m, 1]`` that weight other fields in the mean of what clients keep."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
@@ -110,7 +110,7 @@ class RunProblem:
 
     @property
     def forges(self) -> bool:
-        """Attackers send other uploads than they should; none where nothing is uploaded."""
+        """Attackers send other uploads than they should. None where nothing is uploaded."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
@@ -125,7 +125,7 @@ class RunProblem:
 
     @cached_property
     def model_field(self) -> str:
-        """The upload field that the server's side looks at as a model; empty if it looks at none."""
+        """The upload field that the server's side looks at as a model. Empty if it looks at none."""
         return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
@@ -161,7 +161,7 @@ class RunProblem:
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Fields that the server adds up, of which it keeps each client's sum.
+        """Fields that the server adds up, keeping each client's sum.
 
         A robust rule decides on the sums of changes to clients' rows. Where shares change, a sum by shares is found
         anew from those of the clients.
@@ -176,7 +176,7 @@ class RunProblem:
         return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Personal models ``[m, d]``; of a method without any, the mixtures that clients receive."""
+        """Personal models ``[m, d]``, of a method without any, the mixtures that clients receive."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)
@@ -194,11 +194,11 @@ class RunProblem:
 
     @cached_property
     def everyone(self) -> Tensor:
-        """Ids ``[n]`` of all clients; never written to."""
+        """Ids ``[n]`` of all clients. Never written to."""
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """The server's context in a round with the cohort ``ids``; all clients when None."""
+        """Return the server's context in a round with the cohort ``ids``. None stands for all clients."""
         ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
@@ -212,12 +212,12 @@ class RunProblem:
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """The clients' devices; None without."""
+        """The clients' devices. None without."""
         devices = self.setting.devices
         return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
 
     @cached_property
     def messages(self) -> Messages:
-        """How downloads and uploads are written."""
+        """Encoding of downloads and uploads."""
         oracle, mixed = self.oracle, self.setting.mixer is not None
         return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.channel, mixed=mixed)

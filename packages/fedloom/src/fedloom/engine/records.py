@@ -17,12 +17,12 @@ from fedloom import metrics
 from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
-FACTOR = 10.0
-"""A mean training loss beyond this many times its start, which counts as 1 at least, is that of a diverging run."""
-EVALUATIONS = 3
-"""Evaluations in a row that make a diverging run diverged; fewer where the run ends with them."""
+DIVERGENCE_FACTOR = 10.0
+"""Multiple of the initial mean training loss (at least 1) beyond which a run diverges."""
+DIVERGING_EVALUATIONS = 3
+"""Evaluations in a row that make a diverging run diverged. Fewer where the run ends with them."""
 
-TOTAL = -1
+FEDERATION_CLIENT = -1
 """The client number of a figure of the whole federation."""
 
 
@@ -46,12 +46,12 @@ class Record(NamedTuple):
     total: bool
 
     @classmethod
-    def of_clients(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
+    def make_client_record(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
         """Make the record of a figure of every client that is scored, ``[s]``."""
         return cls(round, model, part, metric, values.double().numpy(), total=False)
 
     @classmethod
-    def of_federation(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
+    def make_federation_record(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
         """Make the record of a figure of the federation."""
         return cls(round, model, part, metric, np.array([float(value)]), total=True)
 
@@ -61,27 +61,27 @@ class Records:
 
     Args:
         items: the records.
-        ids: ``[s]`` the clients that are scored, ascending; None: all.
+        ids: ``[s]`` the clients that are scored, ascending. None: all.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
         self.items, self.ids = tuple(items), ids
 
     def plus(self, items: Iterable[Record]) -> Records:
-        """These records and then others."""
+        """Append records."""
         return Records((*self.items, *items), self.ids)
 
     @property
     def round(self) -> int:
-        """The round of the newest record; -1 before the first."""
+        """The round of the newest record. -1 before the first."""
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
-        """Columns round, client, model, part, metric, value; sorted."""
+        """Columns round, client, model, part, metric, value. Sorted."""
         items = sorted(self.items, key=lambda r: (*r[:4], not r.total))
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
         ids = None if self.ids is None else self.ids.numpy()
-        clients = [[TOTAL] if r.total else np.arange(len(r.values)) if ids is None else ids for r in items]
+        clients = [[FEDERATION_CLIENT] if r.total else np.arange(len(r.values)) if ids is None else ids for r in items]
 
         def column(name: str, kind: pa.DataType) -> pa.Array:
             return pa.array([getattr(r, name) for r in items], kind).take(place)
@@ -96,14 +96,14 @@ class Records:
         )
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
-        """The newest values of a figure."""
+        """Return the newest values of a figure."""
         for r in reversed(self.items):
             if (r.model, r.part, r.metric) == (model, part, metric):
                 return r.values
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Return the tensors that a checkpoint stores."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])
         values = np.concatenate([*(r.values for r in self.items), np.array([])])
         columns = {
@@ -113,8 +113,8 @@ class Records:
         return columns if self.ids is None else {**columns, "ids": self.ids}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Records:
-        """The records of `tensors`."""
+    def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
+        """Read records from `tensors`."""
         keys = json.loads(bytes(tensors["keys"].tolist()).decode())
         pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
         items = (Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
@@ -130,38 +130,38 @@ def score_records(
         round: the round after which the models were scored.
         scores: the scores of every model.
         sizes: ``[s]`` samples of the clients that are scored, by part.
-        benign: ``[s]`` nan for attackers, who count in no figure of the federation; None without them.
+        benign: ``[s]`` nan for attackers, who count in no figure of the federation. None without them.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
             if not part or (part == "common" and len(value) == 1):
-                yield Record.of_federation(round, model, part, name, float(value.mean()))
+                yield Record.make_federation_record(round, model, part, name, float(value.mean()))
                 continue
-            yield Record.of_clients(round, model, part, name, value)
+            yield Record.make_client_record(round, model, part, name, value)
             counted = value.numpy() if benign is None else value.numpy() * benign
             if part == "common":
-                yield Record.of_federation(round, model, part, f"{name}/mean", metrics.mean(counted))
+                yield Record.make_federation_record(round, model, part, f"{name}/mean", metrics.client_mean(counted))
                 continue
             centre = scores.get(("global", "common"), {}).get(name)
             with np.errstate(over="ignore", invalid="ignore"):
                 figures = metrics.over_clients(name, counted, sizes[part], None if centre is None else float(centre[0]))
             for figure, figure_value in figures.items():
-                yield Record.of_federation(round, model, part, figure, figure_value)
+                yield Record.make_federation_record(round, model, part, figure, figure_value)
 
 
 class Divergence:
-    """Whether a run diverges while its figures are finite; the verdict follows from the records alone.
+    """Whether a run diverges while its figures are finite. The verdict follows from the records alone.
 
     The start is the largest training loss at the first evaluation, of any model. Without ``train`` among the parts that
     are evaluated nothing is found.
 
     Args:
-        robust: the loss is the median over the clients, so that one of three or more decides nothing alone; where the
+        robust: the loss is the median over the clients, so that one of three or more decides nothing alone, where the
             records have sums only, nothing is found. Otherwise it is their mean.
 
     Attributes:
-        round: of the evaluation by which the run had diverged; None while it has not.
-        sentence: the model, its loss and its start; empty while it has not.
+        round: of the evaluation by which the run had diverged. None while it has not.
+        sentence: the model, its loss and its start. Empty while it has not.
     """
 
     def __init__(self, *, robust: bool = False) -> None:
@@ -172,10 +172,10 @@ class Divergence:
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
-        """Read what is new of a run's records; the sentence, if it has diverged by that, else the empty text.
+        """Read what is new of a run's records. The sentence, if it has diverged by that, else the empty text.
 
         Args:
-            records: of the run; those that were read before are skipped.
+            records: of the run. Those that were read before are skipped.
             ended: there will be no further evaluation.
         """
         before = self.sentence
@@ -198,11 +198,11 @@ class Divergence:
             self._start = max(self._start, loss if math.isfinite(loss) else 1.0)
             return
         beyond = self._beyond.setdefault(model, [])
-        if math.isfinite(loss) and loss > FACTOR * self._start:
+        if math.isfinite(loss) and loss > DIVERGENCE_FACTOR * self._start:
             beyond.append((round, loss))
         else:
             beyond.clear()
-        if len(beyond) >= EVALUATIONS:
+        if len(beyond) >= DIVERGING_EVALUATIONS:
             self._tell(model)
 
     def _tell(self, model: str) -> None:
@@ -210,12 +210,12 @@ class Divergence:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             self.sentence = (
                 f"round {self.round}: the training loss of the {model} model is {loss:.3g}, since round {first} more "
-                f"than {FACTOR:g} times its start of {self._start:.3g}"
+                f"than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
             )
 
 
 def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """The error for a figure that is not there; ``measured`` are (model, part, metric)."""
+    """Build the error for a missing figure. ``measured`` are (model, part, metric)."""
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:

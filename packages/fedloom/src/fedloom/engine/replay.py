@@ -1,4 +1,4 @@
-"""Replay: what a run takes from elsewhere in place of its own draws, to follow other people's code step by step."""
+"""Replay given values instead of a run's own draws, to follow other people's code step by step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values; what is None is drawn by the run.
+    """Given values. The run draws a value that is None.
 
     Attributes:
         initial: ``[d]``, in the order of the model's ``named_parameters()``, or these by name (a state dict).
-        cohorts: client ids of every round; a client that is there twice counts twice in a mean.
+        cohorts: client ids of every round. A client that is there twice counts twice in a mean.
         batches: of every client (a list of n, or by id), of every round a list of steps, each a list of positions in
-            the client's training part. They are those of the stream "local"; for a method with more streams, of which
+            the client's training part. They are those of the stream "local", for a method with more streams, of which
             an error gives the names, a round is a table of such lists by stream. A client takes as many steps as there
             are batches (Per-FedAvg's steps take two or three each), unless ``local.steps`` is given. Where a round has
             other streams than "local", its evaluation takes them for personal models that it trains.
@@ -40,7 +40,7 @@ class Replay:
     _read: dict[int, dict[int, FixedBatches]] = field(default_factory=dict, init=False, repr=False)
 
     def start(self, default: Tensor, layout: Layout) -> Tensor:
-        """The initial model ``[d]``; ``default`` where none is given.
+        """Return the initial model ``[d]``, or ``default`` if none is given.
 
         Raises:
             ConfigError: of another model, or not finite.
@@ -78,11 +78,11 @@ class Replay:
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """The batches of clients in a round, from 1, by stream, if they are given."""
+        """Return the given batches of clients in a round, from 1, by stream, or None if none are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
     def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Those after a round, from 0: of all streams but "local"; None where no client has another one."""
+        """Return the batches after a round, from 0, of all streams but "local", or None without another stream."""
         tuning = {
             i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
             for i, of in self._read.items()
@@ -99,7 +99,7 @@ class Replay:
             sizes: ``[n, 1]`` training samples.
 
         Raises:
-            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches;
+            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches.
                 (Refused) what is given has nothing to act on, or the sampler decides the same.
         """
         if self.cohorts is not None and sampler != Uniform():
@@ -130,7 +130,7 @@ class Replay:
                 raise ConfigError(f"batches: round {t} has client {missing[0]}, of which there are no batches")
 
     def marks(self) -> dict[str, str]:
-        """A digest of everything that is given, by name; what a checkpoint must agree on."""
+        """Return a digest of every given input, by name. A checkpoint must have the same digests."""
         digests = {}
         for name in ("initial", "cohorts", "batches", "projection"):
             if getattr(self, name) is not None:
@@ -141,7 +141,7 @@ class Replay:
 
 
 def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
-    """The batches ``[steps, b]`` of a client's round by stream, short ones padded with -1."""
+    """Return the batches ``[steps, b]`` of a client's round by stream, padded with -1."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}
     for stream, steps in named.items():
@@ -155,10 +155,10 @@ def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
 
 
 def _numbers(rule: str, value: Any) -> Tensor:
-    """A value as a tensor.
+    """Convert a value to a tensor.
 
     Raises:
-        ConfigError: it is not one of numbers; ``rule`` has what it must be.
+        ConfigError: it is not one of numbers. ``rule`` has what it must be.
     """
     try:
         return torch.as_tensor(value)

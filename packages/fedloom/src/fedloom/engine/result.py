@@ -16,17 +16,17 @@ from fedloom.engine.clients.scores import choose_model, line_of, pass_own, pass_
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
+from fedloom.engine.virtual.clock import FATE_COLUMN, LOG_COLUMNS, Clock, Fate
 from fedloom.errors import ConfigError, Stop
 from fedloom.formats import as_pandas, folded
 from fedloom.lazy import display
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.local.rows import to_device
-from fedloom.metrics import SUMMARY, leading
+from fedloom.metrics import SUMMARY_METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe, running_statistics
-from fedloom.trained.model_source import KINDS
+from fedloom.trained.model_source import MODEL_CHOICES
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 
 if TYPE_CHECKING:
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """What a run gave.
+    """Result of a run.
 
     Attributes:
         stop: why it ended.
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
         notes: sentences on the data and how they were split, which begin with ``data:``, and on the run, such as
-            dropped clients; equal ones once, with how often they came.
+            dropped clients. Equal ones once, with how often they came.
         status: how it ended in a word: done, diverged, interrupted or failed.
         diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
         seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
-        startup: those costs, of every round: compilation, forks, page faults; see `fedloom.engine.state.Times`.
-        models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
+        startup: those costs, of every round: compilation, forks, page faults, see `fedloom.engine.state.Times`.
+        models: "global", "personal" and "hybrid", as far as the method has them, see `Models`.
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
-        job = job.with_shares(state.shares)
+        job = job.replace_shares(state.shares)
         self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
         self.rounds, self.notes, self.status = state.round, folded(state.notes), stop.status
-        self.seconds, self.startup = state.times.without_startup(), state.times.startup()
+        self.seconds, self.startup = state.times.steady_seconds(), state.times.startup()
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
@@ -69,12 +69,12 @@ class Result:
         return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """A metric of every client that is scored (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
+        """Return a metric of every scored client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid"; None: the model that a client would use, the hybrid one where it
+            model: "global", "personal" or "hybrid". None: the model that a client would use, the hybrid one where it
                 was measured, else the personal one, else the global one.
-            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            metric: its name. None: accuracy, or the metric that leads where that was not measured.
             part: of the clients' samples.
 
         Raises:
@@ -86,7 +86,7 @@ class Result:
         return torch.from_numpy(values)
 
     def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
-        """The metric and the model that are meant, of which every client has a figure."""
+        """Return the requested metric and model, after checking that every client has the figure."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
@@ -104,7 +104,7 @@ class Result:
     def uploads(self) -> pa.Table:
         """Every piece of work in virtual time, in the order in which it ended.
 
-        Columns: ``client``; ``version``, the server's steps at its dispatch; ``round``, the step that took it or in
+        Columns: ``client``. ``version``, the server's steps at its dispatch; ``round``, the step that took it or in
         which it was given up; ``start``, ``end`` and ``busy`` in seconds; ``fate``, in a word
         (`fedloom.engine.virtual.clock.Fate`); and ``staleness``, steps of the server in between.
 
@@ -112,9 +112,9 @@ class Result:
             ConfigError: the run has no devices.
         """
         log = self._clock().history()
-        columns: dict[str, Any] = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG[:3])}
-        columns |= {name: log[:, k] for k, name in enumerate(LOG) if name in ("start", "end", "busy")}
-        fates = [Fate(int(code)).name.lower() for code in log[:, FATE]]
+        columns: dict[str, Any] = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG_COLUMNS[:3])}
+        columns |= {name: log[:, k] for k, name in enumerate(LOG_COLUMNS) if name in ("start", "end", "busy")}
+        fates = [Fate(int(code)).name.lower() for code in log[:, FATE_COLUMN]]
         return pa.table({**columns, "fate": fates, "staleness": columns["round"] - columns["version"] - 1})
 
     def time_to(
@@ -125,14 +125,14 @@ class Result:
         part: str = "test",
         by: Literal["all", "client", "device"] = "all",
     ) -> dict[str, float]:
-        """Simulated seconds until a metric first reaches a target in an evaluation; infinite where it never does.
+        """Return the simulated seconds until a metric first reaches a target in an evaluation, or inf if it never does.
 
         Args:
             target: the value to reach.
-            metric: its name; None: accuracy, or the metric that leads where that was not measured.
-            model: "global", "personal" or "hybrid"; None: the model that a client would use.
+            metric: its name. None: accuracy, or the metric that leads where that was not measured.
+            model: "global", "personal" or "hybrid". None: the model that a client would use.
             part: of the clients' samples.
-            by: "all": of the mean over the clients; "client": of each, by number; "device": of the mean of each class.
+            by: "all": of the mean over the clients. "client": of each, by number. "device": of the mean of each class.
 
         Raises:
             ConfigError: the run has no devices, or the metric was not measured.
@@ -164,14 +164,14 @@ class Result:
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
+        """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
         chart: LayerChart = display().chart(self.table(), metric, part)
         return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
-        """A small table and a curve, for notebooks."""
+        """Draw a small table and a curve, for notebooks."""
         page: str = display().page(self.table(), repr(self))
         return page
 
@@ -193,7 +193,7 @@ class Live:
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
         self.names = job.eval_fed.names
-        run, facts = job.setting, InputSpec.of(job.eval_fed.data)
+        run, facts = job.setting, InputSpec.create(job.eval_fed.data)
         self.recipe = ModelRecipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
         name = type(job.algorithm).__name__
         conversion = job.eval_fed.data.conversion
@@ -211,7 +211,9 @@ class Live:
         evaluate, every = self._job.setting.evaluate, len(self._job.scored_ids) == len(self.names)
         chosen = evaluate.select_on in evaluate.parts and every
         return [
-            k for k, exists in zip(KINDS, (shared, personal, shared and personal and chosen), strict=True) if exists
+            k
+            for k, exists in zip(MODEL_CHOICES, (shared, personal, shared and personal and chosen), strict=True)
+            if exists
         ]
 
     @undisturbed()
@@ -254,7 +256,7 @@ class Live:
         scores: Any = {
             (model, part): {
                 metric: torch.from_numpy(values)
-                for metric in SUMMARY
+                for metric in SUMMARY_METRICS
                 if (values := records.last(model, part, metric)) is not None
             }
             for model in ("global", "personal")
@@ -269,7 +271,7 @@ class Live:
         return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
 
     def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
-        """Running statistics ``[b]`` of a model, from the training parts of clients."""
+        """Compute running statistics ``[b]`` of a model from the training parts of clients."""
         oracle = self._job.oracle
         oracle.set_statistics(row.to(oracle.device), ids)
         statistics = [s.flatten() for s in running_statistics(oracle.module)]

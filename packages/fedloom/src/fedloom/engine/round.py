@@ -15,7 +15,7 @@ from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import RunStopped, Stop, attribute_error
-from fedloom.processes.clients import COUNTS, AskRequest, Clients, TrainRequest, TrainTask
+from fedloom.processes.clients import CLIENT_COUNTS, AskRequest, Clients, TrainRequest, TrainTask
 
 
 def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
@@ -49,7 +49,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     if len(forging):
         task = TrainTask(t, forging, cohort[forging], shares[forging])
         honest, m = uploads.answers("models"), len(cohort)
-        uploads.add(clients.on_one(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
+        uploads.add(clients.call_once(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
     return take(job, state, t, cohort, sampler, query_counts, uploads)
 
 
@@ -91,11 +91,11 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
-    """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
+    """Draw the cohort. Return it with the sampler's new state and the cost ``[7]`` of asking candidates."""
     if (replayed := job.replay.cohort(t)) is not None:
-        return replayed, state.sampler, torch.zeros(len(COUNTS), dtype=torch.long)
+        return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
-    info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
+    info, cost = None, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             candidates = checked_ids(job.setting.sampler.query(state.sampler, ctx), job.n)

@@ -10,37 +10,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.choose.shares import by_clusters
-from fedloom.engine.clients.scores import COST, hybrid_scores
+from fedloom.choose.shares import uses_clusters
+from fedloom.engine.clients.scores import WORK_KEY, hybrid_scores
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, upload_counts, use_of
+from fedloom.engine.virtual.clock import FATE_COLUMN, ROUND_COLUMN, VERSION_COLUMN, Clock, Fate, upload_counts, use_of
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import Fields, remade, rows_of, to_device
 from fedloom.metrics import mutual_information
-from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores
-from fedloom.rundir import UPLOADS
+from fedloom.processes.clients import CLIENT_COUNTS, Clients, ScoreRequest, Scores
+from fedloom.rundir import UPLOADS_FIGURE
 from fedloom.schedule import Fleet
 
 
-def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
+def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Score every model after a round.
 
     Returns:
-        The state with the scores among its records; and a sentence if a model's training loss is not finite, or where
+        The state with the scores among its records. And a sentence if a model's training loss is not finite, or where
         training parts are not scored, its loss on a part that is.
     """
-    job = job.with_shares(state.shares)
+    job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
     records = [*records_of(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
-        figures = clients.on_one(job.ctx(t).ids, lambda: diagnose(job, state))
-        records += [Record.of_federation(t, "", "", name, figure) for name, figure in figures.items()]
-    lost, notes = [*_lost(job, scores)], list[str]()
+        figures = clients.call_once(job.ctx(t).ids, lambda: diagnose(job, state))
+        records += [Record.make_federation_record(t, "", "", name, figure) for name, figure in figures.items()]
+    lost, notes = [*_find_lost_scores(job, scores)], list[str]()
     parts = job.setting.evaluate.parts
     scored_kinds = ("train",) if "train" in parts else parts
     unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in scored_kinds), "")
@@ -50,7 +50,7 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     return state.with_(records=state.records.plus(records), notes=(*state.notes, *notes)), unusable
 
 
-def _lost(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
+def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
     """Yield each part with a loss that is not finite at clients with samples: the part, whose loss, these clients."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
@@ -62,7 +62,7 @@ def _lost(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:
-    """Ask for the scores of every model that there is after a round; None where there is none."""
+    """Ask for the scores of every model after a round, or None if no model can be scored."""
     t = state.round
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
@@ -90,13 +90,13 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
-    """Yield the records of a round: scores, what the clients did so far, privacy spent, and recovered groups.
+    """Yield the records of a round: scores, clients' work so far, privacy spent, and recovered groups.
 
-    What the clients did is the training of all rounds and what the personal models after this one took; where some
+    What the clients did is the training of all rounds and what the personal models after this one took, where some
     clients are scored only, as much per client for the others.
     """
     t, scored = state.round, job.scored_ids
-    cost, scores = scores.get(COST, {}), {key: values for key, values in scores.items() if key != COST}
+    cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
     benign = torch.where(job.malicious[scored], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
     sizes: dict[str, NDArray[np.float64]] = {
@@ -104,55 +104,59 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     }
     yield from score_records(t, scores, sizes, benign)
     share = job.n / len(scored)
-    for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
+    for name, value in zip((*CLIENT_COUNTS, "dropped"), state.totals.tolist(), strict=True):
         scoring = float(cost[name].nansum()) if name in cost else 0.0
-        yield Record.of_federation(t, "", "", name, value + round(scoring * share))
+        yield Record.make_federation_record(t, "", "", name, value + round(scoring * share))
     if state.clock is not None:
         yield from _upload_records(t, state.clock, job.n, scored)
         if job.fleet is not None:
             yield from _time_records(t, state.clock, job.fleet, scored)
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
-        yield Record.of_federation(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
-    if by_clusters(job.setting.weights):
-        yield Record.of_clients(t, "", "", "share", job.alpha[scored, 0])
+        yield Record.make_federation_record(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
+    if uses_clusters(job.setting.weights):
+        yield Record.make_client_record(t, "", "", "share", job.alpha[scored, 0])
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
         return
-    yield Record.of_clients(t, "", "", "cluster", labels.cpu()[scored])
+    yield Record.make_client_record(t, "", "", "cluster", labels.cpu()[scored])
     if job.eval_fed.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
         planted = job.eval_fed.groups[ids].cpu().numpy()
         if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
-            yield Record.of_federation(t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy()))
+            yield Record.make_federation_record(
+                t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy())
+            )
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
     """Yield the virtual time of a round, and how the clients used theirs until then."""
     use = use_of(clock, fleet)
     present = float((clock.now - use.absent).sum())
-    yield Record.of_federation(t, "", "", "simulated_seconds", clock.now)
-    yield Record.of_federation(t, "", "", "idle_share", float(use.idle.sum()) / present if present > 0 else 0.0)
+    yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
+    yield Record.make_federation_record(
+        t, "", "", "idle_share", float(use.idle.sum()) / present if present > 0 else 0.0
+    )
     for name in ("busy", "absent", "idle"):
-        yield Record.of_clients(t, "", "", f"{name}_seconds", getattr(use, name)[scored])
-    yield Record.of_clients(t, "", "", "device_class", fleet.member[scored])
+        yield Record.make_client_record(t, "", "", f"{name}_seconds", getattr(use, name)[scored])
+    yield Record.make_client_record(t, "", "", "device_class", fleet.member[scored])
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
     """Yield whose uploads came until a round, and how stale they were."""
     log, counts = clock.history(), upload_counts(clock, n)
-    yield Record.of_federation(t, "", "", "unheard", float(counts.unheard.sum()))
-    used = log[log[:, FATE] == Fate.USED]
+    yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
+    used = log[log[:, FATE_COLUMN] == Fate.USED]
     if len(used):
-        staleness = used[:, ROUND] - used[:, VERSION] - 1
-        yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
-        yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
-    yield Record.of_clients(t, "", "", UPLOADS, counts.used[scored])
-    yield Record.of_clients(t, "", "", "staleness", counts.staleness[scored])
+        staleness = used[:, ROUND_COLUMN] - used[:, VERSION_COLUMN] - 1
+        yield Record.make_federation_record(t, "", "", "staleness/mean", float(staleness.mean()))
+        yield Record.make_federation_record(t, "", "", "staleness/max", float(staleness.max()))
+    yield Record.make_client_record(t, "", "", UPLOADS_FIGURE, counts.used[scored])
+    yield Record.make_client_record(t, "", "", "staleness", counts.staleness[scored])
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
-    """The method's own figures after a round; not counted as its work."""
+    """Compute the method's own figures after a round. They do not count as its work."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):

@@ -15,13 +15,13 @@ from fedloom.engine.checks.moved import check_moved
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
-from fedloom.models import KINDS, Augment, ModelSpec, Softmax
+from fedloom.models import MODEL_CLASSES, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
-from fedloom.values import Value, dump, fields_of, flat, make
+from fedloom.values import Value, dump, fields_of, flatten_document, make
 
 Part = Literal["train", "validation", "test"]
 
@@ -35,30 +35,35 @@ class Evaluate(Value):
         check_moved("evaluate", options)
         return options
 
-    every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
+    every: int = Field(5, ge=1, description="rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
-        "validation", description="part on which the hybrid model chooses; 'test' is FLAME's protocol, and reported"
+        "validation",
+        description="part on which the hybrid model is chosen. 'test' is FLAME's protocol, and the report says so",
     )
     parts: tuple[Part, ...] = Field(
-        ("train", "validation", "test"), description="parts of every client that are scored", min_length=1
+        ("train", "validation", "test"), description="parts of every client to score", min_length=1
     )
     clients: int | None = Field(
-        None, ge=1, description="at most so many clients are scored, the same in every round, drawn once; None: all"
+        None, ge=1, description="most clients to score, the same in every round, drawn once (default: all)"
     )
     statistics: Literal["averaged", "own"] = Field(
         "averaged",
-        description="of normalisation layers, where a client's parts are scored with the global model: averaged over "
-        "the round's clients (as Flower's averaged buffers), or the client's own (as PFLlib's)",
+        description=(
+            "normalization statistics for a client's scores of the global model: averaged over the "
+            "round's clients (as Flower's averaged buffers), or the client's own (as PFLlib's)"
+        ),
     )
     personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
     personal_at_start: bool = Field(
         False,
-        description="train personal models for the evaluation before round 1, which else scores initial ones; those "
-        "that FedAvg-FT, FedBABU and Per-FedAvg tune for an evaluation are tuned there, too",
+        description=(
+            "train personal models for the evaluation before round 1, instead of scoring initial ones. "
+            "Methods such as FedAvg-FT, FedBABU and Per-FedAvg also fine-tune then"
+        ),
     )
 
 
-def _some_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
+def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
     """Refuse less than one worker."""
     if workers != "auto" and workers < 1:
         raise ValueError(f"must be at least 1 or 'auto', got {workers}")
@@ -66,34 +71,36 @@ def _some_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
 
 
 class Engine(Value):
-    """How a run is computed. Workers change no result; oracle, chunk, dtype and precision by rounding only."""
+    """Way in which a run is computed. Workers change no result. Other options change rounding only."""
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
 
-    workers: Annotated[int | Literal["auto"], AfterValidator(_some_workers)] = Field(
+    workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
-        description="processes of one thread each on this machine, at most two per core; under torchrun, its ranks",
+        description="single-threaded processes on this machine, at most two per core. Under torchrun, its ranks",
         union_mode="left_to_right",
     )
-    oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="how gradients are computed")
-    chunk: int | None = Field(None, ge=1, description="most clients of a chunk; a fixed rule when not given")
+    oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="computation of gradients")
+    chunk: int | None = Field(None, ge=1, description="most clients of a chunk (default: a fixed rule)")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
         "full",
-        description="of gradients: dtype's, in all products of a GPU TF32, or in steps bfloat16 for convolutions; rows "
-        "are always dtype's",
+        description=(
+            "precision of gradients: full (dtype's), TF32 in all products of a GPU, or bfloat16 in steps "
+            "of convolutions. Rows always keep dtype"
+        ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
-    store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory; beyond it, files")
-    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort that must return a usable update")
+    store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory. Beyond it, files")
+    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort whose update must be usable")
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
 OF_DATA = (
     "target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
 )  # fmt: skip
-"""Options of `fedloom.Dataset.of` that are taken for choices of a run."""
+"""Options of `fedloom.Dataset.create` that are taken for choices of a run."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -103,7 +110,7 @@ Shares = (
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
 """A model's name or specification, or the module, a class or a function of a user."""
 Options = Mapping[str, Any] | None
-"""The table of an experiment file; None leaves the default."""
+"""The table of an experiment file. None leaves the default."""
 
 
 class Choices(TypedDict, total=False):
@@ -142,66 +149,70 @@ class Setting(Value):
         "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds", "weights",
         "schedule",
     )  # fmt: skip
-    """What every method of an experiment may have for itself."""
+    """Choices that every method of an experiment may have for itself."""
 
-    algorithm: Method = Field(description="a method, or what a preset makes")
-    model: Annotated[ModelSpec, SettingTable(ModelSpec, KINDS, "softmax")] = Field(
+    algorithm: Method = Field(description="a method, or a preset's composition")
+    model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
         default_factory=Softmax, description="a model's name, or its specification"
     )
     rounds: Rounds = 100
-    seed: int = Field(0, description="seed of everything that is drawn")
+    seed: int = Field(0, description="seed of all random draws")
     task: Annotated[Objective, SettingTable(Objective)] = Field(
-        default_factory=Objective, description="own loss, class weights and further metrics"
+        default_factory=Objective, description="custom loss, class weights and further metrics"
     )
     local: Annotated[LocalSGD, SettingTable(LocalSGD)] = Field(
-        default_factory=LocalSGD, description="how clients train"
+        default_factory=LocalSGD, description="local training of a client"
     )
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
-        default_factory=Uniform, description="who takes part"
+        default_factory=Uniform, description="selection of the clients of a round"
     )
     weigher: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="what a client counts in the mean of the cohort's uploads: its share, or what a rule makes of it",
+        description="weight of a client in the mean of the cohort's uploads: its share, or a rule's weight",
     )
     mixer: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
-        None, description="what mixture of the clients' last models a client receives; the server's one model when None"
+        None, description="mixture of the clients' last models that a client receives (None: the server's model)"
     )
     aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
-        None, description="how uploads become one; their weighted mean when None"
+        None, description="rule that combines uploads (None: their weighted mean)"
     )
     attack: Annotated[Attack | None, SettingTable(Attack, ATTACKS)] = Field(
-        None, description="what a part of the clients does instead of being honest"
+        None, description="behavior of malicious clients"
     )
     channel: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
-        None, description="what a client's upload passes through"
+        None, description="transformation of a client's upload, such as compression or noise"
     )
     augment: Annotated[Augment, SettingTable(Augment)] = Field(
         default_factory=Augment, description="random changes of training images"
     )
     weights: Shares = Field(
         "samples",
-        description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
-        "training samples, uniform (1/n), by groups (every planted group counts the same; with 'groups by region' "
-        "every level of that column, of which a client has one), by clusters recovered from activations before "
-        "round 1 ('clusters-3', or 'clusters' where their number is sought) and, "
-        "with 'clusters-3 every 10', again after every 10 rounds, or a number for each client",
+        description=(
+            "shares alpha_i of the clients in the objective, used in every mean and local problem: by "
+            "training samples. Uniform (1/n). By groups (every planted group counts equally, or every "
+            "level of a column with 'groups by region'). By clusters recovered from activations before "
+            "round 1 ('clusters-3', or 'clusters' to estimate their number), again every 10 rounds with "
+            "'clusters-3 every 10'. Or one number per client"
+        ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
-        None, description="how fast clients compute and send, and when they are there; None: a run has no clock"
+        None, description="speed and presence of the clients' devices (None: the run has no clock)"
     )
     schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
-        default_factory=Synchronous, description="which uploads make a step of the server, in virtual time"
+        default_factory=Synchronous, description="uploads that make a server step, in virtual time"
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="when and on what models are scored"
+        default_factory=Evaluate, description="times and models of the scores"
     )
-    engine: Annotated[Engine, SettingTable(Engine)] = Field(default_factory=Engine, description="how it is computed")
+    engine: Annotated[Engine, SettingTable(Engine)] = Field(
+        default_factory=Engine, description="computation of the run"
+    )
 
     @classmethod
-    def of(
+    def create(
         cls, algorithm: Algorithm | Composition | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Make the setting of a method; a choice that is None is left as it is by default.
+        """Make the setting of a method. A choice that is None is left as it is by default.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
@@ -209,7 +220,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return the setting with other choices; one that is None is left as it is.
+        """Return the setting with other choices. One that is None is left as it is.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
@@ -230,8 +241,8 @@ class Setting(Value):
             mapping: ``algorithm`` (see `NamedMethod.read`), its options beside it, and fields of a setting: values,
                 names or tables. None stands for a choice that is left as it is.
             where: the file or call, for messages.
-            places: what else may stand there, and how its keys are written; None: a mapping in Python.
-            base: has the choices that the mapping does not have; None: the defaults.
+            places: what else may stand there, and how its keys are written. None: a mapping in Python.
+            base: has the choices that the mapping does not have. None: the defaults.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range.
@@ -278,7 +289,7 @@ class Setting(Value):
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
-        """The fields that an experiment file has tables for."""
+        """Return the fields with tables in an experiment file."""
         parts = {
             name: [m for m in field.metadata if isinstance(m, SettingTable)] for name, field in cls.model_fields.items()
         }
@@ -286,7 +297,7 @@ class Setting(Value):
 
     @classmethod
     def plain(cls) -> list[str]:
-        """The fields that are plain keys of an experiment file; its seeds are those of several runs."""
+        """Return the fields that are plain keys of an experiment file. A file has several seeds."""
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
@@ -303,21 +314,21 @@ class Setting(Value):
         return entries
 
     def numbers(self) -> dict[str, Any]:
-        """What decides a run's numbers, by dotted key."""
+        """Return everything that decides a run's numbers, by dotted key."""
         run = self.resolved()
         algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
-        entries = flat({**run.document(), "algorithm": algorithm, "seed": run.seed})
+        entries = flatten_document({**run.document(), "algorithm": algorithm, "seed": run.seed})
         free = {f"{name}.{key}" for name, table in type(self).tables().items() for key in table.base.free}
         return {key: value for key, value in entries.items() if key not in free}
 
     @property
     def method(self) -> Algorithm:
-        """The algorithm; of a preset, its own."""
+        """The algorithm, of a preset, its own."""
         return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
 
     @property
     def role(self) -> str:
-        """What a comparison takes the method for; see `fedloom.algorithms.role_of`."""
+        """What a comparison takes the method for, see `fedloom.algorithms.role_of`."""
         return role_of(self.algorithm)
 
     @property
@@ -326,7 +337,7 @@ class Setting(Value):
         return isinstance(self.algorithm, Composition) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
-        """The same run without a preset: its method, sampler and weigher in their places.
+        """Replace a preset by its method, sampler and weigher.
 
         A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
         """

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform, Weigher
-from fedloom.choose.shares import by_clusters, check_clusters, cluster_shares, clusters_of, shares_of
+from fedloom.choose.shares import check_clusters, cluster_shares, clusters_of, shares_of, uses_clusters
 from fedloom.data.federation import Federation
-from fedloom.engine.checks.defaults import adapted
+from fedloom.engine.checks.defaults import adapt_defaults
 from fedloom.engine.checks.notes import changes_nothing, notes_of
 from fedloom.engine.checks.refusals import (
     check_attack,
@@ -46,7 +46,7 @@ from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
-from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.row_locations import RowLocations
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
@@ -76,7 +76,7 @@ def make_job(
     fed: Federation,
     *,
     folder: Path | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
     replay: Replay = Replay(),  # noqa: B008  # frozen
 ) -> tuple[Job, Fields]:
     """Make a job, and the server's state before the first round.
@@ -84,7 +84,7 @@ def make_job(
     Args:
         setting: the run.
         fed: the clients and their data.
-        folder: the folder of the clients' state; None keeps it in memory.
+        folder: the folder of the clients' state. None keeps it in memory.
         ranks: processes that all make this call.
         replay: what takes the place of the run's own draws.
 
@@ -132,7 +132,7 @@ def make_problem(
         setting: the run.
         fed: the clients and their data.
         replay: what takes the place of the run's own draws.
-        finds: clusters are recovered where shares are theirs, which trains all clients once; else shares are uniform.
+        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -156,13 +156,13 @@ def make_problem(
         projection,
     )  # fmt: skip
     x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
-    if by_clusters(setting.weights):
+    if uses_clusters(setting.weights):
         check_clusters(clusters_of(setting.weights), ctx)
-    if finds and by_clusters(setting.weights):
+    if finds and uses_clusters(setting.weights):
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx, setting.attack, attackers)
         ctx = ctx._replace(weight=shares.to(dtype))
     with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
-        method = method.with_derived_options(ctx)
+        method = method.derive_options(ctx)
         server, client, kept = initial(method, x0, ctx)
     setting = setting.with_(algorithm=method)
     check_shares(setting, server, ctx)
@@ -220,7 +220,7 @@ def make_problem(
 
 
 def _summed(problem: RunProblem, client: Fields) -> Any:
-    """The rows of a client to which the fields of `RunProblem.summed_fields` are added, for a robust rule.
+    """Return the client rows to which a robust rule adds the fields of `RunProblem.summed_fields`.
 
     Changes are added to the row of the client's template that they change, others to zero.
     """
@@ -272,12 +272,12 @@ def _closed(weigher: Weigher) -> Weigher:
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """The setting with presets resolved and checked with all that needs no data; notes on what pooling leaves out.
+    """Resolve presets and check everything that needs no data. Return notes on what pooling leaves out.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
+    pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
     setting = setting.with_(weigher=_closed(setting.weigher))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
@@ -308,7 +308,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _oracle(setting: Setting, fed: Federation) -> Network:
-    """The local problems of a model on a federation.
+    """Build the local problems of a model on a federation.
 
     Raises:
         ConfigError: the model, the task or the oracle does not fit the data.
@@ -328,13 +328,13 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
 
 
 class Residue(NamedTuple):
-    """What the channel has not sent yet, or the client's last upload as the server has it: ``[m, D]``."""
+    """Unsent part of the channel's updates, or the client's last upload as the server has it: ``[m, D]``."""
 
     e: Tensor
 
 
 class Moments(NamedTuple):
-    """The states of a client's optimisers ``[m, S W]``; see `fedloom.local.optimizer.OptimizerStates`."""
+    """The states of a client's optimisers ``[m, S W]``, see `fedloom.local.optimizer.OptimizerStates`."""
 
     s: Tensor
 
@@ -342,7 +342,7 @@ class Moments(NamedTuple):
 def _memory(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx
 ) -> OptimizerStates | None:
-    """How states of optimisers are kept; None where they are not. One client takes a step, without effect on the run.
+    """Return the form of kept optimizer states, found by one client's step without effect, or None if none are kept.
 
     Raises:
         ConfigError: the optimiser does not work with this model, or (Refused) the method does not train by it.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
-from fedloom.engine.checkpoints import UNATTACKED, RunCheckpoints, check_ranks
+from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
@@ -19,16 +19,16 @@ from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.replay import Replay
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import evaluate
+from fedloom.engine.scoring import score_round
 from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.engine.virtual.clock import flat
+from fedloom.engine.virtual.clock import flatten_results
 from fedloom.errors import ConfigError, Stop, entered
-from fedloom.local.oracles.precision import repeatable, undisturbed
+from fedloom.local.oracles.precision import make_repeatable, undisturbed
 from fedloom.outputs import check_output_folder
 from fedloom.processes.clients import (
-    COUNTS,
+    CLIENT_COUNTS,
     AskTask,
     Clients,
     Handlers,
@@ -38,16 +38,16 @@ from fedloom.processes.clients import (
 )
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
-from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, WORK, place_of
-from fedloom.seeds import SERVER, as_global, generator, rng_states
+from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
+from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
 
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 Progress = Callable[[State], object]
-"""Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
+"""Called after every round, with the state after it. A sentence ends the run (`fedloom.callbacks`)."""
 
 
 @undisturbed()
@@ -59,7 +59,7 @@ def simulate(
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
     advance: bool = True,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
     initial: Tensor | Mapping[str, Tensor] | None = None,
     cohorts: Sequence[Sequence[int] | Tensor] | None = None,
     batches: Sequence[Any] | Mapping[int, Any] | None = None,
@@ -71,15 +71,15 @@ def simulate(
 
     Args:
         algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
-        fed: the clients and their data; or a list of clients, or a mapping by name, as `Federation.of` takes it.
+        fed: the clients and their data. Or a list of clients, or a mapping by name, as `Federation.create` takes it.
         model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
-            class or function that makes one (called as in `fedloom.models.Import`); softmax when None.
-        folder: for checkpoints and client state; running again with the same arguments resumes from there.
+            class or function that makes one (called as in `fedloom.models.Import`). Softmax when None.
+        folder: for checkpoints and client state. Running again with the same arguments resumes from there.
             None keeps everything in memory.
-        progress: called after every round; a sentence that one returns ends the run, and an error of one is a warning
+        progress: called after every round. A sentence that one returns ends the run, and an error of one is a warning
             (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
-        ranks: processes that all make this call, from `fedloom.processes.distributed.joined`; the models are then those
+        ranks: processes that all make this call, from `fedloom.processes.distributed.joined`. The models are then those
             of rank 0.
         initial: the initial model, ``[d]`` or a state dict. This and the next three replay other people's code: they
             take the place of the run's own draws and are part of what a folder must agree on (`Replay`).
@@ -90,10 +90,10 @@ def simulate(
             or "released" for those of its public code.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
-            ``schedule``, ``evaluate``, ``engine``; None leaves a default.
+            ``schedule``, ``score_round``, ``engine``. None leaves a default.
 
     Returns:
-        Metrics and models. `Result.stop` of a run that diverged or was interrupted has that; one whose training loss is
+        Metrics and models. `Result.stop` of a run that diverged or was interrupted has that. One whose training loss is
         finite, but in three evaluations in a row or in the last one more than ten times its start, has diverged. It
         continues to its end.
 
@@ -104,7 +104,7 @@ def simulate(
         CheckpointError: a checkpoint cannot be written or read.
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
-        fed = Federation.of(fed)
+        fed = Federation.create(fed)
     if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
@@ -115,14 +115,15 @@ def simulate(
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
             "fl.partition.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
-            "of samples that have owners give users to fl.Dataset.of, and take fl.partition.writers()"
+            "of samples that have owners give users to fl.Dataset.create, and take fl.partition.writers()"
         )
     if callable(progress) or not all(map(callable, progress := list(progress))):
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(
-            place, owns=lambda inner: (*inner.parts[:1], len(inner.parts)) in ((CHECKPOINTS, 2), (WORK, 4))
+            place,
+            owns=lambda inner: (*inner.parts[:1], len(inner.parts)) in ((CHECKPOINTS_FOLDER, 2), (WORK_FOLDER, 4)),
         )
     mapping = {"model": model, "settings": None if settings == "default" else settings, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
@@ -148,7 +149,7 @@ def simulate(
 
 
 class _Simulation(Hooks):
-    """What a simulation does around its rounds."""
+    """Actions of a simulation around its rounds."""
 
     def __init__(
         self, job: Job, clients: Clients, progress: Sequence[Progress], interrupted: Callable[[], bool]
@@ -163,7 +164,7 @@ class _Simulation(Hooks):
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        scored = evaluate(self._job, self._clients, state)
+        scored = score_round(self._job, self._clients, state)
         self._drawn = rng_states()
         return scored
 
@@ -174,13 +175,13 @@ class _Simulation(Hooks):
                 "code at the server draws from a global generator of torch, numpy or random, so equal runs differ; "
                 "draw from ctx.rng(purpose), which the seed decides"
             )
-        if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
+        if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
             notes.append("round 1 took no gradient of any client: nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
-            notes.append(UNATTACKED)
+            notes.append(UNATTACKED_NOTE)
         return tuple(notes)
 
-    def after_round(self, state: State) -> str | None:
+    def review_round(self, state: State) -> str | None:
         answers = [self._guard.call("callback", call, state) for call in self._progress]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str)) or None
@@ -191,15 +192,15 @@ class _Simulation(Hooks):
 
 @contextmanager
 def clients_of(job: Job) -> Iterator[LocalClients]:
-    """The clients of a simulation; their workers have room for a download and for what a chunk sends back."""
+    """Open the clients of a simulation. Their workers have room for a download and for a chunk's results."""
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
-        train=_seeded(job, lambda shared, task: train_chunk(job.with_shares(shared[2]), *shared[:2], task)),
-        compute=_seeded(job, lambda shared, task: flat(compute_chunk(job, *shared, task))),
+        train=_seeded(job, lambda shared, task: train_chunk(job.replace_shares(shared[2]), *shared[:2], task)),
+        compute=_seeded(job, lambda shared, task: flatten_results(compute_chunk(job, *shared, task))),
         ask=_seeded(job, lambda model, task: ask_chunk(job, model, task)),
-        score=_seeded(job, lambda shared, task: score_chunk(job.with_shares(shared[2]), *shared[:2], task)),
+        score=_seeded(job, lambda shared, task: score_chunk(job.replace_shares(shared[2]), *shared[:2], task)),
     )
     if job.ranks.size > 1:
         yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)
@@ -211,11 +212,11 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
     """The function of a chunk, in which a user's code that draws from a global generator draws what the seed decides.
 
-    Chunks do not depend on the number of workers, so neither does a draw; afterwards the generators are as before.
+    Chunks do not depend on the number of workers, so neither does a draw. Afterwards the generators are as before.
     """
 
     def call(shared: S, task: K) -> T:
-        first = int(task.ids[0]) if len(task.ids) else SERVER
+        first = int(task.ids[0]) if len(task.ids) else SERVER_CLIENT
         with as_global(generator(job.setting.seed, task.round, first, "user code"), job.oracle.device):
             return handle(shared, task)
 
@@ -225,5 +226,5 @@ def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
 @contextmanager
 def arithmetic(job: Job) -> Iterator[None]:
     """torch computes with one thread, and on a GPU what repeats: results must not depend on the machine."""
-    with undisturbed(), repeatable(job.oracle.device, job.setting.engine.precision):
+    with undisturbed(), make_repeatable(job.oracle.device, job.setting.engine.precision):
         yield

@@ -14,20 +14,20 @@ from fedloom.engine.clients.uploads import first_sums
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.virtual.clock import Clock
-from fedloom.local.rows import F, Fields, group_of, named, remade
-from fedloom.processes.clients import COUNTS
+from fedloom.local.rows import F, Fields, group_of, name_tensors, remade
+from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
-NEAR = 5
+START_UP_BASELINE_ROUNDS = 5
 """Rounds after a process's first to which that is compared, for its one-off costs."""
-LATELY = 10
-"""Newest rounds, and evaluations, of which the pace is the median."""
+PACE_WINDOW_ROUNDS = 10
+"""Newest rounds and evaluations whose median is the pace."""
 MOST_LATEST = 64
 """Cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
 
 
 class Tally(NamedTuple):
-    """How often every client was counted.
+    """Counts of every client.
 
     Attributes:
         before: ``[n]`` counts without the latest cohorts.
@@ -55,7 +55,7 @@ class Times:
     """Seconds of a run, as measured.
 
     A process's first round also pays for compilation, forks and page faults. These are separate: what the round took
-    beyond the median of those after it. A process with one round is compared with the rounds of the others; a run with
+    beyond the median of those after it. A process with one round is compared with the rounds of the others. A run with
     one round has nothing to compare it with, and no one-off costs.
 
     Attributes:
@@ -73,38 +73,38 @@ class Times:
         """Continue the times of earlier processes in a new one."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
-    def with_round(self, seconds: float) -> Times:
-        """These times and one more round."""
+    def add_round(self, seconds: float) -> Times:
+        """Append the time of a round."""
         return replace(self, rounds=(*self.rounds, seconds))
 
-    def with_evaluation(self, seconds: float) -> Times:
-        """These times and one more evaluation."""
+    def add_evaluation(self, seconds: float) -> Times:
+        """Append the time of an evaluation."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
-        """One-off costs of every round, >= 0; they are part of `rounds`."""
+        """One-off costs of every round, >= 0. They are part of `rounds`."""
         costs = [0.0] * len(self.rounds)
         usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
         for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
-            near = self.rounds[first + 1 : end][:NEAR] or usual
+            near = self.rounds[first + 1 : end][:START_UP_BASELINE_ROUNDS] or usual
             if first < end and near:
                 costs[first] = max(0.0, self.rounds[first] - median(near))
         return costs
 
-    def without_startup(self) -> list[float]:
+    def steady_seconds(self) -> list[float]:
         """Seconds of every round without its one-off costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
         """Seconds that a round takes lately, with its share of an evaluation each ``every`` rounds.
 
-        None before this process's third round; and where evaluations weigh a fifth or more, before its second one, for
+        None before this process's third round. And where evaluations weigh a fifth or more, before its second one, for
         the first has one-off costs too.
         """
-        rounds = self.rounds[self.process_starts[-1] + 1 :][-LATELY:]
+        rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
             return None
-        warm = self.evaluations[1:][-LATELY:]
+        warm = self.evaluations[1:][-PACE_WINDOW_ROUNDS:]
         share = median(warm or self.evaluations or [0.0]) / every
         return median(rounds) + share if warm or share < median(rounds) / 5 else None
 
@@ -120,15 +120,15 @@ class State:
         weigher: state of the weigher.
         aggregator: state of the aggregator.
         sums: float64 sums over all clients of the rows that the server keeps, by field.
-        totals: ``[8]`` `COUNTS` and dropped uploads, over all rounds.
+        totals: ``[8]`` `CLIENT_COUNTS` and dropped uploads, over all rounds.
         tally: rounds in which every client sent something.
         cohort: ``[m]`` clients of the last round.
-        trained: the newest round that changed the server's state; earlier than `round` after a round that was given up.
+        trained: the newest round that changed the server's state. Earlier than `round` after a round that was given up.
         records: figures measured so far.
         notes: sentences on dropped clients and such.
-        times: seconds of the rounds; no number depends on them.
-        clock: the time, virtual or of real sites, and what is under way in it; None without devices or a stream.
-        shares: ``[n, 1]`` the clients' shares of the objective, where they are found again; None: `Job.alpha`.
+        times: seconds of the rounds. No number depends on them.
+        clock: the time, virtual or of real sites, and what is under way in it. None without devices or a stream.
+        shares: ``[n, 1]`` the clients' shares of the objective, where they are found again. None: `Job.alpha`.
     """
 
     round: int
@@ -158,7 +158,7 @@ class State:
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -167,10 +167,10 @@ class State:
         numbers = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort, "shares": self.shares}
         clock = None if self.clock is None else self.clock.tensors()
         trained = torch.tensor(self.trained)
-        return named({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
+        return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Restore this run's state after another round from its `tensors`; ``self`` gives the types."""
+        """Restore this run's state after another round from its `tensors`. ``self`` gives the types."""
 
         def like(value: F, name: str) -> F:
             saved = group_of(tensors, name)
@@ -187,7 +187,7 @@ class State:
             Tally(tensors["uploads"]),
             tensors["cohort"],
             int(tensors.get("trained", round)),
-            Records.from_tensors(group_of(tensors, "records")),
+            Records.read_tensors(group_of(tensors, "records")),
             tuple(notes),
             times,
             None if self.clock is None else Clock.restored(group_of(tensors, "clock")),
@@ -196,9 +196,9 @@ class State:
 
 
 def initial_state(job: Job, server: Fields) -> State:
-    """The state before the first round."""
+    """Build the state before the first round."""
     ctx = job.ctx(0)
-    totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
+    totals = torch.zeros(len(CLIENT_COUNTS) + 1, dtype=torch.long)
     if job.spent is not None:
         totals[:-1] += job.spent
     aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)

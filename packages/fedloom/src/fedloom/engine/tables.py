@@ -12,12 +12,12 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
-from fedloom.engine.checks.moved import moved_key
+from fedloom.engine.checks.moved import find_moved_key
 from fedloom.errors import ConfigError
 from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
 from fedloom.imports import find_maker, importable, is_path
-from fedloom.models import KINDS, MODELS, Import, ModelSpec, spec_of
-from fedloom.models.imported import Held, own_model
+from fedloom.models import MODEL_CLASSES, MODELS, Import, ModelSpec, spec_of
+from fedloom.models.imported import Held, wrap_model
 from fedloom.values import choose, fields_of, make, make_kind
 
 
@@ -26,7 +26,7 @@ class NamedMethod(NamedTuple):
 
     Attributes:
         name: a name of the registry, an import path, or the class's name if no path leads to it.
-        entry: its class or preset; of a composition that no preset makes, the class of its algorithm.
+        entry: its class or preset, of a composition that no preset makes, the class of its algorithm.
         value: the method, or what the preset makes.
     """
 
@@ -60,7 +60,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, Composition):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_at(where)}{fixed}; give the preset by its name")
+            raise ConfigError(f"{_value_at(where)}{fixed}; give the preset by its name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -78,19 +78,19 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
         return name or f"a composition of {kind.__name__}", presets.get(name or "", kind), method
     kind, built = (method, None) if isinstance(method, type) else (type(method), method)
     if not issubclass(kind, Algorithm):
-        raise ConfigError(f"{_at(where)}must be {METHOD_FORM}, got {method!r:.80}")
+        raise ConfigError(f"{_value_at(where)}must be {METHOD_FORM}, got {method!r:.80}")
     name = next((name for name, entry in REGISTRY.items() if entry is kind), None)
     return name or importable(kind) or kind.__qualname__, kind, built
 
 
 @dataclass(frozen=True)
 class SettingTable:
-    """How a field of `Setting` is given: as a value, or as in an experiment file, by a name or a table of options.
+    """Way to give a field of `Setting`: as a value, or as in an experiment file, by a name or a table of options.
 
     Attributes:
         base: class of the values.
-        kinds: classes by the table's ``kind``; empty where there is one.
-        default: the kind of a table that names none; None: a table without kind is no choice, and neither is "none".
+        kinds: classes by the table's ``kind``. Empty where there is one.
+        default: the kind of a table that names none. None: a table without kind is no choice, and neither is "none".
         key: the key that names the kind.
     """
 
@@ -100,11 +100,11 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of every kind; of a table without kinds, its own with an empty name."""
+        """Return the class of every kind, of a table without kinds, its own with an empty name."""
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
-        """Return the keys of every kind but `key`; those of a table that names no kind have an empty name."""
+        """Return the keys of every kind but `key`. Those of a table that names no kind have an empty name."""
         kinds: dict[str, Iterable[str]] = {
             kind: fields_of(entry).keys() - {self.key} for kind, entry in self.classes().items()
         }
@@ -114,7 +114,7 @@ class SettingTable:
         """Read the value of a table.
 
         Args:
-            choice: a value, a kind, a table of options, or None; in a file only a table.
+            choice: a value, a kind, a table of options, or None, in a file only a table.
             where: file and table, for the message.
             name: of the table, for the message.
             places: knows where other keys belong.
@@ -127,18 +127,18 @@ class SettingTable:
         in_file = places is not None and places.file
         if self.base is ModelSpec and not in_file and not isinstance(choice, str | Mapping):
             try:
-                return own_model(choice)
+                return wrap_model(choice)
             except ConfigError as error:
-                raise type(error)(f"{_at(where)}{error}") from None
+                raise type(error)(f"{_value_at(where)}{error}") from None
         options = {self.key: choice} if isinstance(choice, str) and self.kinds and not in_file else choice
         if not isinstance(options, Mapping):
             what = "a table" if in_file else f"a {self.base.__name__} or a table"
             raise ConfigError(
-                f"{_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
+                f"{_value_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
             )
 
         def hint(key: str, value: object) -> str:
-            return moved_key(name, key, value) or (places.hint(key, value, name) if places else "")
+            return find_moved_key(name, key, value) or (places.hint(key, value, name) if places else "")
 
         if not self.kinds:
             return make(self.base, options, where, self.base.model_fields, hint)
@@ -147,7 +147,7 @@ class SettingTable:
         if self.base is ModelSpec:
             return _model(options, where, hint)
         if self.default is None and "kind" not in options:
-            raise ConfigError(f"{_at(where)}kind is missing; allowed: {', '.join(self.kinds)}, none")
+            raise ConfigError(f"{_value_at(where)}kind is missing; allowed: {', '.join(self.kinds)}, none")
         what = self.base.__name__.lower()
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
@@ -168,14 +168,14 @@ class SettingTable:
         return core_schema.no_info_plain_validator_function(self.read)
 
 
-def _at(where: str) -> str:
+def _value_at(where: str) -> str:
     return f"{where}: " if where else ""
 
 
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
-    """The specification of a table: of a kind, of a paper's name, or of user code."""
+    """Read the specification in a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
-        raise ConfigError(f"{_at(where)}this is a state dict: load it into a module, and give the module")
+        raise ConfigError(f"{_value_at(where)}this is a state dict: load it into a module, and give the module")
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -189,11 +189,14 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
         return make(Held, rest, where, fields_of(Held))
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
-            f"{_at(where)}the model {rest.get('name')!r} was an object in Python, and no file names it; in Python, "
+            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file names it; in "
+            "Python, "
             "give it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
         )
-    if kind not in KINDS:
+    if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
         cure = "weights are in that file: load them into a module, and give the module" if saved else ""
-        raise unknown("model kind", kind, KINDS, where, cure=cure)
-    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(KINDS[kind]), hint)
+        raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
+    return make(
+        lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint
+    )

@@ -16,7 +16,7 @@ WORTH_FORKING = 2e11
 
 
 def worker_count(engine: Engine, problem: RunProblem, samples: int) -> int:
-    """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them.
+    """Choose the processes of a run. ``auto`` uses the cores if the work pays for starting them.
 
     They are no more than clients, of which a chunk has one at least, and no more than the cores can use.
 

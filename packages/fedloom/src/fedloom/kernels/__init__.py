@@ -7,11 +7,11 @@ gets does not depend on who shares its chunk.
 from fedloom.kernels.draws import shuffle
 from fedloom.kernels.linear import add_gradient, apply, backward, forward
 from fedloom.kernels.machine import compiled
-from fedloom.kernels.network import BLOCK, add_gradients, descend
+from fedloom.kernels.network import BLOCK_SAMPLES, add_gradients, descend
 from fedloom.kernels.samples import gather, pool, unpool
 
 __all__ = [
-    "BLOCK",
+    "BLOCK_SAMPLES",
     "add_gradient",
     "add_gradients",
     "apply",

@@ -18,11 +18,11 @@ def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
 
     Args:
         words: ``[m, s]`` the first words of the state of every client's generator, as `fedloom.seeds.states` gives
-            them for so many draws; changed.
+            them for so many draws. Changed.
         sizes: ``[m]`` samples, >= 1.
         steps: ``[m]`` batches.
         order: ``[largest size]`` room for an order.
-        out: ``[k, m, b]`` where positions are written; the rest stays as it is.
+        out: ``[k, m, b]`` where positions are written. The rest stays as it is.
     """
     width = out.shape[2]
     for c in range(len(sizes)):

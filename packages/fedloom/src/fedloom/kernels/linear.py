@@ -17,7 +17,7 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """``out <- x W' + b``; x ``[m, b, i]``, out ``[m, b, o]``."""
+    """``out <- x W' + b``. x ``[m, b, i]``, out ``[m, b, o]``."""
     for c in range(len(x)):
         forward_one(w[c], at, bias, x[c], out[c])
 
@@ -33,7 +33,7 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
 
 @compiled
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
-    """``out <- delta W``; delta ``[m, b, o]``, out ``[m, b, i]``."""
+    """``out <- delta W``. Delta ``[m, b, o]``, out ``[m, b, i]``."""
     for c in range(len(delta)):
         backward_one(w[c], at, delta[c], out[c])
 
@@ -50,7 +50,7 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
         bias: first column of the bias, or -1.
         delta: ``[m, b, o]``.
         x: ``[m, b, i]``.
-        beta: ``[m]``; 0 forgets what ``out`` held, even if not finite.
+        beta: ``[m]``. 0 forgets what ``out`` held, even if not finite.
         alpha: a number.
         steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import numba
 
-FLAGS: dict[str, Any] = {
+FASTMATH_FLAGS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},  # numbers that are not finite stay so
     "error_model": "numpy",
     "nogil": True,
@@ -18,12 +18,12 @@ FLAGS: dict[str, Any] = {
 }
 
 
-ROOM = 64 << 20
+MIN_FREE_BYTES = 64 << 20
 """Bytes that must be free for machine code to be kept on disk."""
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop as machine code, kept on disk where the package's folder or the user's cache has room for it.
+    """Compile a loop and cache the machine code in the package's folder or in the user's cache.
 
     A user without a home, as one of a container may be, keeps nothing: numba would make a folder ``~`` where it is.
 
@@ -32,7 +32,7 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """
     home = os.path.expanduser("~")
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
-    if os.path.isabs(home) and all(shutil.disk_usage(place).free >= ROOM for place in places):
+    if os.path.isabs(home) and all(shutil.disk_usage(place).free >= MIN_FREE_BYTES for place in places):
         with suppress(RuntimeError):  # of numba: neither can be written
-            return numba.njit(cache=True, **FLAGS)(loop)  # type: ignore[no-any-return]
-    return numba.njit(**FLAGS)(loop)  # type: ignore[no-any-return]
+            return numba.njit(cache=True, **FASTMATH_FLAGS)(loop)  # type: ignore[no-any-return]
+    return numba.njit(**FASTMATH_FLAGS)(loop)  # type: ignore[no-any-return]

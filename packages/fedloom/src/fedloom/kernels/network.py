@@ -1,6 +1,6 @@
 """Gradients and whole descents of small networks, one client after another, so that its parameters stay in the cache.
 
-Networks are linear layers, some with a rectifier behind them; the loss is the cross-entropy of classes.
+Networks are linear layers, some with a rectifier behind them. The loss is the cross-entropy of classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fedloom.kernels.linear import add_gradient_one, backward_one, forward_one
 from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather
 
-BLOCK = 128
+BLOCK_SAMPLES = 128
 """Samples of a client that go through a network together, a multiple of four, so that no sum depends on it.
 
 Where parameters change by the gradient, the whole batch goes together.
@@ -25,10 +25,10 @@ def add_gradients(
     out: Any, w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, count: Any, total: Any,
     classes: Any, beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """``out <- beta out + alpha gradient + steady`` of a whole network, the gradient being that of one batch at ``w``.
+    """Compute ``out <- beta out + alpha gradient + steady`` of a network, with one batch's gradient at ``w``.
 
     Args:
-        out: ``[m, d]``; may be ``w``.
+        out: ``[m, d]``. May be ``w``.
         w: ``[m, d]``.
         layers: see `descend`.
         data: see `descend`.
@@ -36,7 +36,7 @@ def add_gradients(
         shift: see `descend`.
         y: see `descend`.
         where: ``[m, b]`` positions in ``data``.
-        count: ``[m]`` samples in the batch; those that come first.
+        count: ``[m]`` samples in the batch. Those that come first.
         total: ``[m]`` what the sum of sample losses is divided by.
         classes: see `descend`.
         beta: ``[m]``.
@@ -84,7 +84,7 @@ def descend(
         y: ``[N]`` classes.
         where: ``[k, m, b]`` positions in ``data``.
         steps: ``[m]``, at most k.
-        count: ``[k, m]`` samples in each step; those that come first.
+        count: ``[k, m]`` samples in each step. Those that come first.
         factor: ``[m]``.
         classes: ``[m, C]`` weights of classes, or ``[m, 0]``: all are 1.
         beta: ``[m]``.
@@ -170,7 +170,7 @@ def _copy(values: Any, out: Any) -> None:
 
 @compiled
 def _rectify(values: Any, h: Any) -> None:
-    """Zero where ``h`` is not positive; what is not a number stays so."""
+    """Zero where ``h`` is not positive, what is not a number stays so."""
     zero = values.dtype.type(0)
     for k in range(len(values)):
         values[k] = zero if h[k] <= zero else values[k]

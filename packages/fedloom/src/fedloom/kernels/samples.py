@@ -45,7 +45,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
 
 
 def _number(value: object) -> Any:
-    """A number; of int16 the bfloat16 that has these bits."""
+    """Read a number. An int16 holds the bits of a bfloat16."""
     raise NotImplementedError  # compiled only
 
 
@@ -64,13 +64,13 @@ def _above(value: object, best: object) -> Any:
 
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
-    """``out <- max(0, max of every 2x2 square of x)``; what is not a number stays so.
+    """``out <- max(0, max of every 2x2 square of x)``, what is not a number stays so.
 
     Args:
-        x: ``[b, h, w, c]``; an odd row or column at the end is left out. int16: the bits of bfloat16.
+        x: ``[b, h, w, c]``. An odd row or column at the end is left out. int16: the bits of bfloat16.
         out: ``[b, h // 2, w // 2, c]``.
         place: where each maximum is, the first if there are several: 0 and 1 in the upper row, 2 and 3 in the lower,
-            4 if the output is zero; bytes of ``out``'s shape.
+            4 if the output is zero. Bytes of ``out``'s shape.
     """
     zero = x.dtype.type(0)
     samples, high, wide, channels = out.shape
@@ -95,7 +95,7 @@ def pool(x: Any, out: Any, place: Any) -> None:
 
 @compiled
 def unpool(delta: Any, place: Any, out: Any) -> None:
-    """``out [b, h, w, c] <-`` gradient of `pool`'s input; ``delta [b, h // 2, w // 2, c]`` is that of its output."""
+    """Compute `pool`'s input gradient, ``out [b, h, w, c]``, from ``delta [b, h // 2, w // 2, c]``."""
     zero = delta.dtype.type(0)
     samples, high, wide, channels = delta.shape
     for s in range(samples):

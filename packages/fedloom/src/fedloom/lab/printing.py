@@ -16,23 +16,23 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.errors import printable
-from fedloom.formats import DASH, option, pair
+from fedloom.formats import UNKNOWN_DASH, option, pair
 from fedloom.lab.report.naming import figure, within_line
 from fedloom.lab.report.tables import column_of, headline, measured
 from fedloom.metrics import leading, metric
 
-COLUMN = 12
+MIN_COLUMN_WIDTH = 12
 """Characters that a folded column has at least."""
-GAP = 3
+COLUMN_GAP = 3
 """Characters between two columns."""
-UNFOLDED = 100_000
+UNLIMITED_WIDTH = 100_000
 """Characters of a line that no table reaches."""
 
 
 class _Output(Console):
     """Standard output, which leaves it to the program what it does once there is no reader."""
 
-    def on_broken_pipe(self) -> None:
+    def handle_broken_pipe(self) -> None:
         raise
 
 
@@ -47,9 +47,9 @@ def print_texts(
         rows: a text for each column.
         right: titles of the columns that are aligned to the right.
         width: characters of a line where the output is no terminal.
-        names: the first column has names that people copy; they are never folded. Where they leave no room for the
+        names: the first column has names that people copy. They are never folded. Where they leave no room for the
             other columns, these stand below each name.
-        lead: number of columns that each block begins with; 0 for those before the first of ``right``.
+        lead: number of columns that each block begins with. 0 for those before the first of ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()
@@ -60,7 +60,7 @@ def print_texts(
         console.print(whole)
     elif names:
         longest = max(len(row[0]) for row in texts)
-        if console.width - longest >= COLUMN * (len(titles) - 1):
+        if console.width - longest >= MIN_COLUMN_WIDTH * (len(titles) - 1):
             console.print(whole)
             return
         for first, *cells in texts:
@@ -85,7 +85,7 @@ def _print_block(
 ) -> None:  # fmt: skip
     """Print some columns. The last one stands below each row where a word of it, such as a path, would be broken."""
     *first, last = places
-    room = console.width - _width(console, _columns(titles, rows, first, right)) - GAP
+    room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
     longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
     if not first or titles[last] in right or longest <= room:
         console.print(_columns(titles, rows, places, right))
@@ -99,7 +99,7 @@ def _columns(
     titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
     names: bool = False,
 ) -> Table:  # fmt: skip
-    """The table of some columns."""
+    """Build a table from some columns."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place in places:
         kept, justify = names and place == 0, "right" if titles[place] in right else "left"
@@ -112,7 +112,7 @@ def _columns(
 
 def _width(console: Console, table: Table) -> int:
     """Characters of a table's line with nothing folded."""
-    return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
+    return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
 NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
@@ -126,7 +126,7 @@ BEST_MARK = "*"
 def print_results(table: pa.Table) -> None:
     """Print the result table of a run: means over seeds with 95 % intervals, the work, and a mark at the best mean.
 
-    A narrow terminal shows fewer columns; ``results.csv`` and the report have all.
+    A narrow terminal shows fewer columns. ``results.csv`` and the report have all.
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
@@ -164,7 +164,7 @@ def _result_cells(
 
 
 def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
-    """Return the row with the best mean of the leading metric, of those that ended well; None without one."""
+    """Return the row with the best mean of the leading metric, of those that ended well. None without one."""
     means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
              if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
     return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
@@ -180,7 +180,7 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
-    cells = [[DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
+    cells = [[UNKNOWN_DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
     print_texts(columns, cells, right=numbers, width=width, lead=len(first))
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
-NOTEBOOK = 0.2
+NOTEBOOK_INTERVAL_SECONDS = 0.2
 """Seconds between two looks of a notebook's line."""
 
 
 def remark(line: str) -> None:
-    """Writes a line to standard error; where that is closed, full or without a reader, the line is left out."""
+    """Write a line to standard error. A closed, full or unread stream drops the line."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -32,18 +32,18 @@ def remark(line: str) -> None:
 
 
 @contextmanager
-def shown(plan: Plan) -> Iterator[Listener]:
-    """Shows the progress of a plan, on rank 0; gives the listener for its events."""
+def show_progress(plan: Plan) -> Iterator[Listener]:
+    """Show the progress of a plan on rank 0, and yield the listener for its events."""
     if plan.ranks.rank > 0:
         yield lambda _event: None
         return
-    with counted(plan.rounds, "saving models and tables") as hear:
+    with count_progress(plan.rounds, "saving models and tables") as hear:
         yield hear
 
 
 @contextmanager
-def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
-    """Shows the progress of runs; gives the listener for their events.
+def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
+    """Show the progress of runs, and yield the listener for their events.
 
     Args:
         rounds: of all runs together, or of the runs of every label.
@@ -82,7 +82,7 @@ def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listen
             else:
                 if key not in rows:
                     rows[key] = bars.add_task(_name(event), total=event.rounds, line="")
-                left = runs.left_of(event)
+                left = runs.remaining_of(event)
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
             left = runs.left()
@@ -93,17 +93,17 @@ def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listen
 
 
 def notebook_display() -> Any:
-    """Return what shows a value in the notebook that this process is the kernel of; None elsewhere."""
+    """Return what shows a value in the notebook that this process is the kernel of. None elsewhere."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
 
 class _Runs:
-    """How far runs are, and how fast.
+    """Progress and speed of runs.
 
     Attributes:
-        rounds: of the runs of every label; of all runs together under the empty one.
-        done: rounds done, by label and seed; all of a run that has ended.
+        rounds: of the runs of every label, of all runs together under the empty one.
+        done: rounds done, by label and seed. All of a run that has ended.
         figures: the newest figures of every run, as text.
     """
 
@@ -117,7 +117,7 @@ class _Runs:
         self._pace: dict[str, float] = {}
 
     def take(self, event: Event) -> bool:
-        """Note an event; False if it has nothing new."""
+        """Note an event. False if it has nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False
@@ -136,22 +136,22 @@ class _Runs:
 
     @property
     def after(self) -> str:
-        """What is done now that all runs have ended; empty before."""
+        """Current action after all runs have ended, or "" before."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def left(self) -> float | None:
-        """Seconds until all runs have ended, those that go on side by side; None while that is not known."""
+        """Seconds until all runs have ended, those that go on side by side. None while that is not known."""
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
             open_[self._owner(label)] -= done
         needed = {label for label, rounds in open_.items() if rounds > 0}
         if not needed <= self._pace.keys():
             return None
-        alone = [self.left_of(event) or 0.0 for event in self._going.values()]
+        alone = [self.remaining_of(event) or 0.0 for event in self._going.values()]
         work = sum(open_[label] * self._pace[label] for label in needed)
         return max([work / max(1, len(alone)), *alone])
 
-    def left_of(self, event: Event) -> float | None:
+    def remaining_of(self, event: Event) -> float | None:
         """Seconds until a run has ended."""
         return None if event.pace is None else (event.rounds - event.round) * event.pace
 
@@ -176,7 +176,7 @@ class _Lines:
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
         self._ended |= {key} if end or event.status else set()
-        self._last, left, left_of_run = now, self._runs.left(), self._runs.left_of(event)
+        self._last, left, left_of_run = now, self._runs.left(), self._runs.remaining_of(event)
         parts = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
         parts += [event.status] if event.status and not end else []
         if left is not None and left >= 0.5:
@@ -192,7 +192,7 @@ class _Lines:
 
 
 class Line:
-    """What a notebook shows in place of itself: HTML, or plain text where a reader has no HTML."""
+    """Display of a notebook: HTML, or plain text if a reader has no HTML."""
 
     def __init__(self, markup: str, text: str) -> None:
         self._markup, self._text = markup, text
@@ -205,7 +205,7 @@ class Line:
 
 
 class _NotebookLine:
-    """A bar with the run at work behind it, drawn again in its place; at the end, how many runs took how long."""
+    """A bar with the run at work behind it, drawn again in its place, at the end, how many runs took how long."""
 
     def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
         self._runs, self._display = runs, display
@@ -223,7 +223,7 @@ class _NotebookLine:
         now = time.monotonic()
         if self._runs.after:
             self._show(Line(escape(self._runs.after), self._runs.after))
-        if now - self._last < NOTEBOOK or self._runs.after:
+        if now - self._last < NOTEBOOK_INTERVAL_SECONDS or self._runs.after:
             return
         self._last, left = now, self._runs.left()
         done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())
@@ -254,7 +254,7 @@ def _name(event: Event) -> str:
 
 
 def _latest(event: Event) -> str:
-    """The newest validation figures of the personal model, of the global one where there is none."""
+    """Return the newest validation figures of the personal model, else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
         by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}

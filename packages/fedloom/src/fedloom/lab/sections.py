@@ -9,12 +9,26 @@ from fedloom.lab.report.comparison.gains import federated_leader, site_estimate,
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Estimate, Row
-from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import Section, plain_section
 from fedloom.lab.report.tables import cell_text, scrolling
 
 __all__ = [
-    "Estimate", "Row", "Run", "Section", "cell_text", "contenders_of", "csv_of", "federated_leader", "figure",
-    "plain_section", "rows_where", "scrolling", "site_estimate", "table_of", "titled", "values_by_seed",
+    "Estimate",
+    "Row",
+    "Run",
+    "Section",
+    "cell_text",
+    "contenders_of",
+    "csv_of",
+    "federated_leader",
+    "figure",
+    "plain_section",
+    "read_columns",
+    "rows_where",
+    "scrolling",
+    "site_estimate",
+    "titled",
+    "values_by_seed",
 ]  # fmt: skip

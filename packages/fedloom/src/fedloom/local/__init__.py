@@ -1,4 +1,4 @@
-"""Local training: settings, the loop, and the oracles; the only floor that calls autograd."""
+"""Local training: settings, the loop, and the oracles. The only floor that calls autograd."""
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing

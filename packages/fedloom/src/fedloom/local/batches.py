@@ -8,25 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.order import LARGEST, drawn_alike, plan, plans
+from fedloom.data.order import MAX_PERMUTATION_SAMPLES, matches_torch, plan, plans
 from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
-PASS = "pass"
+PASS_STREAM = "pass"
 """Stream of the passes over a client's whole training part."""
 
-PIECE = 1024
+PIECE_SAMPLES = 1024
 """Samples of one client that are looked at together in a pass over its whole training part."""
 
-MANY = 8
-"""Clients whose batches are worth a compiled loop; one that trains alone does not wait for the compiler."""
+MIN_COMPILED_CLIENTS = 8
+"""Clients whose batches are worth a compiled loop. One that trains alone does not wait for the compiler."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1; given, not drawn."""
+"""A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1. Given, not drawn."""
 
 
 class BatchKey(NamedTuple):
-    """What names a random draw of a batch: seed, round, client ids, stream and step."""
+    """Identity of a batch's random draw: seed, round, client ids, stream and step."""
 
     seed: int
     round: int
@@ -35,7 +35,7 @@ class BatchKey(NamedTuple):
     k: int
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
-        """The generator of the client in ``row``, of (seed, round, client, (*stream, k, purpose))."""
+        """Return the generator of the client in ``row``, of (seed, round, client, (*stream, k, purpose))."""
         stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
         return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     """One batch of every client: positions in its training part, -1 where a short batch has no sample.
 
     Attributes:
-        position: ``[m, b]`` in 0..n_i-1, or -1; samples before the padding.
+        position: ``[m, b]`` in 0..n_i-1, or -1. Samples before the padding.
         where: ``[m, b]`` what `Oracle.locate` makes of the positions.
         count: ``[m, 1]`` samples in the batch of each client.
         ids: ``[m]`` client ids.
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     full: bool
 
     def scaled(self, factor: Tensor) -> Batch:
-        """The batch with the losses of each client's samples times ``factor [m, 1]``, and so its gradient."""
+        """Multiply the losses of each client's samples by ``factor [m, 1]``, and so the batch's gradient."""
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
@@ -88,21 +88,21 @@ class BatchPlan(NamedTuple):
     draw: BatchKey
 
     def take(self, clients: slice | Tensor) -> BatchPlan:
-        """The plan of some of the clients."""
+        """Select the plan of some clients."""
         ids = self.ids[clients]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
         position, where, count = self.position[:, clients], self.where[:, clients], self.count[:, clients]
         return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
-        """The batch of every client in step ``k``, as narrow as its longest."""
+        """Return the batch of every client in step ``k``, as narrow as its longest."""
         position, where, count, width = self.position[k], self.where[k], self.count[k], self.width[k]
         if width < position.shape[1]:
             position, where = position[:, :width], where[:, :width]
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
     def each(self, steps: Tensor) -> Batch:
-        """The batch of every client in a step of its own, ``steps [m]``."""
+        """Return the batch of every client in its own step, ``steps [m]``."""
         rows = torch.arange(len(steps))
         position, where, count = (t[steps, rows] for t in (self.position, self.where, self.count))
         return Batch(position, where, count, self.ids, self.draw, count, int(count.min()) == position.shape[1])
@@ -119,7 +119,7 @@ def make_plan(
     locate: Callable[[Tensor, Tensor], Tensor],
     fixed_batches: Sequence[FixedBatches] | None = None,
 ) -> BatchPlan:
-    """The batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch.
+    """Plan the batches of every client of a chunk for one stream of a round. ``batch_size`` None is the full batch.
 
     Those of ``fixed_batches``, one entry per client, are not drawn.
 
@@ -127,8 +127,8 @@ def make_plan(
         ConfigError: a client has fewer given batches than steps.
     """
     names: list[int] = ids.tolist()
-    many = fixed_batches is None and len(names) >= MANY and int(sizes.max()) < LARGEST
-    if many and batch_size is not None and drawn_alike():
+    many = fixed_batches is None and len(names) >= MIN_COMPILED_CLIENTS and int(sizes.max()) < MAX_PERMUTATION_SAMPLES
+    if many and batch_size is not None and matches_torch():
         position = plans(sizes, batch_size, steps, seed, round, names, stream)
     else:
         position = _position(names, sizes, steps, batch_size, seed, round, stream, fixed_batches)
@@ -200,7 +200,7 @@ def pieces(
 
     A batch is of the first clients, up to the last one that has samples left, with ``together`` samples of each.
     """
-    longest, together = int(sizes.max()), PIECE if together is None else together
+    longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []
     for start in range(0, longest, together):
         m = int((sizes[:, 0] > start).nonzero().max()) + 1
@@ -208,7 +208,7 @@ def pieces(
         position = torch.where(position < sizes[:m], position, -1)
         position = position if places is None else placed(position, places[:m])
         count = (position >= 0).sum(1, keepdim=True)
-        draw = BatchKey(seed, round, tuple(ids[:m].tolist()), PASS, start)
+        draw = BatchKey(seed, round, tuple(ids[:m].tolist()), PASS_STREAM, start)
         where, full = locate(ids[:m], position), int(count.min()) == position.shape[1]
         batches.append(Batch(position, where, count, ids[:m], draw, sizes[:m], full))
     return batches

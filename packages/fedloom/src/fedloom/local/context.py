@@ -18,10 +18,10 @@ class Nothing(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """What the server's functions may know; the same in simulation and in deployment.
+    """Knowledge of the server's functions. The same in simulation and in deployment.
 
     Attributes:
-        round: round number, from 1; 0 in `Algorithm.init`.
+        round: round number, from 1. 0 in `Algorithm.init`.
         n: all clients.
         m: clients of the (accepted) cohort.
         ids: ``[m]`` their ids.
@@ -50,7 +50,7 @@ class Ctx(NamedTuple):
 
     @property
     def masses(self) -> Tensor:
-        """``[n, 1]`` float64: the clients' shares, over the largest; exactly 1 for each where shares are equal."""
+        """``[n, 1]`` float64: the clients' shares, over the largest. Exactly 1 for each where shares are equal."""
         shares = self.weight.double()
         return shares / shares.max()
 
@@ -67,10 +67,10 @@ class Ctx(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps.
+        """Return the distance of a round's local SGD as time on the gradient flow: step size times mean steps.
 
-        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient; dampening and Nesterov's
-        step are counted, too. Another optimiser moves every coordinate by the step size, whatever the gradient; that is
+        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient. Dampening and Nesterov's
+        step are counted, too. Another optimiser moves every coordinate by the step size, whatever the gradient, that is
         counted as if the gradient's norm were one. The averages of Adam leave a steady gradient as it is.
         """
         local = self.local
@@ -82,12 +82,12 @@ class Ctx(NamedTuple):
         return local.lr * max(mean, 1.0) * unit
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The server's generator of this round."""
+        """Return the server's generator of this round."""
         return generator(self.seed, self.round, purpose=("server", purpose))
 
 
 def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """How far steps of momentum go on a steady gradient of one, where the step size is one; see `torch.optim.SGD`."""
+    """Return the displacement of momentum steps on a constant gradient of one at step size 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened
@@ -97,5 +97,5 @@ def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> fl
 
 @lru_cache(maxsize=2)
 def _largest(shares: Tensor) -> Tensor:
-    """The largest of all clients' shares, in double precision: found once, not in every round."""
+    """Return the largest of all clients' shares in double precision, computed once instead of in every round."""
     return shares.max().double()

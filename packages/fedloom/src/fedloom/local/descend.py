@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]
-"""(mu, x): the term mu/2 ||w - x||^2; mu a number or ``[m, 1]``, x ``[d]`` or ``[m, d]``."""
+"""(mu, x): the term mu/2 ||w - x||^2. Mu a number or ``[m, 1]``, x ``[d]`` or ``[m, d]``."""
 
-ALL = [slice(None)]
+ALL_ROWS = [slice(None)]
 
 
 class _Rows(NamedTuple):
@@ -63,16 +63,16 @@ def descend(
     direction, without a prox.
 
     Args:
-        w: ``[d]`` or ``[m, d]``, where every client starts; not modified.
+        w: ``[d]`` or ``[m, d]``, where every client starts. Not modified.
         work: the local problems.
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``, added to the gradient.
-        prox: (f, centre); centre None is zero.
+        prox: (f, centre). Centre None is zero.
         mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates move.
-        steps: ``[m, 1]`` or one number; the steps of the round when None.
+        steps: ``[m, 1]`` or one number. The steps of the round when None.
         stream: equal names mean equal batches.
-        lr: step size; the step size of the round when None.
-        scale: s > 0, ``[m, 1]``; 1 when None.
+        lr: step size. The step size of the round when None.
+        scale: s > 0, ``[m, 1]``. 1 when None.
         decay: factor of the step size from one step to the next, in (0, 1].
         terms: functions of the representation, whose gradient is added to that of the batch before it is clipped.
 
@@ -81,7 +81,7 @@ def descend(
 
     Raises:
         CodeError: pulls that are no pairs.
-        Refused: a prox with another optimiser than plain SGD; terms that the model or an exact solution cannot have.
+        Refused: a prox with another optimiser than plain SGD. Terms that the model or an exact solution cannot have.
     """
     m, local = work.m, work.local
     pairs: Sequence[object] = pull  # of user code, perhaps
@@ -112,10 +112,10 @@ def descend(
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
     if prox is not None and not plain:
         raise Refused(f"a prox after every local step needs steps of plain sgd, not of {local.optimizer!r}")
-    moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL
-    mask = None if mask is None or moving != ALL else each_client(mask.to(w), m)
+    moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL_ROWS
+    mask = None if mask is None or moving != ALL_ROWS else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    whole = plain and local.clip is None and moving == ALL and decay == 1 and not terms and shrinks is None
+    whole = plain and local.clip is None and moving == ALL_ROWS and decay == 1 and not terms and shrinks is None
     in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
@@ -142,7 +142,7 @@ def descend(
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
         if steppers is not None:
             g = direction(rows, work, batch, factor)
-            left = None if reached is None else _Left.of(w, g, reached)
+            left = None if reached is None else _Left.create(w, g, reached)
             steppers.step_(w, g if rows.mask is None else g.mul_(rows.mask), work.slots)
             if left is not None:
                 left.put_back_(w)
@@ -186,15 +186,15 @@ def descend(
 class _Left(NamedTuple):
     """Parameters that no gradient reaches, before a step of an optimiser that may change them all the same.
 
-    Optimisers of torch skip a parameter that has no gradient; in a row it has the gradient 0.
+    Optimisers of torch skip a parameter that has no gradient, in a row it has the gradient 0.
     """
 
     skipped: Tensor
     before: Tensor
 
     @classmethod
-    def of(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
-        """Those of ``w [m, d]`` with the direction ``g [m, d]`` of the step."""
+    def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
+        """Select the clients of ``w [m, d]`` with the step's direction ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
 

@@ -30,10 +30,10 @@ class _Rows(NamedTuple):
 
 
 def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float) -> Primal:
-    """Local SGD on f_i(theta) + lam/2 ||theta - w||^2, after each epoch of which w and pi move.
+    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, w and pi move.
 
     With a_i the client's share, they move to w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then
-    pi <- pi + rho (w - x). Momentum carries over from one epoch to the next; the last epoch may be cut short.
+    pi <- pi + rho (w - x). Momentum carries over from one epoch to the next. The last epoch may be cut short.
 
     Args:
         theta: ``[m, d]``, where every client starts.
@@ -45,7 +45,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         rho: penalty.
 
     Returns:
-        All three after the round's steps; as they were for a client that takes none.
+        All three after the round's steps, as they were for a client that takes none.
     """
 
     def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -101,7 +101,7 @@ class Residuals(NamedTuple):
 def residuals_of(
     theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float
 ) -> Residuals:  # fmt: skip
-    """The terms of L at a global model ``x [d]`` (FLAME, Eq. 10), with w - x and alpha_i grad f_i(theta) + pi."""
+    """Compute the terms of L at a global model ``x [d]`` (FLAME, Eq. 10), w - x and alpha_i grad f_i(theta) + pi."""
     gap, share = w - x, work.weight
     decay = work.local.weight_decay / 2 * _square(theta)
     envelope = work.loss(theta) + decay + lam / 2 * _square(theta - w)

@@ -1,4 +1,4 @@
-"""inexact: a local problem of ADMM solved until a relative criterion holds; gradient descent, one of its solvers."""
+"""inexact: a local problem of ADMM solved until a relative criterion holds. Gradient descent, one of its solvers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.local.descend import descend
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client
-from fedloom.local.svrg import Solving, full_direction, solved, svrg, svrg_without_refresh
+from fedloom.local.svrg import Solving, full_direction, iterate_solver, svrg, svrg_without_refresh
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
@@ -23,7 +23,7 @@ Solver = Literal["svrg", "gd", "sgd", "released"]
 
 
 class DescentResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, after ``steps [m, 1]``, ``met [m, 1]``: the stop rule holds."""
+    """End points ``w [m, d]`` of the clients after ``steps [m, 1]``. ``met [m, 1]``: the stop rule holds."""
 
     w: Tensor
     steps: Tensor
@@ -43,11 +43,11 @@ def gradient_descent(
 
     Args:
         w: ``[d]`` or ``[m, d]``.
-        work: the local problems; a full gradient per step, and one more.
+        work: the local problems. A full gradient per step, and one more.
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``.
-        steps: most steps, ``[m, 1]`` or one number; the steps of the round when None.
-        lr: step size; the step size of the round when None.
+        steps: most steps, ``[m, 1]`` or one number. The steps of the round when None.
+        lr: step size. The step size of the round when None.
         until: stop rule, checked after each step.
 
     Returns:
@@ -60,7 +60,7 @@ def gradient_descent(
         w = rows.w.sub(rows.direction, alpha=rate)
         return rows._replace(w=w, direction=full_direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
 
-    return DescentResult(*solved(step, w, work, pull, shift, steps, until))
+    return DescentResult(*iterate_solver(step, w, work, pull, shift, steps, until))
 
 
 def inexact(
@@ -75,12 +75,12 @@ def inexact(
     inner: int | None = None,
     lr: float | None = None,
 ) -> DescentResult:
-    """An approximate minimiser w' of L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w>, from ``w``.
+    """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
     "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. With gradients of f_i that
     have the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2, w* the minimiser, as
     (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. With L >= beta nothing implies it, and the bound is
-    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds; with one
+    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds, with one
     iteration it is `descend`, which looks at no criterion.
 
     Args:
@@ -90,11 +90,11 @@ def inexact(
         shift: ``[m, d]``.
         solver: SVRG, gradient descent, or the run's local SGD.
         smooth: L.
-        r: tolerance, >= 0; 0 takes all iterations.
+        r: tolerance, >= 0. 0 takes all iterations.
         most: most outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that take steps in
             the round.
         inner: steps of an outer iteration, see `svrg`.
-        lr: step size; when None 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's for SGD.
+        lr: step size. When None 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's for SGD.
 
     Returns:
         The last point, the iterations (steps of "gd" and "sgd") of each client, and whether the criterion holds.
@@ -118,7 +118,7 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """The warning that a given beta is at most L, if it is: the criterion of `inexact` promises nothing then."""
+    """Warn if a given beta is at most L: then the criterion of `inexact` promises nothing."""
     if not beta or beta > smooth:
         return []
     return [
@@ -139,7 +139,7 @@ class _Pass(NamedTuple):
 def _passes(
     w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, limit: Tensor, met: Until, lr: float | None
 ) -> _Pass:
-    """The local steps of the round, over and over until the criterion holds."""
+    """Repeat the local steps of the round until the criterion holds."""
     beta, m = pull[0], work.m
 
     def slope(rows: _Pass, work: Work) -> Tensor:
@@ -166,7 +166,7 @@ class LyapunovParts(NamedTuple):
 
 
 def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> LyapunovParts:
-    """The client's share of FIAELT's figures at (beta, y) = ``pull``; ``moved`` is that of `lyapunov_step`."""
+    """Compute the client's share of FIAELT's figures at (beta, y) = ``pull``. ``moved`` comes from `lyapunov_step`."""
     alpha = work.weight.to(x)
     return LyapunovParts(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
 
@@ -180,6 +180,6 @@ def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: 
 
 
 def lyapunov_step(dx: Tensor, dz: Tensor, beta: float, smooth: float, tau: float, r: float) -> Tensor:
-    """The last changes' term ``[m, 1]`` of inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
+    """Compute the last changes' term ``[m, 1]`` of inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
     upsilon = (2 * beta**2 + 4 * smooth**2) / (tau * beta) * 4 * r / (1 - 2 * r)
     return ((1 - tau) / tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)

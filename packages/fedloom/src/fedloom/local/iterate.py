@@ -30,8 +30,8 @@ def iterate(
 
     Args:
         step: gets the rows and the work of the clients that still go on, and ``batches`` batches.
-        rows: a tensor or NamedTuple of tensors ``[m, .]``; all that is per client and read by ``step``.
-        work: the local problems; ``work.k`` is the number of the step, from 0.
+        rows: a tensor or NamedTuple of tensors ``[m, .]``. All that is per client and read by ``step``.
+        work: the local problems. ``work.k`` is the number of the step, from 0.
         steps: ``[m, 1]`` or one number; ``work.steps`` when None, or as many as the given batches make.
         batches: batches drawn for one step.
         stream: equal names mean equal batches, another name another order.

@@ -1,4 +1,4 @@
-"""Optimisers of local training beside plain SGD: a class of `torch.optim` or a user's, and what it keeps."""
+"""Train with optimizers beside plain SGD: a class of `torch.optim` or a user's, with its state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 
-FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD}
-ELEMENTWISE = FUSED | {
+FUSED_OPTIMIZERS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD}
+ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
@@ -28,7 +28,7 @@ ELEMENTWISE = FUSED | {
 
 
 class Slot(NamedTuple):
-    """A number, or a tensor, of an optimiser's state: parameter, key, shape, and what it was."""
+    """Number or tensor of an optimizer's state: parameter, key, shape, and initial value."""
 
     parameter: int
     key: str
@@ -53,13 +53,13 @@ class OptimizerStates:
         self._calls: Counter[Purpose] = Counter()
 
     def call(self, stream: Purpose) -> str:
-        """The name of the next call of `descend` by a stream in this round."""
+        """Return the name of the next call of `descend` by a stream in this round."""
         self._calls[stream] += 1
         name = str(stream[0] if isinstance(stream, tuple) else stream)
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
     def of(self, rows: Tensor) -> OptimizerStates:
-        """The same of other clients, or in another round."""
+        """Return the states of other clients, or in another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 
     @property
@@ -68,7 +68,7 @@ class OptimizerStates:
         return 1 + sum(slot.shape.numel() for slot in self.slots)
 
     def part(self, name: str) -> Tensor:
-        """The numbers ``[m, W]`` of a stream; zeros for a new one."""
+        """Return the numbers ``[m, W]`` of a stream, or zeros for a new one."""
         if name not in self.streams:
             self.streams.append(name)
             self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self.width)], 1)
@@ -76,12 +76,12 @@ class OptimizerStates:
         return self.rows[:, start : start + self.width]
 
     def pack(self, state: Sequence[Mapping[str, object]]) -> Tensor:
-        """A state ``[W]``."""
+        """Pack a state into ``[W]``."""
         values = [torch.as_tensor(state[s.parameter][s.key]).reshape(-1).to(self.rows) for s in self.slots]
         return torch.cat([self.rows.new_ones(1), *values])
 
     def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
-        """The state of ``row [W]``; the inverse of `pack`."""
+        """Unpack the state of ``row [W]``. The inverse of `pack`."""
         state: list[dict[str, Any]] = [{} for _ in range(parameters)]
         widths = [s.shape.numel() for s in self.slots]
         for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
@@ -95,22 +95,22 @@ class OptimizerStates:
 
 
 def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimiser of some parameters; of rows it takes the steps of all in one call."""
+    """Return a function that makes the optimizer of some parameters, for rows, it steps all of them in one call."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
     if elementwise(local) and not options.keys() & {"foreach", "fused", "capturable", "differentiable"}:
-        options["fused" if local.optimizer_class in FUSED else "foreach"] = True
+        options["fused" if local.optimizer_class in FUSED_OPTIMIZERS else "foreach"] = True
     return partial(local.optimizer_class, lr=lr, **options)
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Whether rows are the parameters, and not the tensors of the model; see `ELEMENTWISE`."""
-    return local.optimizer_class in ELEMENTWISE
+    """Whether rows are the parameters, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
+    return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
 def views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
-    """The parameters of a client in its row ``[d]``, without a copy."""
+    """Return the parameters of a client in its row ``[d]``, without a copy."""
     return [row] if elementwise(local) else [*layout.tree(row).values()]
 
 
@@ -125,7 +125,7 @@ def decays_itself(local: LocalSGD) -> bool:
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """What the state of one client's optimiser consists of, found by a step along zeros.
+    """Find the parts of one client's optimizer state by a step along zeros.
 
     Args:
         local: which optimiser, and its options.

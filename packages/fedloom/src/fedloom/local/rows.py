@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
-    """``f`` on every tensor of ``rows``; None stays None."""
+    """``f`` on every tensor of ``rows``. None stays None."""
     if isinstance(rows, Tensor):
         return f(rows)  # type: ignore[return-value]
     if isinstance(rows, tuple):
@@ -37,12 +37,12 @@ def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
 
 
 def select_rows(rows: R, mask: Tensor) -> R:
-    """The rows of some clients, a mask ``[m]`` or their places; None stays None."""
+    """Select the rows of some clients, by a mask ``[m]`` or by places, or None stays None."""
     return map_rows(lambda field: field[mask], rows)
 
 
 def concat_rows(pieces: Sequence[R]) -> R:
-    """The rows of all pieces, one after the other."""
+    """Concatenate the rows of all pieces."""
     first: Any = pieces[0]
     if len(pieces) == 1 or first is None:
         return first  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ def concat_rows(pieces: Sequence[R]) -> R:
     return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)  # type: ignore[return-value]
 
 
-def named(tree: object, prefix: str = "") -> dict[str, Tensor]:
+def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
     """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
 
     Args:
@@ -78,7 +78,7 @@ def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors ``name.field`` of `named`, by field."""
+    """Return the tensors ``name.field`` of `name_tensors`, by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
@@ -93,20 +93,20 @@ def each_client(value: Tensor, m: int) -> Tensor:
 
 
 def remade(like: F, fields: Iterable[Any]) -> F:
-    """A NamedTuple of the same type with other fields."""
+    """Build a NamedTuple of the same type with other fields."""
     return type(like)(*fields)
 
 
 def to_device(rows: F, device: torch.device) -> F:
-    """A NamedTuple of tensors on a device."""
+    """Move a NamedTuple of tensors to a device."""
     return remade(rows, (r.to(device) for r in rows))
 
 
 def for_everyone(message: F, n: int) -> F:
-    """A message of one client, fields ``[d]`` or ``[1, .]``, as every client's, without a copy."""
+    """Expand one client's message, fields ``[d]`` or ``[1, .]``, to every client without a copy."""
     return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
 
 
 def rows_of(message: F, where: slice | Tensor) -> F:
-    """Some clients of a NamedTuple whose fields are ``[d]``, the same for all, or ``[m, .]``."""
+    """Select some clients of a NamedTuple. Its fields are ``[d]``, the same for all, or ``[m, .]``."""
     return remade(message, (f[where] if f.dim() > 1 else f for f in message))

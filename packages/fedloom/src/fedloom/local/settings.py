@@ -17,14 +17,17 @@ from fedloom.values import Value
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
-ADAMW = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
+ADAMW_PATTERN = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
 """Names of AdamW, whose weight decay is `ADAMW_DECAY` where it is not given, as in torch."""
 ADAMW_DECAY = 0.01
 
-MOMENTA: dict[str, Callable[[float], bool]] = {"momentum": lambda m: 0 <= m < 1, "dampening": lambda t: 0 <= t <= 1}
+MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
+    "momentum": lambda m: 0 <= m < 1,
+    "dampening": lambda t: 0 <= t <= 1,
+}
 """Numbers of a torch optimiser with momentum, and their ranges."""
 
-SMALLEST = 1e-45
+MIN_STEP_SIZE = 1e-45
 """Step sizes below are zero in float32."""
 
 
@@ -41,38 +44,43 @@ def _checked_optimizer(name: str) -> str:
 
 
 class LocalSGD(Value):
-    """How a client trains: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
+    """Training of a client: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
 
     The direction of a step is the batch gradient (its norm bounded by ``clip``), plus ``weight_decay`` times the
-    parameters, plus the pulls and the shift of the method; momentum acts on the sum, as in ``torch.optim.SGD``.
+    parameters, plus the pulls and the shift of the method. Momentum acts on the sum, as in ``torch.optim.SGD``.
 
-    Another ``optimizer`` steps along the same direction; it gets ``weight_decay`` where it has an argument of that name
+    Another ``optimizer`` steps along the same direction. It gets ``weight_decay`` where it has an argument of that name
     (AdamW's is decoupled from the gradient, and 0.01 unless given).
     """
 
     lr: float = Field(0.01, gt=0, description="step size of local SGD in the first round")
     schedule: Literal["constant", "exponential", "inverse-sqrt", "cosine"] = Field(
-        "constant", description="step size over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
+        "constant",
+        description=(
+            "schedule of the step size over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
+        ),
     )
     decay: float = Field(1.0, gt=0, le=1, description="factor per round of the exponential schedule")
     horizon: int = Field(100, ge=1, description="rounds until the cosine schedule reaches zero")
-    batch_size: int | Literal["full"] = Field(20, description="samples per step; 'full' for the whole training part")
+    batch_size: int | Literal["full"] = Field(20, description="samples per step. 'full' for the whole training part")
     epochs: int = Field(1, ge=0, description="passes over the client's training part per round")
     steps: int | None = Field(None, ge=0, description="steps per round, the same for every client, instead of epochs")
     optimizer: Annotated[str, AfterValidator(_checked_optimizer)] = Field(
-        "sgd", description="sgd, adam, adamw, or the import path of a class as torch.optim:RMSprop"
+        "sgd", description="sgd, adam, adamw, or the import path of a class such as torch.optim:RMSprop"
     )
     optimizer_options: dict[str, Any] = Field(
-        default_factory=dict, description="its further arguments, as betas = [0.9, 0.99]"
+        default_factory=dict, description="further arguments of the optimizer, such as betas = [0.9, 0.99]"
     )
     optimizer_state: Literal["fresh", "kept"] = Field(
-        "fresh", description="moments and the like start anew in every round, or are kept by every client"
+        "fresh", description="fresh: optimizer states start again in every round. kept: every client keeps them"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description="L2 term added to the gradient of every local problem, but of parameters that no gradient reaches",
+        description=(
+            "L2 term added to the gradient of every local problem, except for parameters that no gradient reaches"
+        ),
     )
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 
@@ -81,14 +89,14 @@ class LocalSGD(Value):
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, options: object) -> Any:
-        """A class of an optimiser by its import path, and AdamW's own weight decay."""
+        """Import an optimizer's class by its path, and set AdamW's own weight decay."""
         if not isinstance(options, dict):
             return options
         name = options.get("optimizer")
         if isinstance(name, type):
             name = importable(name) or name.__qualname__
             options = {**options, "optimizer": name}
-        return {"weight_decay": ADAMW_DECAY, **options} if ADAMW.fullmatch(str(name)) else options
+        return {"weight_decay": ADAMW_DECAY, **options} if ADAMW_PATTERN.fullmatch(str(name)) else options
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -109,13 +117,13 @@ class LocalSGD(Value):
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
-            if key in MOMENTA and self.has_momentum and not (_is_number(value) and MOMENTA[key](value)):
+            if key in MOMENTUM_RANGES and self.has_momentum and not (_is_number(value) and MOMENTUM_RANGES[key](value)):
                 most = "below 1" if key == "momentum" else "at most 1"
                 raise ValueError(f"optimizer_options: {key} must be a number from 0 and {most}, got {value!r}")
         return self
 
     def __hash__(self) -> int:
-        """Of the written form, since options are a table."""
+        """Hash the written form, since options are a table."""
         return hash(self.model_dump_json())
 
     @property
@@ -141,7 +149,7 @@ class LocalSGD(Value):
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
-        """Step size in ``round`` (from 1); before the first round, that of the first."""
+        """Return the step size in ``round`` (from 1). Before the first round, the first round's."""
         round = max(round, 1)
         match self.schedule:
             case "exponential":
@@ -164,7 +172,7 @@ class LocalSGD(Value):
             raise ConfigError(
                 f"local.{key} = 0 trains nothing", rule="no-local-step", fix=f"set {{local.{key} = 1}}, or more"
             )
-        if self.lr < SMALLEST:
+        if self.lr < MIN_STEP_SIZE:
             raise ConfigError(
                 f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
                 rule="step-size-zero",
@@ -181,5 +189,5 @@ class LocalSGD(Value):
             )
 
     def batches(self, size: int) -> int:
-        """Steps of one epoch over ``size`` samples; the last batch may be short."""
+        """Return the steps of one epoch over ``size`` samples. The last batch may be short."""
         return 1 if self.batch_size == "full" else math.ceil(size / self.batch_size)

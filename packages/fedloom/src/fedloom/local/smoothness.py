@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 
-APART = 100.0
-"""How many times the median of the clients' constants the largest is believed to be."""
+MAX_SMOOTHNESS_RATIO = 100.0
+"""Largest believed constant of a client, as a multiple of the clients' median."""
 
 
 class _Power(NamedTuple):
@@ -33,7 +33,7 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
     Args:
         w: ``[d]`` or ``[m, d]``.
-        work: the local problems; two full gradients per iteration.
+        work: the local problems. Two full gradients per iteration.
         iterations: the estimate grows with them towards the eigenvalue.
 
     Returns:
@@ -55,15 +55,15 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
 
 def largest(smooth: Tensor, give: str) -> Tensor:
-    """The largest of the measured constants ``[m, 1]``, ``[1]``; at most `APART` times their median.
+    """Return the largest measured constant ``[1]`` of ``[m, 1]``, at most `MAX_SMOOTHNESS_RATIO` medians.
 
     So one client that claims a huge one stops no run.
 
     Raises:
-        ConfigError: it is 0 or not finite; ``give`` names the options to give in its place.
+        ConfigError: it is 0 or not finite. ``give`` names the options to give in its place.
     """
     median = smooth.median()
-    smooth = smooth.clamp(max=APART * median) if bool(median > 0) else smooth
+    smooth = smooth.clamp(max=MAX_SMOOTHNESS_RATIO * median) if bool(median > 0) else smooth
     constant = float(smooth.max())
     if not 0 < constant < math.inf:
         raise ConfigError(f"the smoothness cannot be measured, got {constant:g}: give {give}")

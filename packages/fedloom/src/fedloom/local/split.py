@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def split(work: Work, share: float) -> tuple[Work, Work]:
     """Split the training samples of each client into all but a share, and that share.
 
-    Which samples these are is drawn once for a client, not anew in each round. A part has one sample at least; of a
+    Which samples these are is drawn once for a client, not anew in each round. A part has one sample at least, of a
     single sample both have it. Steps, batches and `Work.loss` are on the part, all other answers on all samples.
     """
     rest, held = list[Tensor](), list[Tensor]()
@@ -26,11 +26,11 @@ def split(work: Work, share: float) -> tuple[Work, Work]:
         count = max(1, min(round(share * size), size - 1))
         rest.append(order[count:] if size > 1 else order)
         held.append(order[:count])
-    return _on(work, rest), _on(work, held)
+    return _restrict_work(work, rest), _restrict_work(work, held)
 
 
-def _on(work: Work, parts: Sequence[Tensor]) -> Work:
-    """The work on these positions of the training parts, one tensor for each client."""
+def _restrict_work(work: Work, parts: Sequence[Tensor]) -> Work:
+    """Restrict the work to these positions of the training parts, one tensor per client."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
     if work.local.steps is not None or work.fixed_batches is not None:

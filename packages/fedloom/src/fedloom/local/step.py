@@ -21,14 +21,14 @@ def step_(
     keep: float | Tensor = 1.0,
     steady: Tensor | None = None,
 ) -> Tensor:
-    """``w <- keep w - lr g(at) + steady`` in one pass; g is `Work.grad` on ``batch``, which is not formed.
+    """``w <- keep w - lr g(at) + steady`` in one pass. G is `Work.grad` on ``batch``, which is not formed.
 
     Args:
         w: ``[m, d]``, modified.
         work: the local problems.
         batch: one batch of every client.
         lr: step size, a number or ``[m, 1]``.
-        at: ``[m, d]`` where the gradient is taken; ``w`` before the step when None.
+        at: ``[m, d]`` where the gradient is taken. ``w`` before the step when None.
         keep: factor of w, a number or ``[m, 1]``.
         steady: ``[m, d]``, or None for zero.
 
@@ -57,7 +57,7 @@ def step_(
 
 
 def decay_of(work: Work, w: Tensor) -> Tensor:
-    """Weight decay at ``w``, of its shape; 0 for parameters that no gradient reaches."""
+    """Weight decay at ``w``, of its shape. 0 for parameters that no gradient reaches."""
     decay = work.local.weight_decay * w
     reached = work.oracle.reached if work.local.weight_decay else None
     return decay if reached is None else decay.mul_(reached)
@@ -71,6 +71,6 @@ def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
-    """``new`` for the clients that take a step in the round, ``old`` for the others; ``[m, .]``."""
+    """Return ``new`` for the clients that take a step in the round, and ``old`` for the others. ``[m, .]``."""
     moved = work.steps > 0
     return new if bool(moved.all()) else torch.where(moved, new, old)

@@ -46,7 +46,7 @@ class Steppers:
                     )
 
     def step_(self, w: Tensor, g: Tensor, slots: Tensor) -> None:
-        """A step along ``g [m, d]`` of the clients at the places ``slots``; ``w [m, d]`` is changed."""
+        """Step along ``g [m, d]`` for the clients at the places ``slots``. ``w [m, d]`` is changed in place."""
         stepped = slots.tolist()
         for slot in self._parameters.keys() - set(stepped):
             for p in self._parameters[slot]:

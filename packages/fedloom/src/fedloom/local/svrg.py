@@ -23,7 +23,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 
 
 class SvrgResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, after ``outer [m, 1]`` iterations, ``met [m, 1]``: the stop rule holds."""
+    """End points ``w [m, d]`` of the clients after ``outer [m, 1]`` iterations. ``met [m, 1]``: the stop rule holds."""
 
     w: Tensor
     outer: Tensor
@@ -31,9 +31,9 @@ class SvrgResult(NamedTuple):
 
 
 class Solving(NamedTuple):
-    """Where every client is ``w [m, d]``, directions there and at the start, and iterations ``done [m, 1]``.
+    """Points ``w [m, d]`` of the clients, directions there and at the start, and iterations ``done [m, 1]``.
 
-    mu ``[m, 1]`` and steady ``[m, d]`` are those of `pulled`.
+    mu ``[m, 1]`` and steady ``[m, d]`` are those of `pull_terms`.
     """
 
     w: Tensor
@@ -65,7 +65,7 @@ def svrg(
     """SVRG on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
 
     An outer iteration takes the full gradient at a snapshot v, then ``inner`` steps
-    ``w <- w - lr (g(w) - g(v) + grad L(v) + sum mu (w - v))`` from v; the next snapshot is one of w_0, ...,
+    ``w <- w - lr (g(w) - g(v) + grad L(v) + sum mu (w - v))`` from v. The next snapshot is one of w_0, ...,
     w_{inner-1}, drawn uniformly (Option II of Johnson and Zhang, NeurIPS 2013), and the sweep ends there. Pulls and
     shift enter exactly, not by sampling.
 
@@ -75,14 +75,14 @@ def svrg(
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``.
         outer: most outer iterations, ``[m, 1]`` or one number.
-        inner: steps of one outer iteration; an epoch of each client when None, but at least 2. With 1 nothing moves, as
+        inner: steps of one outer iteration. An epoch of each client when None, but at least 2. With 1 nothing moves, as
             the last iterate is never drawn.
-        lr: step size; the step size of the round when None.
+        lr: step size. The step size of the round when None.
         until: stop rule on full directions already computed, checked before each outer iteration but the first.
         stream: name of the batches.
 
     Returns:
-        The last snapshot and the number of outer iterations of each client; ``met`` is False without a stop rule.
+        The last snapshot and the number of outer iterations of each client. ``met`` is False without a stop rule.
     """
     rate = work.lr if lr is None else lr
 
@@ -98,7 +98,7 @@ def svrg(
         return rows._replace(w=snapshot, direction=now, done=rows.done + 1)
 
     step = _variance_reduced(rate)
-    return SvrgResult(*solved(sweep, w, work, pull, shift, outer, until))
+    return SvrgResult(*iterate_solver(sweep, w, work, pull, shift, outer, until))
 
 
 def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream: Purpose = "svrg") -> Tensor:
@@ -110,7 +110,7 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
     Args:
         w: ``[d]`` or ``[m, d]``.
         work: the local problems.
-        lr: step size; the step size of the round when None.
+        lr: step size. The step size of the round when None.
         stream: name of the batches.
 
     Returns:
@@ -126,7 +126,7 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
 
 
 def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
-    """The step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
+    """Return the step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
@@ -136,7 +136,7 @@ def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
     return step
 
 
-def solved(
+def iterate_solver(
     step: Callable[[Solving, Work], Solving],
     w: Tensor,
     work: Work,
@@ -145,9 +145,9 @@ def solved(
     most: Tensor | int | None,
     until: Until | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Iterations of a solver from ``w``: the last point, how many each client took, and whether the stop rule holds."""
+    """Iterate a solver from ``w``. Return the last point, the iterations, and whether the stop rule holds."""
     w = each_client(w, work.m)
-    mu, steady = pulled(w, pull, shift)
+    mu, steady = pull_terms(w, pull, shift)
     first = full_direction(w, work, mu, steady)
     rows = Solving(w, first, first, torch.zeros(work.m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
@@ -156,8 +156,8 @@ def solved(
     return end.w, end.done, met
 
 
-def pulled(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, with mu ``[m, 1]``."""
+def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, with mu ``[m, 1]``."""
     m = len(w)
     mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
     steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
@@ -167,5 +167,5 @@ def pulled(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tenso
 
 
 def full_direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-    """The gradient over all samples of each client, with its pulls and shift, ``[m, d]``; see `pulled`."""
+    """Compute the gradient over all samples of each client, with pulls and shift, ``[m, d]``, see `pull_terms`."""
     return work.add_full_grad_(torch.addcmul(steady, w, mu), w)

@@ -22,9 +22,9 @@ class Term(NamedTuple):
 
     Attributes:
         fn: of the samples of one client, and that client's row of `argument`.
-        weight: a number or ``[m, 1]``; a term whose weights are all 0 is no term.
+        weight: a number or ``[m, 1]``. A term whose weights are all 0 is no term.
         anchors: models ``[d]`` or ``[m, d]`` whose features of the same samples the function gets.
-        argument: a tensor or NamedTuple of tensors ``[m, .]``, of which a client's function gets its row; or None.
+        argument: a tensor or NamedTuple of tensors ``[m, .]``, of which a client's function gets its row. Or None.
     """
 
     fn: TermFunction
@@ -34,7 +34,7 @@ class Term(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What a term has of every client: weight ``[m, 1]``, anchors ``[m, d]``, argument ``[m, .]``."""
+    """Values of a term per client: weight ``[m, 1]``, anchors ``[m, d]``, argument ``[m, .]``."""
 
     weight: Tensor
     anchors: tuple[Tensor, ...]
@@ -42,12 +42,12 @@ class Bound(NamedTuple):
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
-    """The terms that have a weight."""
+    """Return the terms with a weight."""
     return [t for t in terms if bool(torch.as_tensor(t.weight).any())]
 
 
 def bound(terms: Sequence[Term], w: Tensor) -> tuple[Bound, ...]:
-    """The rows of terms beside the models ``w [m, d]``."""
+    """Bind the rows of terms to the models ``w [m, d]``."""
     m = len(w)
 
     def weights(value: float | Tensor) -> Tensor:

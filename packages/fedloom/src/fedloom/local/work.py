@@ -42,15 +42,15 @@ class Work:
         k: number of the step within `iterate`, from 0.
         lr: step size of the round.
         local: the settings of local training.
-        weight: ``[m, 1]`` alpha_i, the client's share; sums to 1 over all clients.
+        weight: ``[m, 1]`` alpha_i, the client's share. Sums to 1 over all clients.
         steps: ``[m, 1]`` local steps of the round.
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
-        fixed_batches: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
+        fixed_batches: one entry per client, its batches by stream, where a run replays them. None: they are drawn.
         counted: ``steps`` are the given batches, of which a step of `iterate` may take several.
-        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
-        memory: states of the clients' optimisers that go on from the round before; None: they start anew.
-        places: ``[m, b]`` positions of the samples that batches and losses are of; None: all (`fedloom.local.split`).
+        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it. None: it is drawn.
+        memory: states of the clients' optimisers that go on from the round before. None: they start anew.
+        places: ``[m, b]`` positions of the samples that batches and losses are of. None: all (`fedloom.local.split`).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Work:
         return self.oracle.layout
 
     def epochs(self, e: int) -> Tensor:
-        """``[m, 1]`` steps of ``e`` passes over each client's training part; none for work that is `idle`."""
+        """``[m, 1]`` steps of ``e`` passes over each client's training part. None for work that is `idle`."""
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
         return e * self.batches()
@@ -201,7 +201,7 @@ class Work:
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Mean representation at ``w`` of every class in the training part, ``[m, c, k]``; 0 where a client has none.
+        """Mean representation at ``w`` of every class in the training part, ``[m, c, k]``. 0 where a client has none.
 
         Args:
             w: ``[d]`` or ``[m, d]``.
@@ -213,8 +213,8 @@ class Work:
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
-        """All steps of SGD on ``w [m, d]`` at once, in place; False if the oracle has no such loop."""
-        descend = self.oracle.at_once(w)
+        """All steps of SGD on ``w [m, d]`` at once, in place. False if the oracle has no such loop."""
+        descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
             return False
         count = self.counted_steps(steps)
@@ -229,11 +229,11 @@ class Work:
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count steps ``[m]``, or one number for every client at hand; `iterate` counts those that draw batches."""
+        """Count steps ``[m]``, or one number for every client at hand. `iterate` counts those that draw batches."""
         self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
-        """Steps ``[m]`` of every client on the CPU; when None those of the round, of ``batches`` batches each."""
+        """Return the steps ``[m]`` of every client on the CPU. None stands for the round's, of ``batches`` each."""
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps
         return torch.as_tensor(steps).reshape(-1, 1).expand(self.m, 1)[:, 0].cpu().long()
@@ -244,7 +244,7 @@ class Work:
         return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
 
     def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
-        """``out <- out + full_grad(w)``, both ``[m, d]``; returns ``out``, which is not ``w``."""
+        """``out <- out + full_grad(w)``, both ``[m, d]``. Returns ``out``, which is not ``w``."""
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
         return self.add_decay_(out, w)
@@ -269,7 +269,7 @@ class Work:
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
     def group_counts(self, w: Tensor, group: str) -> Tensor:
-        """Counts of the client's training samples in two groups of rows, ``[m, 8]``, of a binary task.
+        """Count the client's training samples in two groups of rows, ``[m, 8]``, of a binary task.
 
         Of the first group, then of the second: samples, those that ``w`` predicts 1, those labelled 1, and those that
         are both.
@@ -287,7 +287,7 @@ class Work:
 
     @property
     def class_counts(self) -> Tensor:
-        """Training samples of every class, ``[m, c]``; counted at the client, in no message.
+        """Training samples of every class, ``[m, c]``. Counted at the client, in no message.
 
         Raises:
             Refused: the task has no classes.
@@ -309,7 +309,7 @@ class Work:
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
 
     def last_batch(self, stream: Purpose = "local") -> Batch:
-        """The batch of the last of the client's `steps` in a stream; of the first step if it takes none."""
+        """Return the batch of the client's last step in a stream. The first step's if it takes none."""
         steps = self.steps[:, 0].cpu().clamp(min=1)
         return self.plan(stream, steps).each(steps - 1)
 
@@ -318,7 +318,7 @@ class Work:
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
-        """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
+        """Plan the batches of a stream: ``steps [m]`` for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
@@ -328,26 +328,26 @@ class Work:
         return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
 
     def idle(self) -> Work:
-        """The same clients, none of which takes a step."""
+        """Return the same clients without any step."""
         return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
     def uncounted(self) -> Work:
-        """The same work, of which nothing is counted, and whose optimisers keep no state."""
+        """Return the same work without counting, and without optimizer states."""
         return self.with_(counts=Counts.zeros(self.m), memory=None)
 
     def at(self, k: int) -> Work:
-        """The same work in step ``k``."""
+        """Return the same work in step ``k``."""
         return self.with_(k=k)
 
     def take(self, clients: slice | Tensor) -> Work:
-        """The work of some of the clients."""
+        """Select the work of some clients."""
         parts = {name: getattr(self, name)[clients] for name in ("ids", "weight", "sizes", "steps", "slots")}
         parts |= {} if self.places is None else {"places": self.places[clients]}
         fixed_batches = self.fixed_batches and [self.fixed_batches[i] for i in torch.arange(self.m)[clients].tolist()]
         return self.with_(**parts, fixed_batches=fixed_batches)
 
     def with_(self, **changes: object) -> Work:
-        """The same work with other attributes."""
+        """Return the same work with other attributes."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}
         return other

@@ -1,10 +1,10 @@
-"""Models as values: ``MODELS`` by kind, ``PAPERS`` by name, the named parts of a built module, and augmentation."""
+"""Models as values: ``MODELS`` by kind, ``PAPER_NETWORKS`` by name, parts of a built module, and augmentation."""
 
 from __future__ import annotations
 
 from fedloom.hints import unknown
 from fedloom.lazy import lister
-from fedloom.models.adapters import Adapters, adapted, merged
+from fedloom.models.adapters import Adapters, add_adapters, merge_adapters
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
@@ -14,8 +14,8 @@ from fedloom.models.imported import Import
 from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import MIXING, Mixture, log_probabilities
 from fedloom.models.nets import CNN, MLP, Softmax
-from fedloom.models.papers import PAPERS, preset_class
-from fedloom.models.parts import head, penultimate
+from fedloom.models.papers import PAPER_NETWORKS, preset_class
+from fedloom.models.parts import head_prefixes, penultimate
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
@@ -31,12 +31,12 @@ MODELS: dict[str, type[ModelSpec]] = {
     "import": Import,
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
-KINDS: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPERS}}
-"""The class of every kind of `MODELS` and of every network of `PAPERS`, with the defaults that a run has."""
+MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
+"""The class of every kind of `MODELS` and of every network of `PAPER_NETWORKS`, with the defaults that a run has."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:
-    """The specification of a kind of `MODELS` or a name of `PAPERS`, with some of its fields given.
+    """Return the specification of a kind of `MODELS` or a name of `PAPER_NETWORKS`, with some fields replaced.
 
     Raises:
         ConfigError: the kind or a field is unknown, or a value out of range.
@@ -48,20 +48,20 @@ def spec_of(kind: str, **options: object) -> ModelSpec:
     """
     if kind in MODELS:
         return MODELS[kind](**options)
-    if kind in PAPERS:
-        changed: ModelSpec = PAPERS[kind].with_(**options)
+    if kind in PAPER_NETWORKS:
+        changed: ModelSpec = PAPER_NETWORKS[kind].with_(**options)
         return changed
-    raise unknown("model", kind, [*MODELS, *PAPERS])
+    raise unknown("model", kind, [*MODELS, *PAPER_NETWORKS])
 
 
 __all__ = [
     "CNN",
-    "KINDS",
     "LSTM",
     "MIXING",
     "MLP",
     "MODELS",
-    "PAPERS",
+    "MODEL_CLASSES",
+    "PAPER_NETWORKS",
     "Adapters",
     "Augment",
     "Dropout",
@@ -75,11 +75,11 @@ __all__ = [
     "Softmax",
     "Transformer",
     "WithMemory",
-    "adapted",
+    "add_adapters",
     "factorise",
-    "head",
+    "head_prefixes",
     "log_probabilities",
-    "merged",
+    "merge_adapters",
     "penultimate",
     "spec_of",
     "thin",

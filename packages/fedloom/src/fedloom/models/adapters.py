@@ -16,20 +16,22 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.models.parts import head
+from fedloom.models.parts import head_prefixes
 from fedloom.values import Value
 
-ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
 """In the name of a module, or of its class, below which linear layers are attention's."""
 
 
 class Adapters(Value):
-    """Which layers get adapters; every other parameter of the model is frozen: it exists once, for all clients."""
+    """Layers with adapters. Every other parameter of the model is frozen and exists once for all clients."""
 
     rank: PositiveInt = Field(8, description="rank of every adapter")
-    on: Literal["attention", "linear"] = Field("attention", description="linear layers of attention, or all of them")
+    on: Literal["attention", "linear"] = Field(
+        "attention", description="layers with adapters: linear layers of attention, or all linear layers"
+    )
     scale: float = Field(1.0, gt=0, description="factor of the product (LoRA: alpha / rank)")
-    head: bool = Field(False, description="the last linear layer trains too, all of it")
+    head: bool = Field(False, description="the last linear layer also trains, completely")
 
 
 class Adapted(nn.Module):
@@ -37,8 +39,8 @@ class Adapted(nn.Module):
 
     Attributes:
         wrapped: the layer, frozen.
-        down: ``[rank, inputs]``; A of the paper.
-        up: ``[outputs, rank]``; B of the paper, 0 at the start.
+        down: ``[rank, inputs]``. A of the paper.
+        up: ``[outputs, rank]``. B of the paper, 0 at the start.
     """
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
@@ -50,13 +52,13 @@ class Adapted(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer gives, and the product."""
+        """Add the adapter's product to the layer's output."""
         output: Tensor = self.wrapped(x)
         return output + self.scale * ((x @ self.down.mT) @ self.up.mT)
 
     @property
     def weight(self) -> Tensor:
-        """The matrix as a plain layer would have it; some modules read it instead of calling the layer."""
+        """The matrix as a plain layer would have it. Some modules read it instead of calling the layer."""
         plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
         return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
@@ -67,8 +69,8 @@ class Adapted(nn.Module):
         return self.wrapped.bias  # type: ignore[return-value]
 
 
-def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
-    """A copy of a module with adapters; nothing else of it trains, but for the head where that is asked for.
+def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
+    """Copy a module and add adapters. Nothing else trains, except the head if asked for.
 
     Initial values of the adapters come from torch's global generator.
 
@@ -77,8 +79,8 @@ def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  #
     """
     module = copy.deepcopy(module)
     linear = {name: layer for name, layer in module.named_modules() if name and _is_linear(layer)}
-    last = head(module)[0][:-1] if adapters.head else ""
-    chosen = [name for name in linear if name != last and (adapters.on == "linear" or _of_attention(module, name))]
+    last = head_prefixes(module)[0][:-1] if adapters.head else ""
+    chosen = [name for name in linear if name != last and (adapters.on == "linear" or _is_attention(module, name))]
     if not chosen:
         elsewhere = (
             f"linear layers elsewhere: {', '.join(list(linear)[:8])}; use on = 'linear'" if linear else "none at all"
@@ -104,8 +106,8 @@ def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  #
 
 
 @torch.no_grad()
-def merged(module: nn.Module) -> nn.Module:
-    """A module whose adapters are added to their layers: the architecture as it was; without adapters the module."""
+def merge_adapters(module: nn.Module) -> nn.Module:
+    """Add the adapters to their layers and return the original architecture, without adapters, return the module."""
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module
     for name in adapters:
@@ -117,17 +119,19 @@ def merged(module: nn.Module) -> nn.Module:
 
 
 def matrix(layer: nn.Module) -> Tensor:
-    """The weights ``[outputs, inputs]`` of a linear layer."""
+    """Return the weights ``[outputs, inputs]`` of a linear layer."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight if isinstance(layer, nn.Linear) else weight.mT
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """A linear layer of torch that is called as one, or of GPT-2 in transformers, whose matrix is transposed."""
+    """Test for a linear layer of torch, or for GPT-2's in transformers, whose matrix is transposed."""
     return type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
 
 
-def _of_attention(module: nn.Module, name: str) -> bool:
+def _is_attention(module: nn.Module, name: str) -> bool:
     parts = name.split(".")
     above = [".".join(parts[:k]) for k in range(1, len(parts))]
-    return any(ATTENTION.search(p.rpartition(".")[2] + " " + type(module.get_submodule(p)).__name__) for p in above)
+    return any(
+        ATTENTION_PATTERN.search(p.rpartition(".")[2] + " " + type(module.get_submodule(p)).__name__) for p in above
+    )

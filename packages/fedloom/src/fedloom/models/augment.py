@@ -1,4 +1,4 @@
-"""Random changes of training images, drawn from the client's own generator; off by default.
+"""Random changes of training images, drawn from the client's own generator. Off by default.
 
 `Augment.draw` takes the random decisions for one client's batch, `Augment.apply` carries them out, on one client's
 images or on those of many clients at once.
@@ -21,9 +21,11 @@ class Augment(Value):
     """Horizontal flip and padded random crop (FedSLR's code: flip with 0.5, 4-pixel crop with 0.5)."""
 
     flip: float = Field(0.0, ge=0, le=1, description="probability of a left-right flip")
-    crop: int = Field(0, ge=0, description="pixels of zeros around the image before a crop of its own size; 0 is none")
+    crop: int = Field(
+        0, ge=0, description="pixels of zeros around an image before a crop of the original size (0: none)"
+    )
     crop_probability: float = Field(
-        1.0, ge=0, le=1, description="probability of the crop; else the image stays in place"
+        1.0, ge=0, le=1, description="probability of the crop. Else the image stays in place"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"crop_probability": "crop"}
@@ -41,7 +43,7 @@ class Augment(Value):
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)
 
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """The changed images.
+        """Apply the random changes to images.
 
         Args:
             x: ``[..., c, h, w]`` images, any number of leading dimensions.

@@ -30,7 +30,7 @@ class Dropout(nn.Module):
         self.register_buffer("mask", torch.ones(()), persistent=False)
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """A mask of ``shape`` (``[b, *features]``): 1 / (1 - p) with probability 1 - p, else 0."""
+        """Draw a mask of ``shape`` (``[b, *features]``): 1 / (1 - p) with probability 1 - p, else 0."""
         kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=generator.device).ge_(self.p)
         return kept.to(self.mask.dtype).mul_(1 / (1 - self.p))
 

@@ -16,7 +16,7 @@ class Factorised(NamedTuple):
     """A module with thin layers.
 
     Attributes:
-        module: the copy, in evaluation mode; the original is left alone.
+        module: the copy, in evaluation mode. The original is left alone.
         parameters: how many it has.
         before: how many the original has.
         ranks: rank of every layer that was replaced, by name.
@@ -35,8 +35,8 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
     channels, then one ``k x 1`` from them. Grouped convolutions and those that pad with anything but zeros stay.
 
     Args:
-        module: the model; predictions are equal up to rounding where no singular value is left out.
-        rank: most singular values kept of a layer; all above the tolerance when None.
+        module: the model. Predictions are equal up to rounding where no singular value is left out.
+        rank: most singular values kept of a layer. All above the tolerance when None.
         tolerance: singular values below this share of a layer's largest are left out, in [0, 1).
 
     Returns:
@@ -67,7 +67,7 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
 
 
 def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """A copy whose named layers are two thin ones, for a state dict of a module that `factorise` made.
+    """Copy a module with pairs of thin layers, for a state dict of a module that `factorise` made.
 
     Args:
         module: the model.
@@ -88,7 +88,7 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
 
 def _matrix(layer: nn.Module) -> Tensor | None:
-    """The matrix ``[rows, columns]`` of a layer that can be replaced."""
+    """Return the matrix ``[rows, columns]`` of a replaceable layer."""
     if type(layer) is nn.Linear:
         return layer.weight.detach()
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":

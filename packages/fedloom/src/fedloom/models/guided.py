@@ -39,7 +39,7 @@ class Guided(Bodied):
         body: the network below its head.
         embedding: ``[c, k]``, drawn from the standard normal distribution.
         valve: the valve, the same for both conditions.
-        condition: ``[2, k]``, generic and personal; 0 at the start.
+        condition: ``[2, k]``, generic and personal. 0 at the start.
         head: the network's last linear layer.
         penultimate: the layer that is the representation ``[b, k + c + 1]``: the generic features, their cosines with
             the embeddings, and half of the squared norm of valve and embeddings.

@@ -14,19 +14,19 @@ from fedloom.models.sequences import OfTokens, Pick
 
 
 class Hub(OfTokens):
-    """A body of transformers and a linear head over its last hidden states; needs the extra ``hub``.
+    """A body of transformers and a linear head over its last hidden states. Needs the extra ``hub``.
 
-    ``name`` fetches weights by `AutoModel.from_pretrained`, never with code of the repository; the tokens of the data
+    ``name`` fetches weights by `AutoModel.from_pretrained`, never with code of the repository. The tokens of the data
     must then be those of the model's own tokenizer, with 0 as padding. ``config`` makes a new body offline. Dropout is
     the configuration's.
     """
 
-    name: str | None = Field(None, description="of a model on the hub, or a folder that `save_pretrained` wrote")
+    name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")
     config: dict[str, Any] = Field(
-        default_factory=dict, description="model_type and what its configuration takes, in place of a name"
+        default_factory=dict, description="model_type and further configuration, instead of a name"
     )
     pool: Literal["last", "mean"] = Field(
-        "last", description="what predicts a label of the whole sequence: its last token, or the mean of its tokens"
+        "last", description="token that predicts a label of the whole sequence: the last, or the mean of all"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A user's own `nn.Module`: named by its import path, or held by this process; and what its forward pass changes."""
+"""A user's own `nn.Module`: named by its import path, or held by this process. And what its forward pass changes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from fedloom.errors import ConfigError
-from fedloom.imports import PATTERN, find_maker, importable, text_of
+from fedloom.imports import IMPORT_PATH_PATTERN, find_maker, importable, text_of
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
 """A user's module, or a class or function that makes one."""
-ABSENT = object()
+ABSENT_VALUE = object()
 """In the place of the value of an attribute that is not there."""
-PLAIN = (int, float, str, type(None))
-CONTAINERS = (list, dict, set, deque)
-VALUES = (Tensor, tuple, *PLAIN, *CONTAINERS)
+PLAIN_TYPES = (int, float, str, type(None))
+CONTAINER_TYPES = (list, dict, set, deque)
+CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
 """Kinds of attributes that a forward pass may change."""
 OF_TORCH = {*vars(nn.Module())}
 """Attributes of every module."""
@@ -36,13 +36,13 @@ OF_TORCH = {*vars(nn.Module())}
 class Import(ModelSpec):
     """A class or function of user code that returns an `nn.Module`.
 
-    It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names; for
+    It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names, for
     sequences also with ``vocabulary`` (its size) and ``each`` (every position has a label). The module takes
     ``[b, *shape]`` and returns outputs of the shape in `ModelSpec`. It may carry the attributes ``head`` and
     ``penultimate`` of `fedloom.models.parts`. Code of the named module is executed.
     """
 
-    path: str = Field(pattern=PATTERN, description="'package.module:Name' of a class or function")
+    path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -62,13 +62,13 @@ class Held(ModelSpec):
     """A module, class or function that this process holds, and no import path names: of a notebook's cell, say.
 
     A module is copied, with its weights: they are the initial values, whatever the seed. A class or function is called
-    as by `Import`. Checkpoints know it by ``digest``; to go on with one in another process, define the same there.
+    as by `Import`. Checkpoints know it by ``digest``, to go on with one in another process, define the same there.
     """
 
     kind: ClassVar[str] = "held"
 
-    name: str = Field(description="what it is called, for messages")
-    digest: str = Field(description="of its source, or of its structure and weights")
+    name: str = Field(description="name in messages")
+    digest: str = Field(description="digest of the source, or of the structure and weights")
     held: Any = Field(exclude=True, repr=False, description="the module, class or function")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -93,11 +93,11 @@ class Held(ModelSpec):
         return _build(lambda: module, {}, self.name, shape, outputs, tokens)
 
 
-def given_model(model: object) -> ModelSpec | None:
-    """The specification of what stands for a model in Python; None if it is none.
+def describe_model(model: object) -> ModelSpec | None:
+    """Return the specification of an object that stands for a model in Python, or None for other objects.
 
     Args:
-        model: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one; what
+        model: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one, what
             an import path names is an `Import`, anything else a `Held`.
     """
     if isinstance(model, nn.Module):
@@ -125,13 +125,13 @@ def given_model(model: object) -> ModelSpec | None:
     return Held(name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model)
 
 
-def own_model(model: object) -> ModelSpec:
-    """The specification of what `given_model` takes.
+def wrap_model(model: object) -> ModelSpec:
+    """Return the specification of an object that `describe_model` accepts.
 
     Raises:
         ConfigError: it is no model.
     """
-    spec = given_model(model)
+    spec = describe_model(model)
     if spec is None:
         raise ConfigError(
             "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
@@ -148,7 +148,7 @@ def _build(
     outputs: int,
     tokens: tuple[int, bool] | None,
 ) -> nn.Module:
-    """What a class or function makes for this data, looked at."""
+    """Build a class's or function's module for this data, and check it."""
     facts: dict[str, Any] = {"shape": shape, "outputs": outputs}
     facts |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
     offered = {key: value for key, value in facts.items() if key in inspect.signature(make).parameters}
@@ -172,7 +172,7 @@ def _build(
     return module
 
 
-def by_the_batch(module: nn.Module) -> list[str]:
+def batch_norm_layers(module: nn.Module) -> list[str]:
     """Names of the layers that normalise a sample by those that are predicted with it."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
@@ -190,7 +190,7 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
-    """Runs two samples through the module and looks at the shape that comes out.
+    """Run two samples through the module and check the output's shape.
 
     The samples are zeros, or ones where it fails on them, as with a mask that leaves no position, or of token 1. Layers
     that normalise by the other samples of a prediction are tried with one sample, too.
@@ -220,7 +220,7 @@ def try_out(
             rule="model-fails",
             fix=_shape_cure(module, shape),
         ) from errors[0]
-    if names := by_the_batch(module):
+    if names := batch_norm_layers(module):
         try:
             with torch.no_grad():
                 module.eval()(samples[:1])
@@ -253,7 +253,7 @@ def try_out(
 
 
 def _trains(module: nn.Module, samples: Tensor) -> bool:
-    """Whether outputs have a gradient in training mode, which a module may leave out of others; or fail there."""
+    """Whether outputs have a gradient in training mode, which a module may leave out of others. Or fail there."""
     try:
         with torch.enable_grad():
             return bool(deepcopy(module).train()(samples).requires_grad)
@@ -262,29 +262,29 @@ def _trains(module: nn.Module, samples: Tensor) -> bool:
 
 
 def values_of(module: nn.Module) -> dict[str, object]:
-    """Buffers, batch statistics apart, and attributes of `VALUES`, by name."""
+    """Buffers, batch statistics apart, and attributes of `CHANGEABLE_TYPES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, VALUES) and k not in OF_TORCH}
+        plain = {k: v for k, v in vars(m).items() if isinstance(v, CHANGEABLE_TYPES) and k not in OF_TORCH}
         buffers = {} if isinstance(m, BATCH_STATISTICS) else m._buffers
         values |= {f"{owner}.{name}" if owner else name: value for name, value in {**plain, **buffers}.items()}
     return values
 
 
 def put(owner: nn.Module, name: str, value: object) -> None:
-    """Set a buffer, on its device and in its type, or an attribute, to a copy of a value; see `ABSENT`."""
+    """Set a buffer, on its device and in its type, or an attribute, to a copy of a value, see `ABSENT_VALUE`."""
     before = owner._buffers.get(name)
-    if value is ABSENT:
+    if value is ABSENT_VALUE:
         vars(owner).pop(name, None)
     else:
         setattr(owner, name, copy_of(value if before is None or not isinstance(value, Tensor) else value.to(before)))
 
 
 def copy_of(value: Any) -> Any:
-    """A copy of a value, and of the tensors that containers hold; parameters stay themselves."""
+    """Copy a value and the tensors in containers. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
-    if not isinstance(value, CONTAINERS):
+    if not isinstance(value, CONTAINER_TYPES):
         return value
     same: Any = copy(value)  # which keeps the length of a deque and the default of a dictionary
     same.clear()
@@ -306,19 +306,19 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> Mark:
-        """The mark of a value now."""
+        """Mark the current state of a value."""
         version = value._version if isinstance(value, Tensor) else 0
         return cls(value, version, tuple(map(cls.of, _parts(value))))
 
     def is_same(self, now: object) -> bool:
         """Whether a value is this one still."""
-        if isinstance(now, (*CONTAINERS, tuple)):
+        if isinstance(now, (*CONTAINER_TYPES, tuple)):
             parts = _parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)
             return alike and all(mark.is_same(part) for mark, part in zip(self.parts, parts, strict=True))
         if now is self.value:
             return not isinstance(now, Tensor) or now._version == self.version
-        if not isinstance(now, PLAIN) or not isinstance(self.value, PLAIN):
+        if not isinstance(now, PLAIN_TYPES) or not isinstance(self.value, PLAIN_TYPES):
             return False
         return now == self.value or (now != now and self.value != self.value)
 
@@ -326,11 +326,11 @@ class Mark(NamedTuple):
 def _parts(value: object) -> list[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return [*value] if isinstance(value, (*CONTAINERS, tuple)) else []
+    return [*value] if isinstance(value, (*CONTAINER_TYPES, tuple)) else []
 
 
 class Values:
-    """The values of a module at a time; see `values_of`."""
+    """The values of a module at a time, see `values_of`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -339,7 +339,7 @@ class Values:
     def changed(self) -> list[str]:
         """Names of values that are other ones now, or have become others in place."""
         now = values_of(self._module)
-        same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT))}
+        same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]
 
 
@@ -353,4 +353,4 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     finally:
         for place in values.changed():
             owner, _, name = place.rpartition(".")
-            put(module.get_submodule(owner), name, copies.get(place, ABSENT))
+            put(module.get_submodule(owner), name, copies.get(place, ABSENT_VALUE))

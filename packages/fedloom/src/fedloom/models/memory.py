@@ -11,7 +11,7 @@ from fedloom.models.parts import Bodied, parted
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
 """Parameters of a network with a memory: those of its `Recall`."""
 
-LEAST = 1e-12
+MIN_CLASS_PROBABILITY = 1e-12
 """The smallest probability of a class, so that its logarithm stays finite."""
 
 
@@ -41,13 +41,13 @@ class Recall(nn.Module):
 
 
 class WithMemory(Bodied):
-    """A network whose probabilities are mixed with those of the nearest of stored samples (kNN-Per).
+    """Network whose probabilities are mixed with the nearest stored samples' (kNN-Per).
 
     In training it is the network alone, as it is while the memory has weight 0.
 
     Attributes:
         body: the network below its head, whose output is the representation.
-        memory: the stored samples; empty at the start.
+        memory: the stored samples. Empty at the start.
         head: the network's last linear layer.
     """
 
@@ -75,18 +75,18 @@ class WithMemory(Bodied):
 
 def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     """Logarithms of ``weight`` of ``q [..., c]`` and the rest of ``p [..., c]``, which are probabilities."""
-    return torch.lerp(p, q, weight).clamp(min=LEAST).log()
+    return torch.lerp(p, q, weight).clamp(min=MIN_CLASS_PROBABILITY).log()
 
 
 def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
     """Probabilities ``[b, c]`` by the nearest stored samples of representations ``[b, k]``.
 
-    A neighbour at distance r counts exp(-r^2 / (k scale)); the counts sum to 1. Without a sample they are 0.
+    A neighbour at distance r counts exp(-r^2 / (k scale)). The counts sum to 1. Without a sample they are 0.
 
     Args:
         z: ``[b, k]``.
         keys: ``[S, k]``.
-        labels: ``[S, c]``; a row of zeros is no sample.
+        labels: ``[S, c]``. A row of zeros is no sample.
         scale: of the kernel.
         neighbours: how many of the nearest samples count.
     """

@@ -15,7 +15,7 @@ MIXING = "mixing"
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the classes ``[..., c]``; one output ``[..., 1]`` is two classes."""
+    """Logarithms of the probabilities of the classes ``[..., c]``. One output ``[..., 1]`` is two classes."""
     if logits.shape[-1] > 1:
         return logits.log_softmax(-1)
     return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
@@ -44,7 +44,7 @@ class Mixture(Bodied):
         return {f"components.{m}": component for m, component in enumerate(self.components)}
 
     def above(self, *z: Tensor) -> Tensor:
-        """Logits ``[b, ..., c]`` from those of the components."""
+        """Return logits ``[b, ..., c]`` from the components' logits."""
         logits: Tensor = self.logits(torch.stack(z, 1))
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)

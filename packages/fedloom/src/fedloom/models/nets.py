@@ -34,7 +34,7 @@ class MLP(ModelSpec):
         (200, 200), description="widths of the hidden layers (Equitable-FL on MNIST: 200, 200; FLAME's code: 128, 64)"
     )
     activation: Activation = Field("relu", description="activation after every hidden layer")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after every hidden layer in training; 0 is none")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after every hidden layer (0: none)")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
@@ -53,12 +53,12 @@ class CNN(ModelSpec):
     padding: int | tuple[int, ...] = Field(0, description="zeros added on every side")
     pool: bool | tuple[bool, ...] = Field(True, description="2x2 max pooling after the convolution")
     norm: Literal["none", "group", "batch", "layer"] = Field(
-        "none", description="normalisation after every convolution; 'layer' is group normalisation with one group"
+        "none", description="normalisation after every convolution. 'layer' is group normalisation with one group"
     )
-    groups: PositiveInt = Field(2, description="groups of norm = 'group' (FedSLR's code: 2); must divide the channels")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of the flattened features dropped in training")
+    groups: PositiveInt = Field(2, description="groups of norm = 'group' (FedSLR's code: 2). Must divide the channels")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of the flattened features")
     hidden: tuple[PositiveInt, ...] = Field((512,), description="widths of the linear layers before the last")
-    dropout_hidden: float = Field(0.0, ge=0, lt=1, description="share dropped after every hidden linear layer")
+    dropout_hidden: float = Field(0.0, ge=0, lt=1, description="dropout rate after every hidden linear layer")
     activation: Activation = Field("relu", description="activation after every convolution and hidden layer")
 
     @model_validator(mode="after")
@@ -114,7 +114,7 @@ def _norm(kind: str, channels: int, groups: int) -> nn.Module:
 def _dense(
     layers: OrderedDict[str, nn.Module], width: int, hidden: tuple[int, ...], outputs: int, activation: str, p: float
 ) -> None:
-    """Adds the hidden linear layers and the head."""
+    """Append the hidden linear layers and the head."""
     for i, units in enumerate(hidden, start=1):
         layers[f"fc{i}"] = nn.Linear(width, units)
         layers[f"fc{i}_act"] = ACTIVATIONS[activation]()

@@ -13,7 +13,7 @@ from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM
 from fedloom.models.spec import ModelSpec
 
-PAPERS: dict[str, ModelSpec] = {
+PAPER_NETWORKS: dict[str, ModelSpec] = {
     # Zhu et al. (FLAME), code
     # 109,386 on 1x28x28, 10 classes; the paper's Table II has 7,850, which is softmax
     "flame-mlp": MLP(hidden=(128, 64)),
@@ -40,7 +40,7 @@ PAPERS: dict[str, ModelSpec] = {
 
 
 def preset_class(name: str) -> type[ModelSpec]:
-    """Return a class with the options of a network of `PAPERS`, whose defaults are the paper's.
+    """Return a class with the options of a network of `PAPER_NETWORKS`, whose defaults are the paper's.
 
     The reference page, the JSON schema and ``fedloom list`` read it, so they show what runs. Its docstring names the
     kind and every default that differs from the kind's own.
@@ -48,7 +48,7 @@ def preset_class(name: str) -> type[ModelSpec]:
     Raises:
         KeyError: no network has this name.
     """
-    spec = PAPERS[name]
+    spec = PAPER_NETWORKS[name]
     kind = type(spec)
     changed = {key: value for key, value in spec if value != kind.model_fields[key].get_default()}
     fields: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Named parts of a model: its head (last linear layer) and the layer before it.
 
-A module of user code may name them itself with string attributes ``head`` and ``penultimate``.
+A module of user code may name them itself with string attributes ``head_prefixes`` and ``penultimate``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Bodied(nn.Module, ABC):
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
-        """The bodies by their names."""
+        """Return the bodies by their names."""
 
     @abstractmethod
     def above(self, *z: Tensor) -> Tensor:
@@ -31,17 +31,17 @@ class Bodied(nn.Module, ABC):
 
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-ADAPTED = ".wrapped"
+ADAPTED_SUFFIX = ".wrapped"
 """End of the name of a layer within its adapter."""
 
-_PASSIVE = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
+_PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
 
-def head(module: nn.Module) -> tuple[str, ...]:
+def head_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Prefixes of the parameters of the last linear layer, for splits into body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module's own attribute ``head`` if that is a string, else the last `nn.Linear` in the
-    order of registration.
+    The last linear layer is the module's own attribute ``head_prefixes`` if that is a string, else the last
+    `nn.Linear` in the order of registration.
 
     Raises:
         ConfigError: the module has no linear layer, or names one that does not exist.
@@ -74,8 +74,8 @@ def penultimate(module: nn.Module) -> str:
     for name, part in module.named_modules():
         if name == last:
             break
-        if name and not isinstance(part, _PASSIVE) and not any(True for _ in part.children()):
-            before.append(name.removesuffix(ADAPTED))
+        if name and not isinstance(part, _PASSIVE_LAYERS) and not any(True for _ in part.children()):
+            before.append(name.removesuffix(ADAPTED_SUFFIX))
     if not before:
         raise ConfigError(
             f"no layer before {last!r} in {type(module).__name__}",
@@ -86,7 +86,7 @@ def penultimate(module: nn.Module) -> str:
 
 
 def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Take a network apart: what is below its last linear layer, and that layer; the network is not used any more.
+    """Take a network apart: what is below its last linear layer, and that layer. The network is not used any more.
 
     Raises:
         ConfigError: the network is no linear layer on top of others.
@@ -108,7 +108,7 @@ def _head(module: nn.Module) -> str:
     if named is not None:
         return named
     linear: list[str] = [name for name, part in module.named_modules() if name and isinstance(part, nn.Linear)]
-    linear = [name.removesuffix(ADAPTED) for name in linear]
+    linear = [name.removesuffix(ADAPTED_SUFFIX) for name in linear]
     if not linear:
         bare = isinstance(module, nn.Linear)
         raise ConfigError(

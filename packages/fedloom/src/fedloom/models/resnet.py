@@ -12,27 +12,29 @@ from torch.nn import functional
 from fedloom.errors import ConfigError
 from fedloom.models.spec import ModelSpec, image
 
-WIDTHS = (64, 128, 256, 512)
+RESNET_WIDTHS = (64, 128, 256, 512)
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18; group normalisation in place of batch normalisation.
+    """ResNet-18. Group normalisation in place of batch normalisation.
 
     11,173,952 parameters with the 3x3 stem, three channels and a bias-free head of ten classes (FedSLR: 11.17 M).
     """
 
     stem: Literal["auto", "3x3", "7x7"] = Field(
         "auto",
-        description="first layer: 3x3 stride 1 (CIFAR), 7x7 stride 2 with 3x3 max pooling (Tiny-ImageNet); "
-        "auto takes 7x7 from 64 pixels on",
+        description=(
+            "first layer: 3x3 stride 1 (CIFAR), 7x7 stride 2 with 3x3 max pooling (Tiny-ImageNet). auto: "
+            "7x7 from 64 pixels on"
+        ),
     )
-    groups: PositiveInt = Field(2, description="groups of every normalisation (FedSLR's code: 2); must divide 64")
-    head_bias: bool = Field(False, description="whether the last linear layer has a bias (FedSLR: none)")
+    groups: PositiveInt = Field(2, description="groups of every normalisation (FedSLR's code: 2). Must divide 64")
+    head_bias: bool = Field(False, description="the last linear layer has a bias (FedSLR: none)")
 
     @model_validator(mode="after")
     def _groups_divide_the_widths(self) -> ResNet18:
-        if WIDTHS[0] % self.groups:
-            raise ValueError(f"groups must divide {WIDTHS[0]}, got {self.groups}")
+        if RESNET_WIDTHS[0] % self.groups:
+            raise ValueError(f"groups must divide {RESNET_WIDTHS[0]}, got {self.groups}")
         return self
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -44,14 +46,14 @@ class ResNet18(ModelSpec):
         large = self.stem == "7x7" or (self.stem == "auto" and min(high, wide) >= 64)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["conv"] = nn.Conv2d(
-            channels, WIDTHS[0], 7 if large else 3, 2 if large else 1, 3 if large else 1, bias=False
+            channels, RESNET_WIDTHS[0], 7 if large else 3, 2 if large else 1, 3 if large else 1, bias=False
         )
-        layers["norm"] = nn.GroupNorm(self.groups, WIDTHS[0])
+        layers["norm"] = nn.GroupNorm(self.groups, RESNET_WIDTHS[0])
         layers["act"] = nn.ReLU()
         if large:
             layers["pool"] = nn.MaxPool2d(3, stride=2, padding=1)
-        before = WIDTHS[0]
-        for i, width in enumerate(WIDTHS, start=1):
+        before = RESNET_WIDTHS[0]
+        for i, width in enumerate(RESNET_WIDTHS, start=1):
             layers[f"block{2 * i - 1}"] = _Block(before, width, 1 if i == 1 else 2, self.groups)
             layers[f"block{2 * i}"] = _Block(width, width, 1, self.groups)
             before = width

@@ -37,7 +37,7 @@ class LSTM(OfTokens):
     embedding: PositiveInt = Field(32, description="width of the embedding (LEAF, Shakespeare: 8)")
     hidden: PositiveInt = Field(128, description="width of every layer (LEAF, Shakespeare: 256)")
     layers: PositiveInt = Field(1, description="number of layers (LEAF, Shakespeare: 2)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after the embedding and every layer")
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         return Recurrent(self, outputs, vocabulary, each)
@@ -50,16 +50,18 @@ class Transformer(OfTokens):
     from the mean over its tokens.
     """
 
-    width: PositiveInt = Field(64, description="width of embedding and layers; even")
+    width: PositiveInt = Field(64, description="width of embedding and layers. Even")
     layers: PositiveInt = Field(2, description="number of layers")
-    heads: PositiveInt = Field(4, description="heads of attention; must divide the width")
+    heads: PositiveInt = Field(4, description="heads of attention. Must divide the width")
     inner: PositiveInt | None = Field(
-        None, description="width between the two linear layers; None: four times the width"
+        None, description="width between the two linear layers (None: four times the width)"
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after the embedding and every layer")
     causal: bool = Field(
         True,
-        description="a position depends on none after it, as the prediction of the next token needs; false for tagging",
+        description=(
+            "causal: a position depends on no later position, as for predicting the next token. False for tagging"
+        ),
     )
 
     @model_validator(mode="after")
@@ -89,12 +91,12 @@ class Recurrent(nn.Module):
         h = self.drops[0](self.embedding(x))
         for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
             assert isinstance(layer, Recurrence)
-            h = drop(layer.by_equations(h) if layer.plain else layer(h)[0])
+            h = drop(layer.compute_equations(h) if layer.plain else layer(h)[0])
         return self.head(self.pick(h, x))  # type: ignore[no-any-return]
 
 
 class Recurrence(nn.LSTM):
-    """A layer of long short-term memory, by torch's kernel; ``plain``: by equations that `torch.vmap` stacks."""
+    """A layer of long short-term memory, by torch's kernel. ``plain``: by equations that `torch.vmap` stacks."""
 
     plain = False
     weight_ih_l0: Tensor
@@ -102,8 +104,8 @@ class Recurrence(nn.LSTM):
     bias_ih_l0: Tensor
     bias_hh_l0: Tensor
 
-    def by_equations(self, x: Tensor) -> Tensor:
-        """What ``forward`` gives for ``x [b, L, .]``, all states ``[b, L, hidden]``."""
+    def compute_equations(self, x: Tensor) -> Tensor:
+        """Compute the same as ``forward`` for ``x [b, L, .]``: all states ``[b, L, hidden]``."""
         gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
         h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
         states = []
@@ -164,7 +166,7 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2); plain operations, which vmap stacks."""
+    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2). Plain operations, which vmap stacks."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

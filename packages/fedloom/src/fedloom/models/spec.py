@@ -1,4 +1,4 @@
-"""ModelSpec: a model as a value; building it is deterministic and leaves every global generator alone."""
+"""ModelSpec: a model as a value. Building it is deterministic and leaves every global generator alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load
 from torch import nn
 
 from fedloom.errors import ConfigError
-from fedloom.models.adapters import Adapters, adapted
+from fedloom.models.adapters import Adapters, add_adapters
 from fedloom.models.guided import Guided
 from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import Mixture
@@ -33,8 +33,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
 }
 """Pointwise activations by name."""
-DIGEST = "#sha256="
-"""What stands between the name of a file of weights and the SHA-256 that it must have."""
+DIGEST_MARK = "#sha256="
+"""Separator between the name of a file of weights and its required SHA-256."""
 
 
 class ModelSpec(Value, ABC):
@@ -47,22 +47,24 @@ class ModelSpec(Value, ABC):
 
     weights: str | None = Field(
         None,
-        description="safetensors file of the initial values, as `fedloom export` writes it; behind #sha256= the digest "
-        "that it must have; None: drawn by the seed",
+        description=(
+            "safetensors file of the initial values, as `fedloom export` writes it, with an optional "
+            "digest after #sha256= (default: drawn by the seed)"
+        ),
     )
     mixture: int | None = Field(
         None,
         ge=2,
-        description="copies of the network, drawn apart, whose probabilities of the classes are mixed (FedEM)",
+        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
     )
     guided: bool = Field(
-        False, description="a conditional valve before the head, and an embedding of every class (GPFL)"
+        False, description="add a conditional valve before the head, and an embedding of every class (GPFL)"
     )
     memory: int | None = Field(
-        None, ge=1, description="samples of its own that a client's network keeps for its predictions (kNN-Per)"
+        None, ge=1, description="samples that a client's network stores for its predictions (kNN-Per)"
     )
     adapters: Adapters | None = Field(
-        None, description="low-rank adapters that train in place of the layers: a table with rank, on, scale, head"
+        None, description="low-rank adapters that train instead of the layers: a table with rank, on, scale, head"
     )
 
     @model_validator(mode="after")
@@ -75,9 +77,9 @@ class ModelSpec(Value, ABC):
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """A freshly initialised model in float32 on the CPU.
+        """Build a freshly initialized model in float32 on the CPU.
 
-        Initial values are PyTorch's defaults, drawn under ``seed``; the global generators are as before afterwards.
+        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators are as before afterwards.
 
         Args:
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
@@ -95,7 +97,7 @@ class ModelSpec(Value, ABC):
         if self.adapters is None:
             return module
         with _drawing(seed, "adapters"):
-            return adapted(module, self.adapters)
+            return add_adapters(module, self.adapters)
 
     def _drawn(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
@@ -124,14 +126,14 @@ class ModelSpec(Value, ABC):
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """The module, initialised from the current global generator; `build` seeds and restores it.
+        """Build the module, initialized from the current global generator. `build` seeds and restores it.
 
         Raises:
             ConfigError: the model cannot take samples of this shape.
         """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        """The module for sequences of tokens, as `module`.
+        """Build the module for sequences of tokens, as `module`.
 
         Raises:
             ConfigError: the model takes numbers.
@@ -141,7 +143,7 @@ class ModelSpec(Value, ABC):
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """The module for samples of numbers with a label per position ``[b, L, outputs]``, as `module`.
+        """Build the module for numeric samples with a label per position ``[b, L, outputs]``, as `module`.
 
         Raises:
             ConfigError: the model gives one output per sample.
@@ -154,7 +156,7 @@ class ModelSpec(Value, ABC):
 
 @contextmanager
 def _drawing(seed: int, purpose: str) -> Iterator[None]:
-    """The global generator is that of a purpose, and a new parameter float32, whatever type the caller has chosen."""
+    """Seed the global generator for a purpose, and make new parameters float32, within the block."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
@@ -165,7 +167,7 @@ def _drawing(seed: int, purpose: str) -> Iterator[None]:
 
 
 def load_weights(module: nn.Module, file: str) -> None:
-    """The values of a state dict, into the module.
+    """Load the values of a state dict into the module.
 
     Raises:
         ConfigError: there is no such file, or it is of another architecture.
@@ -187,12 +189,12 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 
 def weights_content(weights: str) -> bytes:
-    """The content of the file of initial values that an experiment names, which is that of the digest behind its name.
+    """Read the file of initial values that an experiment names, and check the digest behind its name.
 
     Raises:
         ConfigError: there is no such file, or it has another digest.
     """
-    file, _, wanted = weights.partition(DIGEST)
+    file, _, wanted = weights.partition(DIGEST_MARK)
     try:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
@@ -204,7 +206,7 @@ def weights_content(weights: str) -> bytes:
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
-    """The shape as (channels, height, width).
+    """Return the shape as (channels, height, width).
 
     Raises:
         ConfigError: samples are not images.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fedloom.outputs.kinds import KINDS, FileKind, never
-from fedloom.outputs.paths import LOCK, check_output_file, check_output_folder, draft_of, is_run_directory
+from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
+from fedloom.outputs.paths import LOCK_FILE, check_output_file, check_output_folder, draft_of, is_run_directory
 
 __all__ = [
-    "KINDS",
-    "LOCK",
+    "FILE_KINDS",
+    "LOCK_FILE",
     "FileKind",
     "check_output_file",
     "check_output_folder",

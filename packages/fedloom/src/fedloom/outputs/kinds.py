@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-KINDS = {
+FILE_KINDS = {
     "CSV": (".csv",),
     "HTML": (".html", ".htm"),
     "Markdown": (".md",),
@@ -25,7 +25,7 @@ class FileKind(NamedTuple):
     """A kind of file that is written.
 
     Attributes:
-        name: one of `KINDS`.
+        name: one of `FILE_KINDS`.
         what: the file in words, e.g. ``"a file of predictions"``.
         is_own: whether a file that is there is of this kind and was written by fedloom, so that it may be replaced.
     """

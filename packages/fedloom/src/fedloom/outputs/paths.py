@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import ConfigError, check_folder
-from fedloom.outputs.kinds import KINDS, FileKind, never
+from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 """File that a process locks while it works in a run directory."""
 
 
@@ -36,7 +36,7 @@ def check_output_file(
     Args:
         path: the file.
         kind: what is to be written.
-        inputs: files, folders and names that the same call reads; names that are no path do not matter.
+        inputs: files, folders and names that the same call reads. Names that are no path do not matter.
         owns: whether a place in a run directory, relative to it, is for files of this kind.
         force: replace a regular file of another kind, or take a name with the ending of another kind. An input, a file
             of a run or of a deployment, and a link are refused all the same.
@@ -76,11 +76,11 @@ def check_output_file(
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
         raise ConfigError(f"{path} is there already{why}; give --force to replace it, or another path")
-    other = next((other for other, endings in KINDS.items() if path.suffix.lower() in endings), kind.name)
+    other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
             f"{path}: {path.suffix} is not the ending of {kind.what}; give a name that ends in "
-            f"{' or '.join(KINDS[kind.name])}, or --force to take this one"
+            f"{' or '.join(FILE_KINDS[kind.name])}, or --force to take this one"
         )
     return path
 
@@ -97,7 +97,7 @@ def check_output_folder(
     Args:
         folder: the folder, which need not exist.
         inputs: files, folders and names that the same call reads.
-        entries: names of the files and folders in it that belong to the command, which replaces and deletes them; None:
+        entries: names of the files and folders in it that belong to the command, which replaces and deletes them. None:
             single files are written, which `check_output_file` checks, and the folder is no run directory.
         owns: whether a place in a run directory, relative to it, is for such folders.
 
@@ -121,18 +121,18 @@ def check_output_folder(
 
 
 def is_run_directory(folder: Path) -> bool:
-    """Whether a run has begun in a folder; an experiment file of that name alone is the user's own."""
+    """Whether a run has begun in a folder. An experiment file of that name alone is the user's own."""
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
-        METRICS,
-        PARTITION,
-        SETTINGS,
-        SUMMARY,
+        METRICS_FILE,
+        PARTITION_FILE,
+        SETTINGS_FILE,
+        SUMMARY_FILE,
         has_digest,
     )
 
-    settings = folder / SETTINGS
+    settings = folder / SETTINGS_FILE
     with suppress(OSError):  # of folders that may not be read, nothing is known
-        names = (LOCK, SUMMARY, METRICS, PARTITION)
+        names = (LOCK_FILE, SUMMARY_FILE, METRICS_FILE, PARTITION_FILE)
         return settings.is_file() and (any((folder / n).exists() for n in names) or has_digest(settings.read_bytes()))
     return False
 
@@ -145,7 +145,7 @@ def _is_deployment(folder: Path) -> bool:
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Refuse a place in a run directory or a deployment, from a folder upwards; ``target`` is written."""
+    """Refuse a place in a run directory or a deployment, from a folder upwards. ``target`` is written."""
     place = first.resolve()
     for folder in (place, *place.parents):
         if is_run_directory(folder):

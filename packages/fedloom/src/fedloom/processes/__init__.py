@@ -1,4 +1,4 @@
-"""Processes of a run: workers of one machine, ranks of several, and what they exchange."""
+"""Run the processes of a run: workers of one machine, ranks of several, and their messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fedloom.lazy import getter
 
 if TYPE_CHECKING:
     from fedloom.processes.distributed import check_alone as check_alone
-    from fedloom.processes.distributed import joined as joined
+    from fedloom.processes.distributed import join_ranks as join_ranks
     from fedloom.processes.pool import WorkerPool as WorkerPool
     from fedloom.processes.pool import cores as cores
     from fedloom.processes.pool import useful as useful
     from fedloom.processes.signals import interruptible as interruptible
 
-_MODULES = {
+_MODULE_NAMES = {
     "WorkerPool": "pool",
     "check_alone": "distributed",
     "cores": "pool",
@@ -23,6 +23,6 @@ _MODULES = {
     "useful": "pool",
 }
 
-__all__ = [*_MODULES]
+__all__ = [*_MODULE_NAMES]
 
-__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})
+__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()})

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE = 1 << 14
-"""Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
+MIN_SHARED_BYTES = 1 << 14
+"""Bytes from which a tensor travels through shared memory. A smaller one is written into the message as it is."""
 
 
 class Buffer:
-    """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
+    """Memory that forked processes share. Large tensors of a message are packed into it, one after the other.
 
     Args:
-        size: bytes; nothing is allocated before it is written. What does not fit travels in the message.
+        size: bytes. Nothing is allocated before it is written. What does not fit travels in the message.
     """
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
 
     def pack(self, value: object) -> bytes:
-        """A message for `unpack` in another process, until the next `pack`."""
+        """Pack a value into a message for `unpack` in another process. It is valid until the next `pack`."""
         return packed(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """The value; its large tensors are views of the buffer, or copies."""
+        """Unpack a value. Its large tensors are views of the buffer, or copies."""
         return _Unpacker(io.BytesIO(message), self._map, copy).load()
 
 
@@ -43,7 +43,7 @@ class _Packer(pickle.Pickler):
             return None
         size, start = obj.numel() * obj.element_size(), self._end
         row = obj.reshape(-1)
-        if self._memory is None or size < LARGE or start + size > len(self._memory):
+        if self._memory is None or size < MIN_SHARED_BYTES or start + size > len(self._memory):
             return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
         torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
         self._end += -(-size // 64) * 64
@@ -72,7 +72,7 @@ def unpacked(message: bytes) -> Any:
 
 
 def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
-    """Return the message of a value; its large tensors go into the memory, where there is one and they fit."""
+    """Return the message of a value. Large tensors go into shared memory if it is there and they fit."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)
     return out.getvalue()

@@ -18,7 +18,7 @@ from fedloom.processes.pool import Workers
 
 T = TypeVar("T")
 
-COUNTS = (
+CLIENT_COUNTS = (
     "samples_backward",
     "samples_forward",
     "steps",
@@ -27,10 +27,10 @@ COUNTS = (
     "bytes_up_paper",
     "bytes_down_paper",
 )
-"""What is counted for every client of a cohort."""
+"""Counts of every client of a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``; part "" has figures of the models themselves."""
+"""(model, part) -> metric -> float64 ``[m]``. Part "" has figures of the models themselves."""
 
 
 class TrainRequest(NamedTuple):
@@ -43,7 +43,7 @@ class TrainRequest(NamedTuple):
         share: ``[m, 1]`` float64 shares of the clients in the mean.
         down: the download, fields ``[.]`` where all clients receive the same, else ``[c, .]``.
         server: the server's state before the round.
-        steps: ``[m]`` local steps that the clients take; None: as many as the run's settings have.
+        steps: ``[m]`` local steps that the clients take. None: as many as the run's settings have.
         alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
     """
 
@@ -68,7 +68,7 @@ class ChunkResult(NamedTuple):
         answers: rows of the accepted: ``weigher`` their answers to the weigher, ``models`` their models if an attacker
             reads them, ``sampler`` what a sampler learns from them.
         total: the sum of the shares of the accepted.
-        counts: ``[m, 7]`` work and traffic, see `COUNTS`.
+        counts: ``[m, 7]`` work and traffic, see `CLIENT_COUNTS`.
     """
 
     ids: Tensor
@@ -88,7 +88,7 @@ class SumResult(NamedTuple):
         missing: ``[k]`` clients of the request that are not.
         parts: what they add together to every field of the upload.
         total: the sum of their shares in the mean.
-        counts: ``[7]`` work and traffic of all of them, see `COUNTS`.
+        counts: ``[7]`` work and traffic of all of them, see `CLIENT_COUNTS`.
     """
 
     ids: Tensor
@@ -108,7 +108,7 @@ class AskRequest(NamedTuple):
         round: the round number.
         ids: ``[m]`` the clients.
         model: ``[d]`` the global model.
-        describes: they train it for a round and send their activations, for shares by clusters; else answer a sampler.
+        describes: they train it for a round and send their activations, for shares by clusters. Else answer a sampler.
     """
 
     round: int
@@ -118,7 +118,7 @@ class AskRequest(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers of some clients ``[m, k]``, and what they cost ``[m, 7]``, see `COUNTS`."""
+    """The answers of some clients ``[m, k]``, and what they cost ``[m, 7]``, see `CLIENT_COUNTS`."""
 
     values: Tensor
     counts: Tensor
@@ -131,8 +131,8 @@ class ScoreRequest(NamedTuple):
         round: the round after which models are scored.
         ids: ``[m]`` clients of the evaluated federation.
         cohort: ``[c]`` clients whose training parts give the normalisation statistics of the global model.
-        down: the download of all clients, of which personal models are made; None if there are none.
-        model: ``[d]`` the global model; None if there is none.
+        down: the download of all clients, of which personal models are made. None if there are none.
+        model: ``[d]`` the global model. None if there is none.
         alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
     """
 
@@ -145,10 +145,10 @@ class ScoreRequest(NamedTuple):
 
 
 class Clients(Protocol):
-    """Those who compute for a run."""
+    """Clients that compute for a run."""
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train clients; the results cover all of them, in the order of the request.
+        """Train clients. The results cover all of them, in the order of the request.
 
         Raises:
             RunStopped: too few clients answered.
@@ -161,11 +161,11 @@ class Clients(Protocol):
         ...
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Score models, in the order of the request; figures of no client come with the first result."""
+        """Score models, in the order of the request. Figures of no client come with the first result."""
         ...
 
-    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """The value of a call that may read and write the rows of some clients, made in one place."""
+    def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """Return the value of a call, made in one place, that may read and write the rows of some clients."""
         ...
 
 
@@ -188,7 +188,7 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """A chunk of clients to score: see `ScoreRequest`; ``common`` includes the figures that belong to no client."""
+    """A chunk of clients to score: see `ScoreRequest`. ``common`` includes the figures that belong to no client."""
 
     round: int
     ids: Tensor
@@ -206,7 +206,7 @@ class Handlers(NamedTuple):
 
 
 class LocalClients:
-    """Clients whose samples and state this program has; `Workers` compute their chunks.
+    """Clients whose samples and state this program has. `Workers` compute their chunks.
 
     Args:
         handlers: the functions that compute a chunk.
@@ -242,14 +242,14 @@ class LocalClients:
         tasks = [ScoreTask(request.round, ids, request.cohort, common=k == 0) for k, ids in pieces]
         return self._workers.map(self._handlers.score, (request.down, request.model, request.alpha), tasks)
 
-    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
-        return self._workers.on_one(ids, call)
+    def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        return self._workers.call_once(ids, call)
 
     def through(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
-        """The same clients, computed by other workers, which may use these."""
+        """Return these clients with their chunks computed by ``wrap(workers)``."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 
 def _split(rows: Tensor, most: int) -> Sequence[Tensor]:
-    """Rows of clients in chunks; how many follows from their number alone."""
+    """Rows of clients in chunks. How many follows from their number alone."""
     return rows.tensor_split(chunk_count(len(rows), most))

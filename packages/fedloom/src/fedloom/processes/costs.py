@@ -23,14 +23,14 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-TRIPS, TRIPS_OF_ROWS = 3, 1
-"""Times there and back that a round waits for a link: a question, the sizes and the contents of results; and once where
+LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
+"""Times there and back that a round waits for a link: a question, the sizes and the contents of results. And once where
 rows change their machine, all at once."""
 
 
 @dataclass
 class MeasuredWorkers:
-    """Workers of one process, measured: seconds in chunks, and what their results would cost ranks.
+    """Workers of one process, with measured seconds in chunks and the traffic of their results between ranks.
 
     Attributes:
         workers: those who compute.
@@ -54,10 +54,10 @@ class MeasuredWorkers:
             start = time.perf_counter()
             (result,) = self.workers.map(handler, shared, [task])
             done = time.perf_counter()
-            text, tensors = parcel.write(result)
+            text, tensors = parcel.encode_value(result)
             packed = parcel.pack(text, tensors)
             for text, data in parcel.unpack(packed):
-                parcel.read(text, parcel.cut(data.clone(), parcel.forms(text)))
+                parcel.decode_value(text, parcel.cut(data.clone(), parcel.forms(text)))
             self.passing += time.perf_counter() - done
             self.work += done - start
             self.bytes += len(packed)
@@ -65,9 +65,9 @@ class MeasuredWorkers:
             self.chunks += 1
             yield result
 
-    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
+    def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
         """See `fedloom.processes.pool.Workers`."""
-        return self.workers.on_one(ids, call)
+        return self.workers.call_once(ids, call)
 
 
 class Link(NamedTuple):
@@ -78,7 +78,7 @@ class Link(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a round is computed: ranks of every machine, machines, and what connects these."""
+    """Machines of a round: ranks of every machine, machines, and the links between them."""
 
     ranks: int
     machines: int
@@ -125,7 +125,7 @@ class Costs(NamedTuple):
         chunk: most clients of a chunk.
         cohort: clients of a round that was measured.
         crowd: local work of a process while every core of the machine computes, and until the last is done, relative
-            to that of a process alone; >= 1.
+            to that of a process alone. >= 1.
         cores: of the machine.
     """
 
@@ -141,7 +141,7 @@ class Costs(NamedTuple):
     cores: int
 
     def slowed(self, busy: int) -> float:
-        """How much longer local work takes where ``busy`` processes of a machine compute at once.
+        """Return the slowdown of local work if ``busy`` processes of a machine compute at once.
 
         They share caches and memory, in proportion to the cores that are in use, and the cores themselves if there are
         more processes.
@@ -150,7 +150,7 @@ class Costs(NamedTuple):
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
     def round(self, n: int, cohort: int, place: Place) -> Parts:
-        """A round of ``cohort`` clients of ``n``; rows are thought to lie on any machine with equal chance."""
+        """Count the traffic of a round of ``cohort`` of ``n`` clients. Rows are on any machine with equal chance."""
         count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
         most = [0] * size
         for k in range(count):
@@ -158,7 +158,7 @@ class Costs(NamedTuple):
         elsewhere = 1 - 1 / machines
         rows = cohort * self.row * elsewhere / machines if cohort < n else 0.0
         received = count * self.message * elsewhere + rows
-        trips = (TRIPS + TRIPS_OF_ROWS * (rows > 0)) * (machines > 1)
+        trips = (LINK_TRIPS + TRIPS_OF_ROWS * (rows > 0)) * (machines > 1)
         idle = most.count(0)
         busy = min(place.ranks, math.ceil((size - idle) / machines))
         return Parts(

@@ -31,23 +31,23 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.heartbeat import RESUME, Watch
-from fedloom.processes.ranks import ALONE, Move, Ranks
+from fedloom.processes.heartbeat import RESUME_HINT, Watch
+from fedloom.processes.ranks import SINGLE_RANK, Move, Ranks
 from fedloom.storage.memory import Memory
 
-VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun gives a process, beside WORLD_SIZE."""
 
-FOREVER = timedelta(days=365)
-"""A rank may wait for another that computes; `Watch` monitors whether it lives."""
+RANK_WAIT_TIME = timedelta(days=365)
+"""A rank may wait for another that computes. `Watch` monitors whether it lives."""
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun has started; one where it has not.
+def join_ranks() -> Iterator[Ranks]:
+    """Join the ranks that torchrun has started, without torchrun, yield a single rank.
 
     All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
-    fails logs the cause; the others end silently.
+    fails logs the cause. The others end silently.
 
     Raises:
         FedloomError: another rank died or cannot be reached, or this one received the signal to end.
@@ -55,7 +55,7 @@ def joined() -> Iterator[Ranks]:
     """
     size = _started()
     if size == 1:
-        yield ALONE
+        yield SINGLE_RANK
         return
     watch = Watch(int(os.environ["RANK"]), size)
     try:
@@ -89,8 +89,8 @@ def check_alone(what: str) -> None:
 
 
 def _started() -> int:
-    """How many ranks torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in VARIABLES) else 1
+    """Return the number of ranks that torchrun has started. 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
 
 def _leave_word(error: Exception) -> None:
@@ -108,7 +108,7 @@ def _join(watch: Watch) -> Group:
         torch.cuda.set_device(local % gpus)
     own_gpu = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
     with _translated(watch.rank):
-        dist.init_process_group("gloo", timeout=FOREVER)
+        dist.init_process_group("gloo", timeout=RANK_WAIT_TIME)
         return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), own_gpu)
 
 
@@ -120,19 +120,19 @@ def _translated(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
         raise FedloomError(
-            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME}"
+            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME_HINT}"
         ) from error
 
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """The signal by which torchrun ends the ranks when one has died, as an error.
+    """Raise an error when torchrun signals the ranks to end because one has died.
 
     Once an error is on its way the signal is ignored: the process ends by that error, and has to say it first.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME}")
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME_HINT}")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -147,26 +147,29 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 class Group:
-    """The ranks of a process group; see `fedloom.processes.ranks.Ranks`.
+    """The ranks of a process group, see `fedloom.processes.ranks.Ranks`.
 
     Args:
         rank: this process.
         size: how many there are.
         machine: a number of this machine.
-        own_gpu: this rank has a GPU to itself; if all have, tensors on GPUs travel from there, else by way of the CPU.
+        own_gpu: this rank has a GPU to itself. If all have, tensors on GPUs travel from there, else by way of the CPU.
     """
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
         self.rank, self.size = rank, size
         all_own = not self.any(not own_gpu)[0]
-        self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
+        self._nccl = dist.new_group(backend="nccl", timeout=RANK_WAIT_TIME) if all_own else None
         machines = self._numbers(machine)
         self.machines = [sorted(set(machines)).index(m) for m in machines]
         here = self.machines[rank]
         neighbours = [[r for r, m in enumerate(self.machines) if m == k] for k in range(max(self.machines) + 1)]
-        groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
+        groups = [dist.new_group(ranks, timeout=RANK_WAIT_TIME) for ranks in neighbours]
         first = [ranks[0] for ranks in neighbours]
-        self._here, self._first = (neighbours[here], groups[here]), (first, dist.new_group(first, timeout=FOREVER))
+        self._here, self._first = (
+            (neighbours[here], groups[here]),
+            (first, dist.new_group(first, timeout=RANK_WAIT_TIME)),
+        )
         name = self.share(f"fedloom-{secrets.token_hex(8)}")
         self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
@@ -181,9 +184,9 @@ class Group:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """See `fedloom.processes.ranks.Ranks`; between machines a byte travels once, from first rank to first rank."""
-        text, tensors = parcel.write(value)
-        packed = parcel.pack(text, [t for t in tensors if not self._by_gpu(t.device.type)])
+        """See `fedloom.processes.ranks.Ranks`. Between machines a byte travels once, from first rank to first rank."""
+        text, tensors = parcel.encode_value(value)
+        packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
         packed = self._exchange(*self._here, packed)
         if len(self._first[0]) > 1:
             packed = self._exchange(*self._first, packed) if self.rank in self._first[0] else packed[:0]
@@ -191,7 +194,7 @@ class Group:
         values = []
         for r, (forms, data) in enumerate(parcel.unpack(packed)):
             received = self._received(r, forms, data, tensors)
-            values.append(value if r == self.rank else parcel.read(forms, received))
+            values.append(value if r == self.rank else parcel.decode_value(forms, received))
         return values
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -203,14 +206,14 @@ class Group:
         self._send(operations)
 
     def _numbers(self, number: int) -> list[int]:
-        """A number of every rank."""
+        """Exchange a number of every rank."""
         numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with _translated(self.rank):
             dist.all_gather(numbers, torch.tensor([number]))
         return [int(n) for n in numbers]
 
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
-        """The bytes of each of some ranks, one after the other; all of them call this and send at once."""
+        """Exchange the bytes of some ranks, one after the other. All of them call this and send at once."""
         if len(ranks) == 1:
             return data
         sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
@@ -226,17 +229,17 @@ class Group:
         return received
 
     def _send(self, moves: list[Any]) -> None:
-        """Send and receive at once; between two ranks, in the order given."""
+        """Send and receive at once. Between two ranks, in the order given."""
         with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
 
     def _received(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of a parcel; those between GPUs are sent now."""
+        """Receive the tensors of a parcel. Tensors between GPUs are sent now."""
         forms = parcel.forms(text)
-        linked = iter(parcel.cut(data, [f for f in forms if not self._by_gpu(f.place)]))
-        direct = iter(self._broadcast(source, [f for f in forms if self._by_gpu(f.place)], own_tensors))
-        return [next(direct) if self._by_gpu(f.place) else next(linked).to(f.place) for f in forms]
+        linked = iter(parcel.cut(data, [f for f in forms if not self._uses_gpu(f.place)]))
+        direct = iter(self._broadcast(source, [f for f in forms if self._uses_gpu(f.place)], own_tensors))
+        return [next(direct) if self._uses_gpu(f.place) else next(linked).to(f.place) for f in forms]
 
     def _broadcast(self, source: int, forms: list[parcel.Form], own_tensors: list[Tensor]) -> list[Tensor]:
         if not forms:
@@ -249,7 +252,7 @@ class Group:
             dist.broadcast(data, source, group=self._nccl)
         return parcel.cut(data, forms)
 
-    def _by_gpu(self, place: str) -> bool:
+    def _uses_gpu(self, place: str) -> bool:
         """Whether tensors of a kind of device travel from GPU to GPU."""
         return self._nccl is not None and place == "cuda"
 
@@ -260,7 +263,7 @@ class _Memory:
     Args:
         rank: this process.
         maker: the first rank of this machine.
-        here: the process group of its ranks; machines need not make the same calls.
+        here: the process group of its ranks. Machines need not make the same calls.
         name: of this machine's files, before they lose it.
     """
 

@@ -1,4 +1,4 @@
-"""Watch: a heartbeat of every rank each second; a rank ends its process when another's stays away for too long.
+"""Watch: a heartbeat of every rank each second. A rank ends its process when another's stays away for too long.
 
 A rank that dies closes its connections, which ends the others at once. A machine that is cut off, or a process that is
 stopped, closes nothing: that is what this is for.
@@ -19,16 +19,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from fedloom.errors import ConfigError
 
-BEAT = 1.0
+BEAT_SECONDS = 1.0
 """Seconds between two signs of life."""
 
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds in which the other ranks end by themselves when one has failed."""
 
-PATIENCE = "FEDLOOM_RANK_TIMEOUT"
+TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
 """Environment variable: seconds without a sign of life after which a rank counts as dead."""
 
-RESUME = "what was saved is intact: start the ranks again to go on"
+RESUME_HINT = "what was saved is intact: start the ranks again to go on"
 
 
 class Watch:
@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.patience = _patience(os.environ.get(PATIENCE, "60"))
+        self.patience = _patience(os.environ.get(TIMEOUT_VARIABLE, "60"))
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
         self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._over = threading.Event()
@@ -64,7 +64,7 @@ class Watch:
     def _run(self) -> None:
         last = dict.fromkeys(range(self.size), ("", time.monotonic()))
         count, failed = 0, math.inf
-        while not self._over.wait(BEAT):
+        while not self._over.wait(BEAT_SECONDS):
             count += 1
             try:
                 self._store.set(self._key(self.rank), str(count))
@@ -75,7 +75,7 @@ class Watch:
                 failed = min(failed, time.monotonic() if self._store.check(["failed"]) else math.inf)
             except RuntimeError as error:
                 self._end(f"the machine of rank 0 cannot be reached ({error})")
-            if time.monotonic() - failed > GRACE:
+            if time.monotonic() - failed > GRACE_SECONDS:
                 os._exit(1)  # another rank has logged the cause
             silent = [rank for rank, (_, since) in last.items() if time.monotonic() - since > self.patience]
             if silent:
@@ -89,9 +89,9 @@ class Watch:
         return f"rank-{rank}"
 
     def _end(self, what: str) -> None:
-        """End this process, which may be waiting for a rank that never comes; files are whole at any moment."""
+        """End this process, which may be waiting for a rank that never comes. Files are whole at any moment."""
         if self.first_to_fail():
-            sys.stderr.write(f"error: {what}; {RESUME}\n")
+            sys.stderr.write(f"error: {what}; {RESUME_HINT}\n")
             sys.stderr.flush()
         os._exit(1)
 
@@ -101,6 +101,6 @@ def _patience(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not seconds > BEAT:
-        raise ConfigError(f"{PATIENCE} must be a number of seconds above {BEAT:.0f}, got {text!r}")
+    if not seconds > BEAT_SECONDS:
+        raise ConfigError(f"{TIMEOUT_VARIABLE} must be a number of seconds above {BEAT_SECONDS:.0f}, got {text!r}")
     return seconds

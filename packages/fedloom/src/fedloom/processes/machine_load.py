@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-QUIET = 0.1
+MAX_FOREIGN_CORES = 0.1
 """Cores that other processes may use while something is measured."""
 
-_STAT = Path("/proc/stat")
+_STAT_FILE = Path("/proc/stat")
 
 
 def machine_seconds() -> float:
-    """Core seconds used by all processes of the machine since it started; of this one where they are not counted."""
+    """Core seconds used by all processes of the machine since it started, of this one where they are not counted."""
     try:
-        user, nice, system = map(int, _STAT.read_text().split(maxsplit=4)[1:4])
+        user, nice, system = map(int, _STAT_FILE.read_text().split(maxsplit=4)[1:4])
     except OSError:
-        return own_seconds()
+        return process_seconds()
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def own_seconds() -> float:
+def process_seconds() -> float:
     """Core seconds used by this process and by its children that have ended."""
     return sum(os.times()[:4])
 
@@ -37,12 +37,14 @@ class OtherProcesses:
 
 @contextmanager
 def watch_others() -> Iterator[OtherProcesses]:
-    """Watch other processes; children that work meanwhile must end in it."""
+    """Watch other processes. Children that work meanwhile must end in it."""
     gc.collect()
     load = OtherProcesses()
-    before, own_before, start = machine_seconds(), own_seconds(), time.perf_counter()
+    before, own_before, start = machine_seconds(), process_seconds(), time.perf_counter()
     yield load
-    load.cores = max(0.0, (machine_seconds() - before) - (own_seconds() - own_before)) / (time.perf_counter() - start)
+    load.cores = max(0.0, (machine_seconds() - before) - (process_seconds() - own_before)) / (
+        time.perf_counter() - start
+    )
 
 
 def wait_for_quiet(patience: float) -> None:
@@ -51,5 +53,5 @@ def wait_for_quiet(patience: float) -> None:
     while time.perf_counter() < end:
         before = machine_seconds()
         time.sleep(0.2)
-        if machine_seconds() - before <= 0.2 * QUIET:
+        if machine_seconds() - before <= 0.2 * MAX_FOREIGN_CORES:
             return

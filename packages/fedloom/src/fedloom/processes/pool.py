@@ -1,4 +1,4 @@
-"""Pool: chunks of a round computed here, or by forked processes of this machine; the results are the same bits."""
+"""Pool: chunks of a round computed here, or by forked processes of this machine. The results are the same bits."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ T = TypeVar("T")
 Handler = Callable[[Any, Any], Any]
 """(shared, task) -> result."""
 
-LOOK = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks at workers that do not answer."""
-QUIET, TIMES = 10.0, 10
+MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
 """Seconds, and multiple of the longest answer so far, after which a worker without an answer is reported."""
-LOG = logging.getLogger("fedloom")
+POOL_LOG = logging.getLogger("fedloom")
 
-SHORT = 1 << 14
+MAX_PIPE_BYTES = 1 << 14
 """Bytes of a message that a pipe takes whatever the other end does: it may be sending, and wait for this end."""
 
 
 def cores() -> int:
-    """Cores that this process may use; one where it may have no processes of its own."""
+    """Cores that this process may use. One where it may have no processes of its own."""
     if multiprocessing.current_process().daemon:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -52,7 +52,7 @@ PER_CORE = 2
 
 
 def useful(wanted: int, units: int) -> int:
-    """How many of the processes that are wanted have something to do: `PER_CORE`, and one for each unit of work."""
+    """Return the number of useful processes: `PER_CORE`, and one per unit of work."""
     return max(1, min(wanted, units, PER_CORE * cores()))
 
 
@@ -63,8 +63,8 @@ class Workers(Protocol):
         """Results of a handler on every task, in the order of the tasks."""
         ...
 
-    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """The value of a call that may read and write the rows of some clients, made in one place."""
+    def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """Return the value of a call, made in one place, that may read and write the rows of some clients."""
         ...
 
 
@@ -72,11 +72,11 @@ class WorkerPool:
     """Runs handlers on chunks.
 
     Args:
-        handlers: the functions ``handler(shared, task)`` that `map` may be given; forked processes know no others.
-        workers: forked processes; with 1, everything runs in this one.
+        handlers: the functions ``handler(shared, task)`` that `map` may be given. Forked processes know no others.
+        workers: forked processes, with 1, everything runs in this one.
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
-        ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
+        ahead: give a worker its next task while it computes one, so that it need not wait for this process, for short
             tasks of like length, without interruption.
         nested: the workers may have workers of their own.
 
@@ -117,7 +117,7 @@ class WorkerPool:
             handler: one of the pool's.
             shared: given to it with every task.
             tasks: one call each.
-            interrupted: looked at every second; once it is true, no task is started and those that run get an
+            interrupted: looked at every second. Once it is true, no task is started and those that run get an
                 interrupt signal.
 
         Raises:
@@ -145,7 +145,7 @@ class WorkerPool:
             self._hand_out(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
-            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], LOOK)
+            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], LOOK_SECONDS)
             if not ready:
                 silence.look(worker for sent, worker in busy.values() if sent)
             for pipe in ready:
@@ -172,15 +172,15 @@ class WorkerPool:
             for batch, (sent, _) in zip(batches, places, strict=True):
                 if len(sent) == depth and (everybody or len(waiting) > depth * len(self._workers)):
                     task = ("task", waiting[-1][1])
-                    if depth == 0 or len(packed(task)) <= SHORT:
+                    if depth == 0 or len(packed(task)) <= MAX_PIPE_BYTES:
                         batch.append(task)
                         sent.append(waiting.pop()[0])
         for batch, (_, worker) in zip(batches, places, strict=True):
             if len(batch) > len(first):
                 worker.send(batch)
 
-    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """The value of a call, made here."""
+    def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """Return the value of a call made here."""
         return call()
 
     def close(self) -> None:
@@ -211,10 +211,10 @@ class _Silence:
             self._since.setdefault(worker, now)
 
     def look(self, workers: Iterable[_Worker]) -> None:
-        """Report those of the workers, none of which has answered, that should have."""
+        """Report workers that should have answered, if none has."""
         for worker in workers:
             silent = time.monotonic() - self._since[worker]
-            if worker in self._reported or silent < max(QUIET, TIMES * self._longest):
+            if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
                 continue
             if worker.is_stopped():
                 why = f"a signal has stopped it; 'kill -CONT {worker.pid}' lets it go on"
@@ -223,7 +223,7 @@ class _Silence:
             else:
                 continue
             self._reported.add(worker)
-            LOG.warning("worker process %d has been silent for %.0f s: %s", worker.pid, silent, why)
+            POOL_LOG.warning("worker process %d has been silent for %.0f s: %s", worker.pid, silent, why)
 
     def end(self, worker: _Worker) -> None:
         """Note an answer."""
@@ -265,7 +265,7 @@ class _Worker:
             raise self._died() from error
 
     def receive(self) -> Any:
-        """Its answer; an error of the handler is raised here."""
+        """Its answer. An error of the handler is raised here."""
         try:
             message = self.pipe.recv_bytes()
         except (OSError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""Parcel: a value that one rank sends to others as JSON and bytes of tensors; nothing in it is ever executed.
+"""Parcel: a value that one rank sends to others as JSON and bytes of tensors. Nothing in it is ever executed.
 
 What travels: None, truth values, numbers, texts, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
 errors of `fedloom.errors`. A number comes back as it was, bit for bit.
@@ -18,10 +18,10 @@ from fedloom import errors
 from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
-ALIGN = 16
-"""Bytes to a multiple of which every tensor is filled up."""
+ALIGNMENT_BYTES = 16
+"""Bytes to a multiple of which every tensor is padded."""
 
-DTYPES = {
+DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
     for t in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -30,7 +30,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-TUPLES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
+TUPLE_CLASSES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
 """Named tuples that travel."""
 
 
@@ -43,35 +43,35 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it takes in a parcel."""
-        return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // ALIGN) * ALIGN
+        """Bytes of the tensor in a parcel."""
+        return -(-prod(self.shape) * DTYPES_BY_NAME[self.dtype].itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def form(tensor: Tensor) -> Form:
-    """Of a tensor."""
+    """Return the form of a tensor."""
     return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
-def write(value: object) -> tuple[bytes, list[Tensor]]:
-    """The text of a value, and the tensors in it."""
+def encode_value(value: object) -> tuple[bytes, list[Tensor]]:
+    """Split a value into its text and its tensors."""
     tensors: list[Tensor] = []
     tree = _write(value, tensors)
     return json.dumps([tree, [form(t) for t in tensors]]).encode(), tensors
 
 
 def forms(text: bytes) -> list[Form]:
-    """The tensors that belong to a text."""
+    """Return the tensors that belong to a text."""
     return [Form(dtype, tuple(shape), place) for dtype, shape, place in json.loads(text)[1]]
 
 
-def read(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """The value of `write`."""
+def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
+    """Rebuild the value of `encode_value`."""
     return _read(json.loads(text)[0], tensors)
 
 
 def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
-    """A text and tensors of it as bytes ``[b]`` on the CPU."""
-    head = torch.frombuffer(bytearray(text) + bytes(-len(text) % ALIGN), dtype=torch.uint8)
+    """Pack a text and its tensors as bytes ``[b]`` on the CPU."""
+    head = torch.frombuffer(bytearray(text) + bytes(-len(text) % ALIGNMENT_BYTES), dtype=torch.uint8)
     body = fill(tensors, [form(t) for t in tensors], "cpu")
     return torch.cat([torch.tensor([len(text), len(body)]).view(torch.uint8), head, body])
 
@@ -79,14 +79,14 @@ def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
 def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
     """Text and bytes of the tensors of what `pack` gave, any number of times, one after the other."""
     while len(packed):
-        length, size = packed[:ALIGN].view(torch.long).tolist()
-        begin = ALIGN + length + -length % ALIGN
-        yield packed[ALIGN : ALIGN + length].numpy().tobytes(), packed[begin : begin + size]
+        length, size = packed[:ALIGNMENT_BYTES].view(torch.long).tolist()
+        begin = ALIGNMENT_BYTES + length + -length % ALIGNMENT_BYTES
+        yield packed[ALIGNMENT_BYTES : ALIGNMENT_BYTES + length].numpy().tobytes(), packed[begin : begin + size]
         packed = packed[begin + size :]
 
 
 def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor:
-    """The bytes ``[b]`` of tensors on a device, one after the other."""
+    """Pack the bytes ``[b]`` of tensors on a device, one after the other."""
     buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=place)
     for part, tensor in zip(cut(buffer, forms), tensors, strict=True):
         part.copy_(tensor)
@@ -94,10 +94,10 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """The tensors of `fill`, as views of its bytes."""
+    """Cut the tensors of `fill` as views of its bytes."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
-        dtype = DTYPES[form.dtype]
+        dtype = DTYPES_BY_NAME[form.dtype]
         pieces.append(data[: prod(form.shape) * dtype.itemsize].view(dtype).view(form.shape))
     return pieces
 
@@ -131,7 +131,7 @@ def _read(tree: object, tensors: Sequence[Tensor]) -> Any:
     if kind == "error":
         return _error(content[0], [_read(v, tensors) for v in content[1]])
     values = [_read(v, tensors) for v in content]
-    return TUPLES[kind](*values) if kind in TUPLES else values if kind == "list" else tuple(values)
+    return TUPLE_CLASSES[kind](*values) if kind in TUPLE_CLASSES else values if kind == "list" else tuple(values)
 
 
 def _error(name: str, content: list[Any]) -> FedloomError:

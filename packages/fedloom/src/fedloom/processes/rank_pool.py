@@ -1,4 +1,4 @@
-"""RankPool: chunks of a round computed by all ranks; every rank gets every result, in the order of the chunks."""
+"""RankPool: chunks of a round computed by all ranks. Every rank gets every result, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-ROOM = 1 << 28
+MAX_HELD_BYTES = 1 << 28
 """Bytes of results that a rank holds before they are exchanged."""
 
 
 def owner(k: int, ranks: int) -> int:
-    """The rank of task ``k``: to and fro over the ranks, since tasks get shorter.
+    """Return the rank of task ``k``: back and forth over the ranks, since tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
@@ -32,7 +32,7 @@ def owner(k: int, ranks: int) -> int:
 
 
 class RankPool:
-    """Runs handlers on chunks, as `Pool` does; every rank makes the same calls.
+    """Runs handlers on chunks, as `Pool` does. Every rank makes the same calls.
 
     Args:
         ranks: the processes.
@@ -42,7 +42,7 @@ class RankPool:
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:
         self._ranks, self._locations = ranks, locations
-        self._wave = ranks.size * max(1, ROOM // up_bytes)
+        self._wave = ranks.size * max(1, MAX_HELD_BYTES // up_bytes)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
         """Results of a handler on every task, in the order of the tasks.
@@ -67,8 +67,8 @@ class RankPool:
             for k in wave:
                 yield self._unwrap(next(turns[owner(k, size)]), machines[owner(k, size)])
 
-    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """The value of a call that may read and write the rows of some clients; rank 0 makes it."""
+    def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """Return the value of a call that rank 0 makes. It may read and write the rows of some clients."""
         self._locations.fetch({0: ids})
         outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
         value: R = self._unwrap(self._ranks.share(outcome), 0)
@@ -89,7 +89,7 @@ class RankPool:
 
 
 def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
-    """The result, or the error for all to raise."""
+    """Return the result, or the error that all ranks must raise."""
     try:
         return handler(shared, task)
     except FedloomError as error:

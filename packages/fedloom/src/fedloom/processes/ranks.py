@@ -1,4 +1,4 @@
-"""Ranks: the processes that compute a run together, each of which goes through the whole program; usually there is one.
+"""Ranks: the processes that compute a run together, each of which goes through the whole program. Usually there is one.
 
 The state of a run is the same on every rank: whatever is random is derived from the seed, and what is computed in one
 place only is exchanged before any continues.
@@ -14,42 +14,42 @@ from torch import Tensor
 from fedloom.storage.memory import Memory
 
 Move = tuple[list[Tensor], int, int]
-"""Tensors, and the ranks that give and take them; this rank is one of the two."""
+"""Tensors, and the ranks that give and take them. This rank is one of the two."""
 
 
 class Ranks(Protocol):
-    """The operations of a run on its processes; each method is called by all of them, in the same order."""
+    """The operations of a run on its processes. Each method is called by all of them, in the same order."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0; rank 0 alone writes and prints."""
+        """This process, from 0. Rank 0 alone writes and prints."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     @property
     def machines(self) -> list[int]:
-        """``[size]`` the machine of every rank, from 0; ranks of a machine are neighbours and share its rows."""
+        """``[size]`` the machine of every rank, from 0. Ranks of a machine are neighbours and share its rows."""
         ...
 
     @property
     def memory(self) -> Memory | None:
-        """What the ranks of this machine share; None where this process needs to share nothing."""
+        """Memory that the ranks of this machine share, or None if this process needs to share nothing."""
         ...
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether some rank has it set; returns when all have come here."""
+        """For each flag, whether some rank has it set. Returns when all have come here."""
         ...
 
     def share(self, value: object) -> Any:
-        """The value of rank 0."""
+        """Return rank 0's value on every rank."""
         ...
 
     def gather(self, value: object) -> list[Any]:
-        """The values of all ranks, in their order; see `fedloom.processes.rank_messages` for what travels."""
+        """Return the values of all ranks in order. `fedloom.processes.rank_messages` lists what travels."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -83,4 +83,4 @@ class Alone:
         pass
 
 
-ALONE = Alone()
+SINGLE_RANK = Alone()

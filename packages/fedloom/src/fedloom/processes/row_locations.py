@@ -17,9 +17,9 @@ from torch import Tensor
 from fedloom.processes.ranks import Ranks
 from fedloom.storage.store import Store
 
-PIECE = 1 << 26
+MOVED_BYTES = 1 << 26
 """Bytes of rows that move at once."""
-KEPT = {"kept", "models", "summed"}
+SERVER_STORES = {"kept", "models", "summed"}
 """Stores of the server."""
 
 
@@ -61,7 +61,7 @@ class RowLocations:
     def replicate(self, ids: Tensor) -> None:
         """Move what the server keeps of clients to every machine."""
         for name in self._stores:
-            if name in KEPT:
+            if name in SERVER_STORES:
                 self._fetch(name, dict.fromkeys(range(self.machines), ids))
 
     def collect(self) -> None:
@@ -84,7 +84,7 @@ class RowLocations:
             self._ranks.wait()
 
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
-        """Rows of clients from the first rank of a machine to that of another."""
+        """Move rows of clients from the first rank of a machine to another machine's."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
         own_rows = [
             (ids, store.read(ids), first[source], first[target])
@@ -99,4 +99,4 @@ class RowLocations:
 
 def _pieces(store: Store[Any], ids: Tensor) -> Iterator[Tensor]:
     width = sum(t.numel() * t.element_size() for t in store.template)
-    yield from ids.split(max(1, PIECE // max(1, width)))
+    yield from ids.split(max(1, MOVED_BYTES // max(1, width)))

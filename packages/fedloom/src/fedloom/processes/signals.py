@@ -1,4 +1,4 @@
-"""Ctrl-C: the round at hand is finished and saved; a second one stops at once.
+"""Ctrl-C: the round at hand is finished and saved. A second one stops at once.
 
 What starts several processes, torchrun for one, passes the signal on that they have had already from the terminal: two
 within a second are one.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SAME = 1.0
+REPEAT_SECONDS = 1.0
 """Seconds within which a signal counts once."""
 
 
@@ -24,14 +24,14 @@ class _StopRequest:
     since = math.inf
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() > self.since + SAME:
+        if time.monotonic() > self.since + REPEAT_SECONDS:
             raise KeyboardInterrupt
         self.since = min(self.since, time.monotonic())
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is true once the user has requested a stop; an enclosing `interruptible` receives it too.
+    """Yield a function that is true once the user has requested a stop. An enclosing `interruptible` receives it too.
 
     Outside the main thread signals cannot be caught, and it is always false.
     """

@@ -1,4 +1,4 @@
-"""Algebra of rows [..., d] and of batches of matrices [..., r, c]; a per-row scalar is [..., 1]."""
+"""Algebra of rows [..., d] and of batches of matrices [..., r, c]. A per-row scalar is [..., 1]."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def total(terms: Tensor) -> Tensor:
 
 
 def onto_simplex(v: Tensor, radius: Scalar) -> Tensor:
-    """Nearest points of {x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1); sums in float64."""
+    """Nearest points of {x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1). Sums in float64."""
     u = v.double().sort(-1, descending=True).values
     excess = u.cumsum(-1) - radius
     k = torch.arange(1, v.shape[-1] + 1, dtype=torch.float64, device=v.device)
@@ -49,26 +49,26 @@ def onto_l1_ball(v: Tensor, radius: Scalar) -> Tensor:
 
 
 def spectrum(matrices: Tensor) -> Tensor:
-    """Singular values [..., min(r, c)], largest first, of matrices [..., r, c]; NaN where a matrix is not finite."""
+    """Singular values [..., min(r, c)], largest first, of matrices [..., r, c]. NaN where a matrix is not finite."""
     finite = matrices.isfinite().flatten(-2).all(-1, keepdim=True)
     s: Tensor = torch.linalg.svdvals(torch.where(finite.unsqueeze(-1), matrices, 0.0))
     return torch.where(finite, s, torch.nan)
 
 
-def on_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Matrices [..., r, c] with singular values change(s), s [..., min(r, c)]; NaN where a matrix is not finite."""
+def map_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Matrices [..., r, c] with singular values change(s), s [..., min(r, c)]. NaN where a matrix is not finite."""
     finite = matrices.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     u, s, vh = torch.linalg.svd(torch.where(finite, matrices, 0.0), full_matrices=False)
     return torch.where(finite, (u * change(s).unsqueeze(-2)) @ vh, torch.nan)
 
 
-def on_grid(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
+def grid_value(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
     """Value of the integers `codes` in -levels..levels on a grid of width `scale`, as a message carries it."""
     return scale * (codes.to(scale.dtype) / levels)
 
 
 def lifted(cov: Tensor, least: float) -> Tensor:
-    """The nearest covariance ``[k k]`` whose eigenvalues are at least ``least``; as it is where they are."""
+    """Return the nearest covariance ``[k k]`` with eigenvalues of at least ``least``. Unchanged if it has them."""
     square = cov.double().view(math.isqrt(len(cov)), -1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return cov if bool(values.min() >= least) else ((vectors * values.clamp(min=least)) @ vectors.mT).flatten().to(cov)
@@ -84,6 +84,6 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ranks(matrices: Tensor) -> Tensor:
-    """Numerical ranks [...] int64: singular values above s_max * max(r, c) * eps; full where a matrix is not finite."""
+    """Numerical ranks [...] int64: singular values above s_max * max(r, c) * eps. Full where a matrix is not finite."""
     s = spectrum(matrices)
     return (~(s <= s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps)).sum(-1)

@@ -21,9 +21,9 @@ from fedloom.values import Value
 
 
 class Attack(Value, ABC):
-    """A kind of attack and how many clients attack; the same clients in every round."""
+    """A kind of attack and how many clients attack. The same clients in every round."""
 
-    fraction: float = Field(0.2, ge=0, le=1, description="part of all clients that attack (FLAME, VI-A)")
+    fraction: float = Field(0.2, ge=0, le=1, description="share of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
     """Forges the activations by which clients are described, so that it needs a run in which they are."""
 
@@ -33,7 +33,7 @@ class Attack(Value, ABC):
         return order[: round(self.fraction * n)].sort().values
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
-        """What clients send as the activations by which clusters are found; by default those that they have.
+        """Return the activations that clients send for clustering, by default their true ones.
 
         Args:
             activations: [m, k] mean activations of the clients, attackers among them.
@@ -47,11 +47,11 @@ class Attack(Value, ABC):
 
 
 class Poison(Attack, ABC):
-    """An attack on the labels that the attackers train on; all else they do is honest."""
+    """An attack on the labels that the attackers train on. All else they do is honest."""
 
     @abstractmethod
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
-        """New labels [k] of an attacker's labels y [k] in 0..classes-1.
+        """Return new labels ``[k]`` for an attacker's labels y ``[k]`` in 0..classes-1.
 
         Raises:
             ConfigError: the labels are not classes.
@@ -59,7 +59,7 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """An attack that makes models in the place of trained ones; the method encodes them (`Algorithm.encode`)."""
+    """An attack that makes models in the place of trained ones. The method encodes them (`Algorithm.encode`)."""
 
     sees_honest: ClassVar[bool] = False
     """Reads the rows of the honest clients of the cohort (omniscient)."""
@@ -73,10 +73,10 @@ class Forgery(Attack, ABC):
 
     @abstractmethod
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        """The models that the attackers send.
+        """Return the models that the attackers send.
 
         Args:
-            honest: [h, d] local models of the honest clients, as their uploads carry them; None where they are not
+            honest: [h, d] local models of the honest clients, as their uploads carry them. None where they are not
                 known: the attackers' own honest rows stand in for them then (as in Baruch et al., section 3).
             base: [b, d] the models that the attackers received.
             benign: [b, d] the models that they would send if they were honest.
@@ -102,7 +102,7 @@ class RandomLabels(Poison):
 
 
 class FlippedLabels(Poison):
-    """Label c becomes C - 1 - c; of two classes, the other one (FLAME, VI-A; Biggio, Nelson and Laskov, ICML 2012)."""
+    """Label c becomes C - 1 - c, of two classes, the other one (FLAME, VI-A; Biggio, Nelson and Laskov, ICML 2012)."""
 
     kind: Literal["flipped-labels"] = "flipped-labels"
 
@@ -131,8 +131,10 @@ class SignFlip(Forgery):
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
     of: Literal["received", "own"] = Field(
         "received",
-        description="what is flipped: the received model (FLAME's public code, whose attackers do not train), or the "
-        "message that the attacker would send (its text and Proposition 2)",
+        description=(
+            "vector to flip: the received model (FLAME's public code, whose attackers do not train), or "
+            "the message that the attacker would send (the paper's text and Proposition 2)"
+        ),
     )
 
     @property
@@ -158,7 +160,7 @@ class ModelReplacement(Forgery):
 
     trains: ClassVar[bool] = True
     kind: Literal["model-replacement"] = "model-replacement"
-    scale: float | None = Field(None, gt=0, description="boost; None: m, which replaces the mean (Eq. 3)")
+    scale: float | None = Field(None, gt=0, description="boost (None: m, which replaces the mean (Eq. 3))")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return base + (m if self.scale is None else self.scale) * (benign - base)
@@ -167,12 +169,12 @@ class ModelReplacement(Forgery):
 class Sybils(Forgery):
     """All attackers send one vector: the opposite of the model that the first of them received.
 
-    Equal directions fill the quantile of an attention with their own cosines, which turns collaboration off;
+    Equal directions fill the quantile of an attention with their own cosines, which turns collaboration off.
     ``mixer.copies`` counts them as one.
     """
 
     kind: Literal["sybils"] = "sybils"
-    scale: float = Field(1.0, gt=0, description="length of what is sent, in lengths of that model")
+    scale: float = Field(1.0, gt=0, description="norm of the sent vector, relative to that model's norm")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return (-self.scale * base[:1]).expand_as(base).clone()
@@ -191,14 +193,14 @@ class ALIE(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["alie"] = "alie"
-    z: float | None = Field(None, description="standard deviations; None: of the formula, from m and b")
+    z: float | None = Field(None, description="standard deviations (default: by the formula, from m and b)")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
         return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
-        """The z used among m clients of which b attack."""
+        """Return the z used among m clients of which b attack."""
         if self.z is not None:
             return self.z
         h = m - b
@@ -212,7 +214,7 @@ class IPM(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["ipm"] = "ipm"
-    epsilon: float = Field(0.1, gt=0, description="length against the mean; over m / b - 1 it turns a mean around")
+    epsilon: float = Field(0.1, gt=0, description="norm relative to the mean. Above m / b - 1 it reverses a mean")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return base - self.epsilon * ((benign if honest is None else honest).mean(0) - base)
@@ -246,7 +248,7 @@ class Mimic(Forgery):
     """All attackers send a copy of one honest row (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
 
     The one that is farthest along the direction in which the honest rows vary most. The paper finds that direction over
-    rounds and then keeps one client; here it is that of the round.
+    rounds and then keeps one client. Here it is that of the round.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -270,7 +272,7 @@ class ForgedDirection(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["forged-direction"] = "forged-direction"
-    scale: float = Field(100.0, gt=0, description="length of what is sent, in lengths of that client's model")
+    scale: float = Field(100.0, gt=0, description="norm of the sent vector, relative to that client's model")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return (self.scale * (benign if honest is None else honest)[:1]).expand_as(base).clone()
@@ -289,9 +291,12 @@ class ForgedActivations(Attack):
     kind: Literal["forged-activations"] = "forged-activations"
     disguises: ClassVar[bool] = True
     send: Literal["same", "own"] = Field(
-        "same", description="one vector of all attackers, or a coordinate for each, in turn where there are too few"
+        "same",
+        description="one vector for all attackers, or a coordinate for each, reused in turn if there are too few",
     )
-    length: float = Field(1000.0, gt=0, description="of what is sent; mean activations after log-softmax have a few")
+    length: float = Field(
+        1000.0, gt=0, description="entry of the sent activations. Mean activations after log-softmax have a few"
+    )
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
         forges, k = torch.isin(ids, attackers), activations.shape[1]
@@ -327,7 +332,7 @@ def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
 
 
 def _std(rows: Tensor) -> Tensor:
-    """Sample standard deviation [d] of rows [h, d]; 0 of a single row."""
+    """Sample standard deviation [d] of rows [h, d]. 0 of a single row."""
     return rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
 
 

@@ -1,8 +1,8 @@
-"""Channels: what a client does to the concatenated differences it sends; ``CHANNELS`` by kind.
+"""Channels: what a client does to the concatenated differences it sends. ``CHANNELS`` by kind.
 
 Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps what the
 channel C did not send, e <- x + e - C(x + e), and adds it to its next difference, so that nothing is lost: over T
-rounds sum C = sum x - e_T. The state is e, [m, D]; it stays at the client.
+rounds sum C = sum x - e_T. The state is e, [m, D]. It stays at the client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Generator, Tensor
 
 from fedloom.rows import fields
-from fedloom.rows.algebra import norm, on_grid
+from fedloom.rows.algebra import grid_value, norm
 from fedloom.values import Value
 
 
@@ -24,20 +24,20 @@ class Channel(Value, ABC):
     """A map of rows [m, D], each by itself."""
 
     encoding: ClassVar[fields.Kind] = "dense"
-    """How the wire writes what comes out."""
+    """Encoding of the channel's output on the wire."""
     remembers: ClassVar[bool] = False
     """May have error feedback, switched by the field `error_feedback`."""
 
     def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
-        """A new client's state row [D], or None if the channel has no memory."""
+        """Return a new client's state row ``[D]``, or None if the channel has no memory."""
         return torch.zeros(D, dtype=dtype) if getattr(self, "error_feedback", False) else None
 
     def field(self, D: int, dtype: torch.dtype) -> fields.Field:
-        """The field of a message that carries a row which has passed the channel."""
+        """Return the message field of a row that has passed the channel."""
         return fields.Field((D,), dtype, self.encoding, levels=getattr(self, "levels", 1))
 
     def apply(self, state: Tensor | None, diff: Tensor, gens: Sequence[Generator]) -> tuple[Tensor, Tensor | None]:
-        """What is sent of differences, and the new state.
+        """Transform differences for sending. Return them with the new state.
 
         Args:
             state: [m, D] of the clients, or None (see `init`).
@@ -75,7 +75,7 @@ class GaussianNoise(Channel):
 
     With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
     client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum. A
-    simulation draws it from seeded generators, so it protects no client; a deployment has noise of its own
+    simulation draws it from seeded generators, so it protects no client. A deployment has noise of its own
     (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
     """
 
@@ -84,10 +84,10 @@ class GaussianNoise(Channel):
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation in units of clip")
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
-        "replace", description="epsilon compares any two uploads (sensitivity 2 clip), or one with none (clip)"
+        "replace", description="meaning of epsilon: any two uploads (sensitivity 2 clip), or one against none (clip)"
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+        "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
@@ -111,8 +111,8 @@ class TopK(Channel):
     encoding: ClassVar[fields.Kind] = "sparse"
     remembers: ClassVar[bool] = True
     kind: Literal["top-k"] = "top-k"
-    fraction: float = Field(0.01, gt=0, le=1, description="k / D; k is at least 1")
-    error_feedback: bool = Field(True, description="keep what was not sent for the next round")
+    fraction: float = Field(0.01, gt=0, le=1, description="k / D. k is at least 1")
+    error_feedback: bool = Field(True, description="keep the part that was not sent for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         best = x.abs().topk(_count(self.fraction, x.shape[1]), dim=1).indices
@@ -129,8 +129,8 @@ class RandomK(Channel):
     encoding: ClassVar[fields.Kind] = "sparse"
     remembers: ClassVar[bool] = True
     kind: Literal["random-k"] = "random-k"
-    fraction: float = Field(0.01, gt=0, le=1, description="k / D; k is at least 1")
-    error_feedback: bool = Field(False, description="keep what was not sent for the next round")
+    fraction: float = Field(0.01, gt=0, le=1, description="k / D. k is at least 1")
+    error_feedback: bool = Field(False, description="keep the part that was not sent for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         D, k = x.shape[1], _count(self.fraction, x.shape[1])
@@ -150,16 +150,16 @@ class QSGD(Channel):
     remembers: ClassVar[bool] = True
     kind: Literal["qsgd"] = "qsgd"
     levels: int = Field(
-        127, ge=1, lt=2**15, description="s; a coordinate takes ceil(log2(2 s + 1)) bits: 127 is 8 bits"
+        127, ge=1, lt=2**15, description="s. A coordinate takes ceil(log2(2 s + 1)) bits: 127 is 8 bits"
     )
-    error_feedback: bool = Field(False, description="keep what was not sent for the next round")
+    error_feedback: bool = Field(False, description="keep the part that was not sent for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         scale = x.abs().amax(1, keepdim=True)
         ratio = torch.where(scale > 0, x.abs() / scale, x.abs()) * self.levels
         u = _each(gens, lambda gen: torch.rand(x.shape[1], generator=gen, dtype=x.dtype), x)
         level = ratio.floor() + (u < ratio - ratio.floor())
-        return on_grid(scale, x.sign() * level, self.levels)
+        return grid_value(scale, x.sign() * level, self.levels)
 
 
 class Sign(Channel):
@@ -171,7 +171,7 @@ class Sign(Channel):
     encoding: ClassVar[fields.Kind] = "sign"
     remembers: ClassVar[bool] = True
     kind: Literal["sign"] = "sign"
-    error_feedback: bool = Field(True, description="keep what was not sent for the next round")
+    error_feedback: bool = Field(True, description="keep the part that was not sent for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         return x.abs().mean(1, keepdim=True) * torch.where(x >= 0, 1, -1)

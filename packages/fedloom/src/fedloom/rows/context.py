@@ -1,4 +1,4 @@
-"""The part of a round's context that rules on rows may use; the server's context has it."""
+"""The part of a round's context that rules on rows may use. The server's context has it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Cohort(Protocol):
         ...
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The server's generator of this round and purpose."""
+        """Return the server's generator of this round and purpose."""
         ...

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ConfigError, WireError
-from fedloom.rows.algebra import on_grid, ranks
+from fedloom.rows.algebra import grid_value, ranks
 from fedloom.rows.fields import Field, Ranks
 
-FULL = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
+FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
 
 
 class Encoding(Protocol):
@@ -36,11 +36,11 @@ class Encoding(Protocol):
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """The same in the papers' count: 4 bytes for every floating point number (plus packed integers)."""
+        """Return the length in the papers' count: 4 bytes per floating-point number, plus packed integers."""
         ...
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
-        """The payload of one row [n]."""
+        """Encode one row ``[n]`` as a payload."""
         ...
 
     def admits(self, field: Field, length: int) -> bool:
@@ -48,7 +48,7 @@ class Encoding(Protocol):
         ...
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
-        """The row [n] of a payload of an admitted length."""
+        """Decode the row ``[n]`` of a payload of an admitted length."""
         ...
 
 
@@ -58,7 +58,7 @@ def raw(x: Tensor) -> bytes:
 
 
 def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """A new tensor of those bytes, where torch places it; their number is a multiple of the item size."""
+    """Copy bytes into a new tensor, where torch allocates it. Their number is a multiple of the item size."""
     return torch.frombuffer(bytearray(payload), dtype=dtype).clone() if len(payload) else torch.empty(0, dtype=dtype)
 
 
@@ -107,7 +107,7 @@ class _Sparse:
 
 
 class _LowRank:
-    """Two factors per matrix where they are smaller than the matrix; all other parameters as they are."""
+    """Two factors per matrix where they are smaller than the matrix. All other parameters as they are."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * len(field.matrices) + field.item * self._scalars(field, x, ranks)
@@ -140,7 +140,7 @@ class _LowRank:
             k = min(int(rank[name]), r, c) if name in rank else 0
             factored = name in rank and k * (r + c) < r * c
             if name in rank:
-                table.append(k if factored else FULL)
+                table.append(k if factored else FULL_WORD)
             if factored:
                 u, s, vh = torch.linalg.svd(wide(matrices[name]), full_matrices=False)
                 payload += [raw((u[:, :k] * s[:k]).to(x.dtype)), raw(vh[:k].to(x.dtype))]
@@ -159,23 +159,23 @@ class _LowRank:
         counts = []
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             r, c = field.matrices.get(name, (0, 0))
-            k = table.get(name, FULL)
-            if k != FULL and k * (r + c) >= r * c:
+            k = table.get(name, FULL_WORD)
+            if k != FULL_WORD and k * (r + c) >= r * c:
                 raise WireError(f"matrix {name!r} {r} x {c} cannot have factors of rank {k}")
-            counts.append(shape.numel() if k == FULL else k * (r + c))
+            counts.append(shape.numel() if k == FULL_WORD else k * (r + c))
         if head + sum(counts) * field.item != len(payload):
             raise WireError(f"factors need {head + sum(counts) * field.item} bytes, got {len(payload)}")
         parts = torch.split(tensor(payload[head:], field.dtype), counts)
         tree, back = {}, {}
         for name, shape, part in zip(layout.names, layout.shapes, parts, strict=True):
-            k = table.get(name, FULL)
-            if k == FULL:
+            k = table.get(name, FULL_WORD)
+            if k == FULL_WORD:
                 tree[name] = part.view(shape)
             else:
                 r, c = field.matrices[name]
                 u, v = wide(part[: r * k].view(r, k)), wide(part[r * k :].view(k, c))
                 tree[name], back[name] = part.new_empty(shape), (u @ v).to(field.dtype)
-        return layout.with_matrices(layout.flatten(tree), back)
+        return layout.replace_matrices(layout.flatten(tree), back)
 
 
 class _Packed:
@@ -213,7 +213,9 @@ class _Packed:
 
     def _values(self, field: Field, scale: Tensor, codes: Tensor) -> Tensor:
         return (
-            scale * (2 * codes - 1) if field.encoding == "sign" else on_grid(scale, codes - field.levels, field.levels)
+            scale * (2 * codes - 1)
+            if field.encoding == "sign"
+            else grid_value(scale, codes - field.levels, field.levels)
         )
 
 

@@ -18,12 +18,12 @@ Kind = Literal["dense", "sparse", "lowrank", "levels", "sign"]
 Ranks = Mapping[str, int | Tensor]
 """Rank of each matrix of a layout: a number, or one per row [m]."""
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
+FIELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """What a message may hold under one name; both ends must agree on it.
+    """Form of a message's value under one name. Both ends must agree on it.
 
     Attributes:
         shape: shape of one client's value: (d,) for a model, (1,) for a scalar.
@@ -45,8 +45,8 @@ class Field:
     layout: Layout | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"a field of a message has one of the types {DTYPES}, got {self.dtype}")
+        if self.dtype not in FIELD_DTYPES:
+            raise ConfigError(f"a field of a message has one of the types {FIELD_DTYPES}, got {self.dtype}")
         if self.encoding not in get_args(Kind):
             raise ConfigError(f"unknown encoding {self.encoding!r}; allowed: {', '.join(get_args(Kind))}")
         if self.mask is not None and (self.mask.dtype != torch.bool or tuple(self.mask.shape) != tuple(self.shape)):
@@ -89,6 +89,6 @@ class Field:
         return self.layout.matrix_shapes
 
     def travelling(self, rows: Tensor) -> Tensor:
-        """The scalars [..., n] that travel of values [..., *shape]."""
+        """Return the scalars ``[..., n]`` that travel of values ``[..., *shape]``."""
         flat = rows.reshape((*rows.shape[: rows.dim() - len(self.shape)], prod(self.shape)))
         return flat if self.mask is None else flat[..., self.mask.reshape(-1)]

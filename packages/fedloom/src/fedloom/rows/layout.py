@@ -1,4 +1,4 @@
-"""Layout: the only place with the shapes of an `nn.Module`; a model outside it is a row of R^d."""
+"""Layout: the only place with the shapes of an `nn.Module`. A model outside it is a row of R^d."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layout:
     """Names, shapes and offsets of the parameters of a model, in the order of `named_parameters()`.
 
     A value: comparable, hashable, picklable, without reference to a module. `names`, `shapes` and `offsets` have one
-    entry per parameter; parameter k is `row[offsets[k] : offsets[k] + numel]`; `d` is the number of scalars.
+    entry per parameter. Parameter k is `row[offsets[k] : offsets[k] + numel]`. `d` is the number of scalars.
 
     Raises:
         LayoutError: no parameter at all, a name given twice, or as many shapes as names are not there.
@@ -52,8 +52,8 @@ class Layout:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Layout:
-        """Layout of the parameters that train, those with ``requires_grad``; tied ones count once.
+    def create(cls, module: nn.Module) -> Layout:
+        """Layout of the parameters that train, those with ``requires_grad``. Tied ones count once.
 
         Frozen parameters and buffers are no part of a row: they exist once, in the module.
 
@@ -68,7 +68,7 @@ class Layout:
         return cls(tuple(parameters), tuple(p.shape for p in parameters.values()))
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
+    def create_from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
         """Layout of named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
         return cls(tuple(shapes), tuple(Size(shape) for shape in shapes.values()))
 
@@ -95,14 +95,14 @@ class Layout:
     # -------------------------------------------------------------------------------------------------- row <-> tree
 
     def tree(self, rows: Tensor) -> dict[str, Tensor]:
-        """Views {name: [..., *shape]} of rows [..., d], without a copy whatever the strides of the rows."""
+        """Return views {name: ``[..., *shape]``} of rows ``[..., d]``, without a copy whatever the rows' strides."""
         self.check(rows)
         lead = rows.shape[:-1]
         parts = torch.split(rows, self._sizes, dim=-1)
         return {name: part.view(lead + shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """New rows [..., d] of named tensors [..., *shape]; the inverse of `tree`."""
+        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. The inverse of `tree`."""
         if set(tree) != set(self.names):
             raise LayoutError(f"flatten needs the parameters {list(self.names)}, got {list(tree)}")
         first = tree[self.names[0]].shape
@@ -132,11 +132,11 @@ class Layout:
     def mask(self, *prefixes: str) -> Tensor:
         """Bool [d]: the scalars of the parameters under the prefixes, e.g. ``mask("fc2", "body.0")``.
 
-        A prefix that is the dotted name of a module or parameter means that one alone ("fc1" is not "fc10"); any other
+        A prefix that is the dotted name of a module or parameter means that one alone ("fc1" is not "fc10"). Any other
         means every parameter whose name starts so.
 
         Raises:
-            LayoutError: a prefix that no parameter has; the message has the nearest one.
+            LayoutError: a prefix that no parameter has. The message has the nearest one.
         """
         chosen: set[str] = set()
         for prefix in prefixes:
@@ -166,7 +166,7 @@ class Layout:
     def matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Matrix view [..., r, c] of every parameter with at least two dimensions of rows [..., d].
 
-        A linear weight [o, i] is itself (a view); a convolution [o, i, k, l] is [o*k, i*l] through swapaxes(1, 2)
+        A linear weight [o, i] is itself (a view). A convolution [o, i, k, l] is [o*k, i*l] through swapaxes(1, 2)
         (FedSLR, section 3). Parameters with fewer than two dimensions have none.
         """
         tree, lead = self.tree(rows), rows.shape[:-1]
@@ -175,12 +175,12 @@ class Layout:
         }
 
     def ranks(self, x: Tensor) -> Tensor:
-        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`; full if not finite."""
+        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`. Full if not finite."""
         matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
-    def with_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
-        """New rows [..., d] with those matrices put back; all other parameters are those of `rows`."""
+    def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
+        """Return new rows ``[..., d]`` with those matrices replaced. Other parameters stay the same."""
         if extra := set(matrices) - set(self.matrix_shapes):
             raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")
         shapes, lead = dict(zip(self.names, self.shapes, strict=True)), rows.shape[:-1]
@@ -196,18 +196,18 @@ class Layout:
         return self.flatten(self.tree(rows) | back)
 
     def _swap(self, name: str, value: Tensor) -> Tensor:
-        """[..., o, i, k, *] <-> [..., o, k, i, *] of a convolution; a matrix as it is."""
+        """[..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix as it is."""
         s = self.shapes[self.names.index(name)]
         return value if len(s) == 2 else value.swapaxes(1 - len(s), 2 - len(s))
 
     # -------------------------------------------------------------------------------------------------------- header
 
     def header(self) -> dict[str, str]:
-        """The layout as strings, for the metadata of a safetensors file."""
+        """Return the layout as strings, for the metadata of a safetensors file."""
         return {"layout": json.dumps([[n, list(s)] for n, s in zip(self.names, self.shapes, strict=True)])}
 
     @classmethod
-    def from_header(cls, header: Mapping[str, str]) -> Layout:
+    def read_header(cls, header: Mapping[str, str]) -> Layout:
         """Layout of a `header()`.
 
         Raises:
@@ -231,5 +231,5 @@ class Layout:
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module that train, by name."""
+    """Return the trainable parameters of a module, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -11,7 +11,7 @@ from fedloom.rows.layout import Layout
 
 
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Bool ``[d]``: the parameters under the prefixes; without any, the last layer that has a matrix (with its bias).
+    """Bool ``[d]``: the parameters under the prefixes, without any, the last layer that has a matrix (with its bias).
 
     Raises:
         Refused: no prefix is given, and no parameter has two dimensions.
@@ -30,7 +30,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """A sentence where the head ``[d]`` is the whole model, and what the method then is equal to."""
+    """Return a sentence if the head ``[d]`` is the whole model, with the method that results."""
     sentence = (
         f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
     )
@@ -38,9 +38,9 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Bool ``[d]``: the parameters under the prefixes; without any, weight and bias of the normalisation layers.
+    """Bool ``[d]``: the parameters under the prefixes, without any, weight and bias of the normalisation layers.
 
-    Those are the layers whose weight has fewer than two dimensions, or the shape of the bias; there may be none.
+    Those are the layers whose weight has fewer than two dimensions, or the shape of the bias. There may be none.
 
     Raises:
         LayoutError: a prefix that no parameter has.
@@ -56,7 +56,7 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def spans(mask: Tensor) -> list[slice]:
-    """The runs of True of bool ``[d]``. A part of a model is a few of them: slices cost less than the mask does."""
+    """Return the runs of True of bool ``[d]``. A part has few runs, so slices cost less than the mask."""
     edge = torch.zeros(1, dtype=torch.int8, device=mask.device)
     edges = torch.diff(mask.to(torch.int8), prepend=edge, append=edge).nonzero()[:, 0].tolist()
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -72,7 +72,7 @@ def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
 
 
 def part(models: Tensor, mask: Tensor) -> Tensor:
-    """The ``k`` coordinates in ``mask [d]`` of models ``[m, d]``, ``[m, k]``; `joined` puts them back."""
+    """Select the ``k`` coordinates in ``mask [d]`` of models ``[m, d]`` as ``[m, k]``. `joined` puts them back."""
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
 

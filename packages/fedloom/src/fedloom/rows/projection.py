@@ -23,7 +23,7 @@ class Projection(NamedTuple):
         return rows if self.matrix is None else rows @ self.matrix.T
 
     def back(self, rows: Tensor) -> Tensor:
-        """The transpose of P applied to rows ``[..., k]``: ``[..., d]``."""
+        """Apply the transpose of P to rows ``[..., k]``: ``[..., d]``."""
         return rows if self.matrix is None else rows @ self.matrix
 
 
@@ -33,12 +33,12 @@ def new_key(gen: torch.Generator) -> Tensor:
 
 
 def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None = None) -> Projection:
-    """The projection of a key: Gaussian rows of length 1; the identity when ``k`` is None.
+    """Return the projection of a key: Gaussian rows of length 1, or the identity if ``k`` is None.
 
     Args:
         key: of `new_key`.
         k: dimensions of the subspace.
-        like: ``[..., d]``; its d, dtype and device are those of the projection.
+        like: ``[..., d]``. Its d, dtype and device are those of the projection.
         matrix: ``[k, d]``, the matrix itself, in place of the key's.
 
     Raises:
@@ -59,6 +59,6 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
 @lru_cache(maxsize=1)
 def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Drawn once for successive callers; never written to."""
+    """Drawn once for successive callers. Never written to."""
     p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

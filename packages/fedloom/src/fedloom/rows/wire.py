@@ -3,7 +3,7 @@
 A message is the values of one client's named fields: a header (magic, version, number of fields, fingerprint of the
 layout, CRC-32 of all that follows), a descriptor per field (name, type, encoding, shape, bytes of the payload), then
 the payloads. `decode` checks the header, the descriptors and every length against what both ends agreed on before it
-allocates, so a message costs no more memory than a small multiple of the agreed fields; it executes nothing.
+allocates, so a message costs no more memory than a small multiple of the agreed fields. It executes nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, WireError
 from fedloom.rows.encodings import ENCODINGS, Encoding
-from fedloom.rows.fields import DTYPES, Field, Ranks
+from fedloom.rows.fields import FIELD_DTYPES, Field, Ranks
 from fedloom.rows.layout import Layout
 
-MAGIC, VERSION = b"FLOM", 1
-HEAD = struct.Struct("<4sHH8sI")
-CODES = {name: code for code, name in enumerate(ENCODINGS)}
+WIRE_MAGIC, WIRE_VERSION = b"FLOM", 1
+WIRE_HEADER = struct.Struct("<4sHH8sI")
+ENCODING_CODES = {name: code for code, name in enumerate(ENCODINGS)}
 
 
 @dataclass(frozen=True, eq=False)
 class Codec:
     """Messages with these fields, in this order, about models of this layout.
 
-    >>> codec = Codec(Layout.from_shapes({"fc": (2,)}), {"w": Field((2,)), "loss": Field((1,))})
+    >>> codec = Codec(Layout.create_from_shapes({"fc": (2,)}), {"w": Field((2,)), "loss": Field((1,))})
     >>> message = codec.encode({"w": torch.ones(2), "loss": torch.zeros(1)})
     >>> codec.decode(message)
     {'w': tensor([1., 1.]), 'loss': tensor([0.])}
@@ -53,14 +53,14 @@ class Codec:
                 raise ConfigError(f"field {name!r} has the layout of another model")
 
     def encode(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> bytes:
-        """The message of one client.
+        """Encode the message of one client.
 
         Args:
             values: {name: [*shape]} of exactly the fields, in their types.
-            ranks: {field: {matrix: rank}} of fields of low rank; measured where not given.
+            ranks: {field: {matrix: rank}} of fields of low rank. Measured where not given.
 
         Raises:
-            WireError: a value is missing, unknown, or of another shape or type; or off the grid of its encoding.
+            WireError: a value is missing, unknown, or of another shape or type. Or off the grid of its encoding.
         """
         self._names(values)
         descriptors, payloads = [], []
@@ -79,37 +79,37 @@ class Codec:
             payloads.append(ENCODINGS[kind].pack(field, x, field_ranks))
             descriptors.append(self._descriptor(name, kind) + struct.pack("<Q", len(payloads[-1])))
         body = b"".join(descriptors + payloads)
-        return HEAD.pack(MAGIC, VERSION, len(self.fields), self._fingerprint, zlib.crc32(body)) + body
+        return WIRE_HEADER.pack(WIRE_MAGIC, WIRE_VERSION, len(self.fields), self._fingerprint, zlib.crc32(body)) + body
 
     def decode(
         self, message: bytes | bytearray | memoryview, receiver: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """The values {name: [*shape]} of a message.
+        """Decode a message into {name: ``[*shape]``}.
 
         Args:
             message: any bytes.
-            receiver: the receiver's values of fields with a mask, for entries that did not travel; zeros without them.
+            receiver: the receiver's values of fields with a mask, for entries that did not travel. Zeros without them.
 
         Raises:
-            WireError: the bytes are not a message of this experiment; no other error is possible.
+            WireError: the bytes are not a message of this experiment. No other error is possible.
         """
         data = memoryview(message).cast("B")
-        if len(data) < HEAD.size:
-            raise WireError(f"a message has at least {HEAD.size} bytes, got {len(data)}")
-        magic, version, count, fingerprint, crc = HEAD.unpack(data[: HEAD.size])
-        if magic != MAGIC:
+        if len(data) < WIRE_HEADER.size:
+            raise WireError(f"a message has at least {WIRE_HEADER.size} bytes, got {len(data)}")
+        magic, version, count, fingerprint, crc = WIRE_HEADER.unpack(data[: WIRE_HEADER.size])
+        if magic != WIRE_MAGIC:
             raise WireError(f"not a fedloom message: it starts with {magic!r}")
-        if version != VERSION:
+        if version != WIRE_VERSION:
             raise WireError(
-                f"message of format version {version}, this end speaks {VERSION}; use the same release at both"
+                f"message of format version {version}, this end speaks {WIRE_VERSION}; use the same release at both"
             )
         if fingerprint != self._fingerprint:
             raise WireError(f"message about another model: layout {fingerprint.hex()}, here {self.layout.fingerprint}")
         if count != len(self.fields):
             raise WireError(f"message with {count} fields, {len(self.fields)} are expected: {', '.join(self.fields)}")
-        if zlib.crc32(data[HEAD.size :]) != crc:
+        if zlib.crc32(data[WIRE_HEADER.size :]) != crc:
             raise WireError("damaged message: the checksum does not match")
-        at, plan = HEAD.size, []
+        at, plan = WIRE_HEADER.size, []
         for name, field in self.fields.items():
             kind, length, at = self._read(data, at, name, field)
             plan.append((name, field, kind, length))
@@ -125,7 +125,7 @@ class Codec:
         """`len(encode(row))` of every row, without building a message: int64 [m].
 
         Args:
-            values: {name: [m, *shape] or [*shape]}; one without rows is the same for all, and m = 1 if none has rows.
+            values: {name: [m, *shape] or [*shape]}. One without rows is the same for all, and m = 1 if none has rows.
             ranks: as for `encode`, each a number or [m].
 
         Raises:
@@ -134,7 +134,7 @@ class Codec:
         return self._headers + self._sum(values, ranks, "size")
 
     def paper_bytes(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
-        """The papers' count, int64 [m]: 4 bytes x floats, no headers, indices or integers (arguments as `length`)."""
+        """Return the papers' count, int64 ``[m]``: 4 bytes x floats, no headers, indices or integers."""
         return self._sum(values, ranks, "floats")
 
     def _sum(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None, count: str) -> Tensor:
@@ -161,7 +161,7 @@ class Codec:
     @cached_property
     def _headers(self) -> int:
         """Bytes of a message that are no payload."""
-        return HEAD.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
+        return WIRE_HEADER.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property
     def _fingerprint(self) -> bytes:
@@ -175,10 +175,10 @@ class Codec:
         field, text = self.fields[name], name.encode()
         shape = struct.pack(f"<{len(field.shape)}Q", *field.shape)
         head = bytes((len(text),)) + text
-        return head + bytes((DTYPES.index(field.dtype), CODES[kind], len(field.shape))) + shape
+        return head + bytes((FIELD_DTYPES.index(field.dtype), ENCODING_CODES[kind], len(field.shape))) + shape
 
     def _read(self, data: memoryview, at: int, name: str, field: Field) -> tuple[str, int, int]:
-        """Encoding and length of the field described at byte `at`, and the byte after the description."""
+        """Read encoding and length of the field described at byte `at`. Return the byte after the description too."""
         for kind in dict.fromkeys((field.encoding, "dense")):
             if kind == "dense" and field.encoding in ("levels", "sign"):
                 continue

@@ -1,7 +1,7 @@
 """Virtual time: how long clients take, when they are there, and which uploads make a step of the server."""
 
 from fedloom.schedule.devices import DEVICES, Classes, DeviceClass, Devices, Equal, LogNormal, Trace
-from fedloom.schedule.fleet import FORWARD, Fleet
+from fedloom.schedule.fleet import FORWARD_COST, Fleet
 from fedloom.schedule.presence import Presence
 from fedloom.schedule.schedules import (
     SCHEDULES,
@@ -16,7 +16,7 @@ from fedloom.schedule.schedules import (
 
 __all__ = [
     "DEVICES",
-    "FORWARD",
+    "FORWARD_COST",
     "SCHEDULES",
     "Asynchronous",
     "Buffered",

@@ -1,4 +1,4 @@
-"""Devices: how fast a client computes and sends, and when it is there; ``DEVICES`` by kind."""
+"""Devices: how fast a client computes and sends, and when it is there. ``DEVICES`` by kind."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
 Slow = Literal["drawn", "rare-labels"]
-"""Who has the slow devices."""
+"""Clients with the slow devices."""
 
 
 class Devices(Value, ABC):
-    """The devices of a run's clients; what is drawn comes from streams of the seed that nothing else uses."""
+    """The devices of a run's clients, what is drawn comes from streams of the seed that nothing else uses."""
 
     kind: ClassVar[str]
 
     @abstractmethod
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """The devices of ``n`` clients.
+        """Draw the devices of ``n`` clients.
 
         Args:
             n: clients.
@@ -45,19 +45,19 @@ class Devices(Value, ABC):
 class Stated(Devices, ABC):
     """Devices whose speed, rates and presence are stated."""
 
-    speed: float = Field(100.0, gt=0, description="training samples a second of the usual device, measured or stated")
-    up: float = Field(1e6, gt=0, description="bytes a second from a client to the server")
-    down: float = Field(1e6, gt=0, description="bytes a second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds before every message arrives")
-    present: float = Field(1.0, gt=0, le=1, description="part of every period in which a client is there")
+    speed: float = Field(100.0, gt=0, description="training samples per second of a typical device, measured or stated")
+    up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
+    down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
+    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
+    present: float = Field(1.0, gt=0, le=1, description="share of every period in which a client is present")
     period: float = Field(
-        86400.0, gt=0, description="seconds of a period; each client's presence begins at its own time"
+        86400.0, gt=0, description="seconds of a period. Each client's presence begins at its own time"
     )
 
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
     ) -> Fleet:
-        """The fleet whose speeds are ``factor [n]`` times the usual one."""
+        """Return the fleet with speeds of ``factor [n]`` times the usual one."""
         n = len(factor)
         constant = torch.ones(n, dtype=torch.float64)
         member = torch.zeros(n, dtype=torch.long) if member is None else member
@@ -92,10 +92,10 @@ class LogNormal(Stated):
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
-    slow: Slow = Field("drawn", description="who has the slow devices: drawn, or clients whose labels are rare")
+    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Client by client, or the slowest to whose labels are rarest; classes are the thirds of the speeds."""
+        """Client by client, or the slowest to whose labels are rarest. Classes are the thirds of the speeds."""
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
         if self.slow == "rare-labels":
@@ -108,11 +108,11 @@ class LogNormal(Stated):
 class DeviceClass(Value):
     """Devices of one class."""
 
-    share: float = Field(gt=0, le=1, description="part of the clients that have such a device; all parts sum to 1")
-    speed: float = Field(100.0, gt=0, description="training samples a second")
-    up: float = Field(1e6, gt=0, description="bytes a second from a client to the server")
-    down: float = Field(1e6, gt=0, description="bytes a second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds before every message arrives")
+    share: float = Field(gt=0, le=1, description="share of the clients with such a device. All shares sum to 1")
+    speed: float = Field(100.0, gt=0, description="training samples per second")
+    up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
+    down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
+    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
 
 
 class Classes(Devices):
@@ -120,7 +120,7 @@ class Classes(Devices):
 
     kind: ClassVar[str] = "classes"
     classes: dict[str, DeviceClass] = Field(min_length=1, description="devices by name: [devices.classes.NAME]")
-    slow: Slow = Field("drawn", description="who has the slow devices: drawn, or clients whose labels are rare")
+    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
 
     @field_validator("classes")
     @classmethod
@@ -131,7 +131,7 @@ class Classes(Devices):
         return classes
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """A random half of the draw is as likely as any other; the slowest class to whose labels are rarest."""
+        """Draw the classes: either half of the draw is equally likely. Rare labels get the slowest class."""
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
         counts = exact.floor().long()
@@ -156,13 +156,13 @@ class Trace(Devices):
 
     ``client`` counts from 0, ``speed`` is training samples a second (0: it never answers), ``up`` and ``down`` are
     bytes a second. Optional are ``latency`` (seconds, 0 otherwise), ``class`` (a name), and ``start`` and ``end``: an
-    interval of presence in seconds. A client with several intervals has a row for each; without any it is there always.
+    interval of presence in seconds. A client with several intervals has a row for each, without any it is there always.
     """
 
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
-    period: float | None = Field(None, gt=0, description="seconds after which the intervals begin again; None: never")
-    draw: bool = Field(False, description="draw the clients' devices from a file that has more; else by number")
+    period: float | None = Field(None, gt=0, description="seconds after which the intervals repeat (default: never)")
+    draw: bool = Field(False, description="draw the clients' devices from a larger file at random. Otherwise by number")
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -171,7 +171,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """A device of the file for every client."""
+        """Give every client a device of the file."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
@@ -196,7 +196,7 @@ class Trace(Devices):
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
-    """What stands first to the client with the rarest labels, and so on."""
+    """Order devices so that the first one goes to the client with the rarest labels, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first
     return assigned

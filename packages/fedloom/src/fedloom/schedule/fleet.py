@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedloom.schedule.presence import Presence
 
-FORWARD = 1 / 3
-"""What a sample costs that passes forward only, in samples of training: a backward pass takes twice a forward one."""
+FORWARD_COST = 1 / 3
+"""Cost of a forward-only sample, in samples of training: a backward pass takes twice a forward one."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Fleet:
     """The devices of n clients.
 
     Attributes:
-        seconds: ``[n]`` seconds per training sample; infinite of a device that never answers.
+        seconds: ``[n]`` seconds per training sample. Infinite of a device that never answers.
         up: ``[n]`` bytes a second from the client to the server.
         down: ``[n]`` bytes a second from the server to the client.
         latency: ``[n]`` seconds before every message arrives.
         names: device classes.
         member: ``[n]`` place of every client's class among them.
-        presence: when clients are there; None: always.
+        presence: when clients are there. None: always.
     """
 
     seconds: Tensor
@@ -61,7 +61,7 @@ class Fleet:
         """
         backward, forward, _, up, down = counts[:, :5].T.astype(np.float64)
         seconds, rate_up, rate_down, latency = self._columns.take(ids, 0).T
-        samples = backward + FORWARD * forward
+        samples = backward + FORWARD_COST * forward
         if self._all_answer:
             work = samples * seconds
         else:
@@ -77,23 +77,23 @@ class Fleet:
         pairs = zip(ids.tolist(), busy.tolist(), strict=True)
         return np.array([self.presence.end(i, start, b) for i, b in pairs])
 
-    def worked(self, client: int, start: float, end: float) -> float:
+    def presence_seconds(self, client: int, start: float, end: float) -> float:
         """Seconds of presence between two times."""
         if self.presence is None:
             return end - start
-        return self.presence.worked(client, end) - self.presence.worked(client, start)
+        return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
 
     def next(self, client: int, time: float) -> float:
-        """The first time from ``time`` on at which a client is there."""
+        """Return the first time from ``time`` on at which a client is present."""
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
         """Seconds ``[n]`` from 0 to ``time`` in which clients are not there."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
-        return torch.tensor([time - self.worked(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
+        return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
 
     def permuted(self, order: Tensor) -> Fleet:
-        """The fleet in which client k has the device of client ``order[k]`` here; without presence only."""
+        """Permute the fleet: client k gets the device of client ``order[k]``, without presence only."""
         names = ("seconds", "up", "down", "latency", "member")
         return replace(self, presence=None, **{name: getattr(self, name)[order] for name in names})

@@ -13,8 +13,8 @@ class Presence:
     """Intervals of presence by client.
 
     Args:
-        intervals: of every client, [start, end) in seconds, within [0, period]; a client that has none is there always.
-        period: seconds after which the intervals begin again; infinite: no client is there after the last one.
+        intervals: of every client, [start, end) in seconds, within [0, period]. A client that has none is there always.
+        period: seconds after which the intervals begin again. infinite: no client is there after the last one.
 
     Raises:
         ConfigError: intervals that are empty, overlap or leave the period.
@@ -38,7 +38,7 @@ class Presence:
                 done.append(done[-1] + end - start)
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
-    def worked(self, client: int, time: float) -> float:
+    def presence_seconds(self, client: int, time: float) -> float:
         """Seconds of presence from 0 to a time."""
         if client not in self._starts:
             return time
@@ -49,11 +49,11 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """The time at which a client that begins at ``start`` has worked ``busy`` seconds; infinite if it never has."""
+        """Return the time at which a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]
-        target, whole = self.worked(client, start) + busy, done[-1]
+        target, whole = self.presence_seconds(client, start) + busy, done[-1]
         if not math.isfinite(target) or (math.isinf(self.period) and target > whole):
             return math.inf
         laps = max(math.ceil(target / whole) - 1, 0) if math.isfinite(self.period) else 0
@@ -63,7 +63,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """The first time from ``time`` on at which a client is there; infinite if it never is."""
+        """Return the first time from ``time`` on at which a client is present, or inf if never."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

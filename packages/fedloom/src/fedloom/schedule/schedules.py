@@ -1,4 +1,4 @@
-"""Schedules: which uploads make a step of the server; ``SCHEDULES`` by kind."""
+"""Schedules: which uploads make a step of the server. ``SCHEDULES`` by kind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Which uploads make a step of the server."""
+    """Rule for the uploads of a server step."""
 
     kind: ClassVar[str]
 
     def adapted(self, n: int) -> Self:
-        """The schedule with defaults that n clients allow."""
+        """Return the schedule with defaults that n clients allow."""
         return self
 
 
@@ -29,23 +29,23 @@ class Synchronous(Schedule):
 
 
 class Deadline(Schedule):
-    """A round ends after some seconds, or when all have answered; late uploads are lost."""
+    """A round ends after some seconds, or when all have answered. Late uploads are lost."""
 
     kind: ClassVar[str] = "deadline"
     seconds: float = Field(gt=0, description="longest round, in simulated seconds")
     partial: bool = Field(
-        False, description="clients take as many steps as they have time for; for methods that can weigh partial work"
+        False, description="clients take as many steps as time allows. For methods that can weight partial work"
     )
 
 
 class OverSelection(Schedule):
-    """A round ends when enough of its clients have answered; the others stop (Bonawitz et al., MLSys 2019)."""
+    """A round ends when enough of its clients have answered. The others stop (Bonawitz et al., MLSys 2019)."""
 
     kind: ClassVar[str] = "over-selection"
-    factor: float = Field(1.3, ge=1, description="clients that are drawn per upload that is used")
+    factor: float = Field(1.3, ge=1, description="drawn clients per used upload")
 
     def enough(self, m: int) -> int:
-        """Uploads that are used of ``m`` clients."""
+        """Return the number of uploads used of ``m`` clients."""
         return max(round(m / self.factor), 1)
 
 
@@ -53,19 +53,19 @@ class Stream(Schedule, ABC):
     """Clients train all the time: who has answered is replaced at once, by a client that gets the newest model.
 
     A step of the server takes the first uploads that arrive. An upload's staleness is the number of steps that the
-    server took while the client trained; what it changes is multiplied by a factor that falls with the staleness.
+    server took while the client trained, what it changes is multiplied by a factor that falls with the staleness.
     """
 
     concurrency: int | None = Field(
-        None, ge=1, description="clients that train at the same time; as many as the sampler draws when None"
+        None, ge=1, description="clients that train at the same time (default: as many as the sampler draws)"
     )
     discount: Literal["polynomial", "hinge", "none"] = Field(
-        "polynomial", description="(1 + s)^-power of the staleness s; 1 up to hinge, then 1 / (power (s - hinge) + 1)"
+        "polynomial", description="(1 + s)^-power of the staleness s. 1 up to hinge, then 1 / (power (s - hinge) + 1)"
     )
-    power: float = Field(0.5, ge=0, description="how fast the factor falls")
-    hinge: int = Field(4, ge=0, description="staleness up to which nothing is discounted, with discount = 'hinge'")
+    power: float = Field(0.5, ge=0, description="decay rate of the factor")
+    hinge: int = Field(4, ge=0, description="staleness without a discount, with discount = 'hinge'")
     timeout: float | None = Field(
-        None, gt=0, description="seconds after which a client that has not answered is given up; None: never"
+        None, gt=0, description="seconds after which a silent client is given up (default: never)"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}
@@ -77,11 +77,11 @@ class Stream(Schedule, ABC):
 
     @property
     def rate(self) -> float | None:
-        """Weight of a client's model in the mix with the server's; None: its change is added to the server's."""
+        """Weight of a client's model in the mix with the server's. None: its change is added to the server's."""
         return None
 
     def factor(self, staleness: Tensor) -> Tensor:
-        """What uploads of these stalenesses are multiplied by, in (0, 1]."""
+        """Return the factors in (0, 1] of uploads with these stalenesses."""
         s = staleness.double()
         if self.discount == "polynomial":
             return (1 + s) ** -self.power
@@ -94,7 +94,7 @@ class Buffered(Stream):
     """FedBuff: a step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, uploads of a step; if not given, at most all clients")
+    buffer: int = Field(10, ge=1, description="K, uploads of a step (default: at most all clients)")
 
     @property
     def size(self) -> int:
@@ -102,7 +102,7 @@ class Buffered(Stream):
         return self.buffer
 
     def adapted(self, n: int) -> Self:
-        """At most all clients in a buffer of which no size is given."""
+        """Limit a buffer without a given size to all clients."""
         default = "buffer" not in self.model_fields_set
         return self.with_(buffer=n) if default and self.buffer > n else self
 
@@ -114,7 +114,7 @@ class Asynchronous(Stream):
     """
 
     kind: ClassVar[str] = "asynchronous"
-    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a client's model that is not stale")
+    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a fresh client model")
 
     @property
     def rate(self) -> float | None:

@@ -14,12 +14,12 @@ from fedloom.errors import DataError
 
 Column = NDArray[np.float64]
 
-NEEDED = ("client", "speed", "up", "down")
-BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "latency": "at least 0"}
+TRACE_COLUMNS = ("client", "speed", "up", "down")
+TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "latency": "at least 0"}
 
 
 class DeviceRow(NamedTuple):
-    """A device of a trace: its speed, rates and latency, its class, and its intervals of presence; none: always."""
+    """A device of a trace: its speed, rates and latency, its class, and its intervals of presence. none: always."""
 
     speed: float
     up: float
@@ -34,10 +34,10 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
     Args:
         path: Parquet or CSV file, which gzip may compress.
-        period: seconds within which the intervals lie; infinite for any.
+        period: seconds within which the intervals lie. Infinite for any.
 
     Raises:
-        DataError: the file cannot be read, or a row is none; the sentence names file, row, value and cure.
+        DataError: the file cannot be read, or a row is none. The sentence names file, row, value and cure.
     """
     columns, names = _columns(path)
     _check_rows(path, columns)
@@ -48,7 +48,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
     for k in order.tolist():
         client, start, end = int(columns["client"][k]), float(columns["start"][k]), float(columns["end"][k])
         if client not in rows:
-            speed, up, down, latency = (float(columns[name][k]) for name in BOUNDS)
+            speed, up, down, latency = (float(columns[name][k]) for name in TRACE_BOUNDS)
             rows[client] = DeviceRow(speed, up, down, latency, names[k], [])
         if not math.isnan(start):
             rows[client].intervals.append((start, end))
@@ -56,7 +56,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
 
 def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
-    """The columns as numbers, nan where a cell is empty, and the class of every row."""
+    """Read the columns as numbers, nan for an empty cell, and the class of every row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -69,11 +69,11 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
     has = table.column_names
-    if missing := [name for name in NEEDED if name not in has]:
+    if missing := [name for name in TRACE_COLUMNS if name not in has]:
         raise DataError(f"devices.file {path} lacks the columns {missing}; it has {has}")
     if ("start" in has) != ("end" in has):
         raise DataError(f"devices.file {path} has one of the columns start and end; give both, or none")
-    allowed = (*NEEDED, "latency", "start", "end", "class")
+    allowed = (*TRACE_COLUMNS, "latency", "start", "end", "class")
     if twice := [name for name, count in Counter(has).items() if count > 1 and name in allowed]:
         raise DataError(f"devices.file {path} has the column {twice[0]} {has.count(twice[0])} times; keep one")
     columns = {"latency": np.zeros(len(table)), **dict.fromkeys(("start", "end"), np.full(len(table), math.nan))}
@@ -110,7 +110,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
     client = columns["client"]
     if (k := first(~((client >= 0) & (client == np.floor(client)) & np.isfinite(client)))) is not None:
         _refuse(path, k, f"client must be a whole number from 0, got {_cell(client[k])}")
-    for name, bound in BOUNDS.items():
+    for name, bound in TRACE_BOUNDS.items():
         column = columns[name]
         good = np.isfinite(column) & (column > 0 if bound == "above 0" else column >= 0)
         if (k := first(~good)) is not None:
@@ -129,9 +129,9 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
         if math.isnan(columns["start"][before]) or math.isnan(columns["start"][k]):
             cure = "give each an interval of presence, or keep one row"
             _refuse(path, max(before, k), f"client {client} has row {min(before, k) + 1} too, and no start; {cure}")
-        one, other = ([*(columns[name][r] for name in BOUNDS), names[r]] for r in (before, k))
+        one, other = ([*(columns[name][r] for name in TRACE_BOUNDS), names[r]] for r in (before, k))
         if one != other:
-            what = [*BOUNDS, "class"][next(j for j in range(5) if one[j] != other[j])]
+            what = [*TRACE_BOUNDS, "class"][next(j for j in range(5) if one[j] != other[j])]
             _refuse(path, k, f"client {client} has another {what} than in row {before + 1}; a client is one device")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to go on exactly, as safetensors and JSON; nothing in them is ever executed.
+"""Checkpoints: what a run needs to go on exactly, as safetensors and JSON. Nothing in them is ever executed.
 
 A generation is ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which holds the checksum of the former and of
 itself. The JSON is renamed last, so that a generation exists only when all of it does. Rows of a store in files belong
@@ -20,7 +20,7 @@ from fedloom.errors import CheckpointError, DamagedCheckpoint, LayoutError, RunD
 from fedloom.storage.disk import regular
 from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom.storage.journal import raw
-from fedloom.values import difference
+from fedloom.values import find_difference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from fedloom.storage.files import Sink
     from fedloom.storage.store import Store
 
-__all__ = ["Checkpoints", "Loaded", "check_digest", "save_tensors"]
+__all__ = ["Checkpoints", "Loaded", "check_file_digest", "save_tensors"]
 
-_FORMAT = 1
-_DIGEST, _BLANK = "sha256", "0" * 64
+_CHECKPOINT_FORMAT = 1
+_DIGEST_KEY, _BLANK_DIGEST = "sha256", "0" * 64
 _LONGEST_HEADER = 100_000_000
 """Bytes, as the safetensors library has it."""
-_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         generation: its number.
-        tensors: as saved, bit for bit; those of the stores left out by `Checkpoints.resume`.
+        tensors: as saved, bit for bit. Those of the stores left out by `Checkpoints.resume`.
         meta: as saved, through JSON.
         warnings: sentences on newer generations that could not be used.
     """
@@ -68,26 +68,26 @@ class Loaded(NamedTuple):
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Writes a safetensors file atomically, one tensor in memory at a time.
+    """Render a safetensors file atomically, one tensor in memory at a time.
 
     Args:
         path: the file.
         tensors: by name, of any shape, on any device.
-        metadata: texts for the header, which then has the file's SHA-256 too; see `check_digest`.
+        metadata: texts for the header, which then has the file's SHA-256 too, see `check_file_digest`.
 
     Returns:
-        SHA-256 of the file, as hexadecimal digits; zeros stand in the place of the digest in its header.
+        SHA-256 of the file, as hexadecimal digits. Zeros stand in the place of the digest in its header.
 
     Raises:
         CheckpointError: the disk is full or refuses.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {_DIGEST: _BLANK, **metadata}} if metadata else {}
+    header: dict[str, object] = {"__metadata__": {_DIGEST_KEY: _BLANK_DIGEST, **metadata}} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     digest = hashlib.sha256()
@@ -101,7 +101,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
             digest.update(view)
             file.write(view)
         if metadata:
-            file.replace(digest.hexdigest().encode(), 8 + text.index(_BLANK.encode()))
+            file.replace(digest.hexdigest().encode(), 8 + text.index(_BLANK_DIGEST.encode()))
 
     write_atomic(path, fill)
     return digest.hexdigest()
@@ -111,12 +111,12 @@ def has_digest(path: Path) -> bool:
     """Return whether a file is a safetensors file to which `save_tensors` gave a digest."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), regular(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return _DIGEST in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
+        return _DIGEST_KEY in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
     return False
 
 
-def check_digest(path: Path) -> None:
-    """Refuse a safetensors file that is not what `save_tensors` wrote with metadata; one without a digest passes.
+def check_file_digest(path: Path) -> None:
+    """Refuse a safetensors file that is not what `save_tensors` wrote with metadata. One without a digest passes.
 
     Raises:
         LayoutError: it is damaged, or no such file.
@@ -124,10 +124,10 @@ def check_digest(path: Path) -> None:
     with suppress(OSError, ValueError, AttributeError, RecursionError), regular(path).open("rb") as file:
         length = file.read(8)
         text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
-        recorded = json.loads(text).get("__metadata__", {}).get(_DIGEST)
+        recorded = json.loads(text).get("__metadata__", {}).get(_DIGEST_KEY)
         if recorded is None:
             return
-        digest = hashlib.sha256(length + text.replace(str(recorded).encode(), _BLANK.encode(), 1))
+        digest = hashlib.sha256(length + text.replace(str(recorded).encode(), _BLANK_DIGEST.encode(), 1))
         while piece := file.read(1 << 20):
             digest.update(piece)
         if digest.hexdigest() == recorded:
@@ -150,7 +150,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def generations(self) -> list[int]:
-        """Generations there, damaged ones too, from the oldest."""
+        """List the generations, damaged ones too, from the oldest."""
         names = [p.stem.removeprefix("checkpoint-") for p in self.folder.glob("checkpoint-*.json")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -163,7 +163,7 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
     ) -> None:
-        """Makes a generation last, with the rows of the stores, and forgets those beyond `keep`.
+        """Store a generation durably with the rows of the stores, and delete those beyond `keep`.
 
         Args:
             generation: greater than the newest one.
@@ -173,7 +173,7 @@ class Checkpoints:
             stores: by name.
 
         Raises:
-            CheckpointError: the disk is full or refuses; the generations before are intact.
+            CheckpointError: the disk is full or refuses. The generations before are intact.
         """
         stores, generations = stores or {}, self.generations()
         assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
@@ -184,7 +184,7 @@ class Checkpoints:
             everything |= {f"{name}/{key}": tensor for key, tensor in store.state().items()}
         data, text = self._paths(generation)
         body: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": _CHECKPOINT_FORMAT,
             "generation": generation,
             "fingerprint": fingerprint,
             "sha256": save_tensors(data, everything),
@@ -203,7 +203,7 @@ class Checkpoints:
             store.prune(kept[0])
 
     def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> Loaded | None:
-        """The newest intact generation, or None where there is none at all; nothing is changed.
+        """Load the newest intact generation, or None if there is none. Nothing is changed.
 
         Args:
             fingerprint: of the experiment.
@@ -220,9 +220,9 @@ class Checkpoints:
                 warnings.append(f"{self.folder}/checkpoint-{generation} is damaged (.json or .safetensors): not used")
                 continue
             body, tensors = read
-            if (body["format"], body["fingerprint"]) != (_FORMAT, fingerprint):
+            if (body["format"], body["fingerprint"]) != (_CHECKPOINT_FORMAT, fingerprint):
                 before = body["meta"].get("numbers")
-                changed = difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
+                changed = find_difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
                 changed = changed or (
                     f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
                 )
@@ -236,7 +236,7 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """The description of the newest generation, without its tensors; safe while another process saves."""
+        """Read the description of the newest generation without its tensors. Safe while another process saves."""
         while True:
             generations = self.generations()
             for generation in reversed(generations):
@@ -256,7 +256,7 @@ class Checkpoints:
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
-        """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
+        """`load`, and brings the stores back to that generation (or to no row). Newer ones are forgotten.
 
         The tensors lie in memory as torch places new ones, not as the file has them.
 

@@ -3,7 +3,7 @@
 A unit has a folder, and each attempt at it a folder of its own in there, numbered from 1. Who creates the folder has
 the attempt: creating a folder is atomic on every disk. The attempt's counter grows while its process lives. If an
 observer has seen one value for `EXPIRY_SECONDS` by its own clock, or knows that the process has ended, the next attempt
-may be taken. What a unit gives is published by a rename; the first one stays.
+may be taken. What a unit gives is published by a rename. The first one stays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PULSE_SECONDS = 5.0
 """Seconds between two values of a counter."""
 EXPIRY_SECONDS = 60.0
 """Seconds without a new value after which a claim is thought to be of a process that has ended."""
-PULSE, STATE = "claim.json", "state"
+PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
 class Claimant(NamedTuple):
@@ -47,22 +47,22 @@ class Claimant(NamedTuple):
 
 
 class UnitClaim:
-    """A unit that this process works on; another thread keeps its counter growing until `release`.
+    """A unit that this process works on. Another thread keeps its counter growing until `release`.
 
     Args:
         folder: of the attempt, which this process has created.
-        before: the attempt before, whose claimant has ended; None for the first attempt.
+        before: the attempt before, whose claimant has ended. None for the first attempt.
         dead: whether that claimant is known to have ended, so that nothing is written there any more.
 
     Attributes:
-        state: folder for the work; a checkpoint of the attempt before lies there.
-        earlier: the state of the attempt before, as far as it has not been moved; None for the first attempt.
+        state: folder for the work. A checkpoint of the attempt before lies there.
+        earlier: the state of the attempt before, as far as it has not been moved. None for the first attempt.
         progress: how far the work is, in words, for others.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
-        self.folder, self.state, self.progress = folder, folder / STATE, ""
-        self.earlier = None if before is None else before / STATE
+        self.folder, self.state, self.progress = folder, folder / STATE_KEY, ""
+        self.earlier = None if before is None else before / STATE_KEY
         self._counter, self._end = 0, threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._pulse, daemon=True)
@@ -80,7 +80,7 @@ class UnitClaim:
         """Rename the state to its place for good.
 
         Returns:
-            Whether this attempt was the first; another one's result stays.
+            Whether this attempt was the first. Another one's result stays.
 
         Raises:
             CheckpointError: the disk refuses.
@@ -102,9 +102,9 @@ class UnitClaim:
         host, pid = socket.gethostname(), os.getpid()
         content = {"counter": self._counter, "host": host, "pid": pid, "place": _place(), "begun": _begun(pid)}
         content |= {"progress": self.progress, "released": released}
-        draft = self.folder / f".{PULSE}.tmp"
+        draft = self.folder / f".{PULSE_FILE}.tmp"
         draft.write_text(json.dumps(content))
-        draft.rename(self.folder / PULSE)  # not synced: after a crash of the machine its claims are free anyway
+        draft.rename(self.folder / PULSE_FILE)  # not synced: after a crash of the machine its claims are free anyway
 
 
 class Claims:
@@ -119,7 +119,7 @@ class Claims:
         self._seen: dict[Path, tuple[object, float]] = {}
 
     def take(self, unit: str) -> UnitClaim | None:
-        """Claim a unit; None where another process has it.
+        """Claim a unit. None where another process has it.
 
         Args:
             unit: its name, which a folder can have.
@@ -144,7 +144,7 @@ class Claims:
             return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
-        """Who has a unit, or had it last; None where nobody ever claimed it."""
+        """Who has a unit, or had it last. None where nobody ever claimed it."""
         newest = self._newest(unit)
         pulse = _read(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
@@ -158,10 +158,10 @@ class Claims:
         return []
 
     def left_behind(self, unit: str) -> Path | None:
-        """The state of a unit whose claimant is known to have ended; None without one."""
+        """The state of a unit whose claimant is known to have ended. None without one."""
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
-        state = attempt / STATE
+        state = attempt / STATE_KEY
         return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
 
     def check_ended(self) -> None:
@@ -234,9 +234,9 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 
 
 def _read(attempt: Path) -> dict[str, Any] | None:
-    """What a claimant wrote last; None before it has written anything."""
+    """What a claimant wrote last. None before it has written anything."""
     with suppress(OSError, ValueError):
-        pulse: dict[str, Any] = json.loads((attempt / PULSE).read_text())
+        pulse: dict[str, Any] = json.loads((attempt / PULSE_FILE).read_text())
         return pulse
     return None
 
@@ -259,7 +259,7 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """When a process of this system began, as the kernel counts; None where it has ended."""
+    """When a process of this system began, as the kernel counts. None where it has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

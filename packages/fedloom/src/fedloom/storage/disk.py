@@ -1,7 +1,7 @@
 """Primitives of the disk: every change of a run directory is one of them.
 
 They are create, write, fsync, rename, truncate and unlink, and each first calls `hook`, so that a test can stop the
-process there; a write is then cut in two, with the step ``"tear"`` between the halves. A process started with
+process there. A write is then cut in two, with the step ``"tear"`` between the halves. A process started with
 ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 hook: Callable[[str, Path], None] | None = None
-"""Called before each primitive with its name and path; for tests."""
+"""Called before each primitive with its name and path, for tests."""
 
 _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
@@ -41,7 +41,7 @@ def is_watched() -> bool:
 
 
 def regular(path: Path) -> Path:
-    """The path of a regular file, or of none.
+    """Check that a path is a regular file or does not exist. Return it.
 
     Raises:
         OSError: it is a pipe, a socket, a device or a folder: to open a pipe would wait for who writes to it.
@@ -62,8 +62,8 @@ def open_file(path: Path, flags: int) -> int:
     return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
-def write(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    """Write bytes from a position on; None: where the file stands."""
+def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
+    """Write bytes from a position on. None: where the file stands."""
     torn = len(data) > 1 and is_watched()
     cut = len(data) // 2 if torn else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-BUFFERS = 1024
+MAX_BUFFERS_PER_CALL = 1024
 """Most buffers that a system reads or writes in one call."""
-TRIES = 100
-"""How often a draft is opened that seems to be another file; some disks change the numbers of open files."""
+MAX_OPEN_ATTEMPTS = 100
+"""Attempts to open a draft that seems to be another file. Some disks change the numbers of open files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """A block in which the disk's refusal to write a file becomes a sentence, a `CheckpointError`."""
+    """Turn the disk's refusal to write a file into a `CheckpointError` within the block."""
     return explain_os_error(path, "what was saved before is", "run the same command again to go on")
 
 
@@ -49,7 +49,7 @@ class Sink(io.RawIOBase):
 
     def write(self, data: Buffer, /) -> int:
         view = disk.as_bytes(data)
-        disk.write(self._fd, self._path, view, None)
+        disk.write_bytes(self._fd, self._path, view, None)
         self._length += len(view)
         return len(view)
 
@@ -58,11 +58,11 @@ class Sink(io.RawIOBase):
 
     def replace(self, data: Buffer, at: int) -> None:
         """Other bytes in the place of those from byte ``at`` on."""
-        disk.write(self._fd, self._path, disk.as_bytes(data), at)
+        disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
 def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
-    """The content of a regular file.
+    """Read the content of a regular file.
 
     Args:
         path: the file.
@@ -79,7 +79,7 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Creates a folder, with a mode, and its parents, and makes their names last.
+    """Create a folder and its parents with a mode, durably.
 
     Raises:
         RunDirError: it can be no folder.
@@ -97,7 +97,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder is missing, or has nothing but hidden files; a `RunDirError` if it can be none."""
+    """Whether a folder is missing, or has nothing but hidden files. A `RunDirError` if it can be none."""
     check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
@@ -119,16 +119,16 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
-    """Replaces a file as a whole: after a crash at any moment it has its old content or the new one.
+    """Replace a whole file: after a crash at any moment it has its old content or the new one.
 
     Several processes may write one file: each writes a whole one, one after the other.
 
     Args:
-        path: the file; its folder exists.
+        path: the file. Its folder exists.
         content: the bytes, or a function that writes them to the file-like object it is given.
 
     Raises:
-        CheckpointError: it is a folder, or the disk is full or refuses; the old file is intact and no temporary file
+        CheckpointError: it is a folder, or the disk is full or refuses. The old file is intact and no temporary file
             is left.
     """
     with explained(path):
@@ -139,7 +139,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
             if callable(content):
                 content(Sink(fd, temporary))
             else:
-                disk.write(fd, temporary, disk.as_bytes(content), None)
+                disk.write_bytes(fd, temporary, disk.as_bytes(content), None)
             disk.fsync(fd, temporary)
             disk.step("rename", path)
             temporary.rename(path)
@@ -148,8 +148,8 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
-    """A temporary file that one writer at a time has for itself, in any process; the next one waits for its end."""
-    for tries_left in reversed(range(TRIES)):
+    """Open a temporary file for one writer at a time, in any process. The next writer waits."""
+    for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
         try:
@@ -187,14 +187,14 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Creates an empty file where there is none; a `CheckpointError` when the disk refuses."""
+    """Create an empty file if it is missing. A `CheckpointError` if the disk refuses."""
     if not path.exists():
         with explained(path):
             os.close(disk.open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
 def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
-    """Appends to an existing file and fsyncs it once.
+    """Append to an existing file and fsync it once.
 
     Args:
         path: the file.
@@ -204,7 +204,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
         The file's new length in bytes.
 
     Raises:
-        CheckpointError: the disk is full or refuses; the file has its former length again.
+        CheckpointError: the disk is full or refuses. The file has its former length again.
     """
     with explained(path):
         fd = disk.open_file(path, os.O_WRONLY)
@@ -212,7 +212,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
             former = os.lseek(fd, 0, os.SEEK_END)
             try:
                 for piece in pieces:
-                    disk.write(fd, path, disk.as_bytes(piece), None)
+                    disk.write_bytes(fd, path, disk.as_bytes(piece), None)
                 disk.fsync(fd, path)
             except BaseException:
                 with suppress(OSError):
@@ -224,10 +224,10 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Appends a line to an existing file as `append_synced` does; it begins anew after one that a crash cut short.
+    """Append a line as `append_synced` does. It begins on a new line after one that a crash cut short.
 
     Raises:
-        CheckpointError: the disk is full or refuses; the file has its former length again.
+        CheckpointError: the disk is full or refuses. The file has its former length again.
     """
     with explained(path), disk.regular(path).open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
@@ -236,7 +236,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def discard(*paths: Path) -> None:
-    """Deletes the files that exist, in order; none comes back once the next is gone, since the folder is fsynced.
+    """Delete files in order. None comes back once the next is gone, since the folder is fsynced.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -249,12 +249,12 @@ def discard(*paths: Path) -> None:
 
 
 class RowFile:
-    """A file of fixed length that is read and written in place; forked processes may share it.
+    """A file of fixed length that is read and written in place. Forked processes may share it.
 
     Args:
         path: the file.
         length: bytes.
-        new: the file is created, or made anew, with zeros; else it must be there with this length.
+        new: the file is created, or made anew, with zeros. Else it must be there with this length.
 
     Raises:
         CheckpointError: (any method) the disk is full or refuses, or the file is missing or cut short.
@@ -273,35 +273,35 @@ class RowFile:
                 disk.fsync_folder(path.parent)
 
     def read(self, into: Sequence[memoryview], at: int) -> None:
-        """Fills up to `BUFFERS` buffers, one after the other, from byte ``at`` on."""
+        """Fill up to `MAX_BUFFERS_PER_CALL` buffers, one after the other, from byte ``at`` on."""
         while into:
             done = os.preadv(self._fd, into, at)
             if done == 0:
                 raise DamagedCheckpoint(f"{self.path} is cut short: no byte {at}")
-            into, at = _left(into, done), at + done
+            into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
-        """Writes up to `BUFFERS` buffers from a byte on, for each piece; on the disk for certain only after `sync`."""
+        """Write up to `MAX_BUFFERS_PER_CALL` buffers per piece from a byte on. Durable only after `sync`."""
         with explained(self.path):
             for data, at in pieces:
                 if not disk.is_watched():
                     done = os.pwritev(self._fd, data, at)
-                    data, at = _left(data, done), at + done
+                    data, at = _remaining_buffers(data, done), at + done
                 if data:
-                    disk.write(self._fd, self.path, memoryview(b"".join(data)), at)
+                    disk.write_bytes(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
-        """Returns when everything written, by any process, is on the disk."""
+        """Wait until everything written, by any process, is on the disk."""
         with explained(self.path):
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:
-        """Closes the file in this process; so does the end of this object."""
+        """Close the file in this process, as the end of this object does."""
         self._close()
 
 
-def _left(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Of buffers that are not empty, what is left after so many bytes."""
+def _remaining_buffers(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """Return the rest of non-empty buffers after a number of bytes."""
     for k, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[k + 1 :]]

@@ -1,7 +1,7 @@
 """Undo journal of rows kept in a file: what a row was at a checkpoint, written before the row is overwritten.
 
 ``journal-G`` begins at checkpoint G. Its header has the clients with rows at that point and how long the journal
-before it was; its records hold the old bytes of the seen rows first touched since. Applying the journals from the
+before it was. Its records hold the old bytes of the seen rows first touched since. Applying the journals from the
 newest to the oldest brings back the rows of any checkpoint whose journal is kept.
 
 Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of it all.
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["PIECE", "Header", "Journal", "raw"]
+__all__ = ["PIECE_BYTES", "Header", "Journal", "raw"]
 
-PIECE = 1 << 22  # bytes of rows held in memory at once
-_MAGIC = b"FLJOURN1"
-_START = struct.Struct("<8sII")  # magic, length and CRC-32 of the JSON that follows
-_RECORD = struct.Struct("<16sQ")  # tag, rows
-_CRC = struct.Struct("<I")
+PIECE_BYTES = 1 << 22  # bytes of rows held in memory at once
+_JOURNAL_MAGIC = b"FLJOURN1"
+_HEADER_STRUCT = struct.Struct("<8sII")  # magic, length and CRC-32 of the JSON that follows
+_RECORD_STRUCT = struct.Struct("<16sQ")  # tag, rows
+_CRC_STRUCT = struct.Struct("<I")
 
 
 class Header(NamedTuple):
@@ -65,7 +65,7 @@ class _Record(NamedTuple):
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, shared with it."""
+    """Return the bytes of a contiguous CPU tensor, shared with it."""
     if not tensor.numel():
         return memoryview(b"")
     assert tensor.is_contiguous()
@@ -118,13 +118,13 @@ class Journal:
                 "seen": base64.b64encode(raw(occupied)).decode(),
             }
         ).encode()
-        content = _START.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+        content = _HEADER_STRUCT.pack(_JOURNAL_MAGIC, len(text), zlib.crc32(text)) + text
         write_atomic(self.path(generation), content)
         self._open = Header(generation, previous, sealed, tag, occupied.clone(), len(content))
         self._length = len(content)
 
     def next(self, generation: int, occupied: Tensor) -> None:
-        """Begins the journal of a new checkpoint after the open one; nothing when no row changed since."""
+        """Begins the journal of a new checkpoint after the open one. Nothing when no row changed since."""
         assert self._open is not None
         if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
             occupied
@@ -134,7 +134,7 @@ class Journal:
         self.start(generation, occupied, self._open.generation, self._length)
 
     def append(self, ids: Tensor, old: Callable[[Tensor], Tensor]) -> None:
-        """Adds one record, fsynced once.
+        """Append one record, fsynced once.
 
         Args:
             ids: [k] int64.
@@ -145,13 +145,13 @@ class Journal:
 
         def pieces() -> Iterator[memoryview | bytes]:
             crc = 0
-            head: list[memoryview | bytes] = [_RECORD.pack(tag, len(ids)), raw(ids)]
+            head: list[memoryview | bytes] = [_RECORD_STRUCT.pack(tag, len(ids)), raw(ids)]
             rows = (raw(old(some)) for some in self._cut(ids))
             for group in (head, rows):
                 for piece in group:
                     crc = zlib.crc32(piece, crc)
                     yield piece
-            yield _CRC.pack(crc)
+            yield _CRC_STRUCT.pack(crc)
 
         self._length = append_synced(self.path(self._open.generation), pieces())
 
@@ -176,7 +176,7 @@ class Journal:
 
         Args:
             header: whose records.
-            sealed: the length that the file must have; None for the newest journal, whose end may be torn.
+            sealed: the length that the file must have. None for the newest journal, whose end may be torn.
 
         Yields:
             Ids [k] and rows [k, bytes of a row] uint8.
@@ -194,7 +194,7 @@ class Journal:
             if at != sealed and (sealed is not None or _holds(file.fileno(), header.tag, at + 1)):
                 raise DamagedCheckpoint(f"{path} is damaged at byte {at}")
             for record in reversed(records):
-                at = record.at + _RECORD.size + 8 * len(record.ids)
+                at = record.at + _RECORD_STRUCT.size + 8 * len(record.ids)
                 for ids in self._cut(record.ids):
                     rows = torch.empty(len(ids), self._width, dtype=torch.uint8)
                     os.preadv(file.fileno(), [raw(rows)], at)
@@ -202,33 +202,33 @@ class Journal:
                     yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
-        """Restart from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
+        """Restart from the oldest header of a chain that was undone. The newer journals are deleted, newest first."""
         first = chain[0]
         discard(*(self.path(h.generation) for h in reversed(chain[1:])))
         self.start(first.generation, first.occupied, first.previous, first.sealed)
 
     def prune(self, oldest: int) -> None:
-        """Deletes the journals of checkpoints before ``oldest``."""
+        """Delete the journals of checkpoints before ``oldest``."""
         old = [self.path(g) for g in self.generations() if g < oldest]
         discard(*old, *self._folder.glob(".journal-*.tmp"))
 
     def clear(self) -> None:
-        """Deletes every journal."""
+        """Delete every journal."""
         discard(*(self.path(g) for g in self.generations()))
         self._open = None
 
     def _size(self, rows: int) -> int:
-        return _RECORD.size + rows * (8 + self._width) + _CRC.size
+        return _RECORD_STRUCT.size + rows * (8 + self._width) + _CRC_STRUCT.size
 
     def _cut(self, ids: Tensor) -> Sequence[Tensor]:
-        pieces: Sequence[Tensor] = ids.split(max(1, PIECE // self._width))
+        pieces: Sequence[Tensor] = ids.split(max(1, PIECE_BYTES // self._width))
         return pieces
 
     def _header(self, generation: int) -> Header:
         path = self.path(generation)
         with path.open("rb") as file:
-            magic, length, crc = _START.unpack(file.read(_START.size).ljust(_START.size, b"\0"))
-            text = file.read(length) if magic == _MAGIC else b""
+            magic, length, crc = _HEADER_STRUCT.unpack(file.read(_HEADER_STRUCT.size).ljust(_HEADER_STRUCT.size, b"\0"))
+            text = file.read(length) if magic == _JOURNAL_MAGIC else b""
         if zlib.crc32(text) != crc or not text:
             raise DamagedCheckpoint(f"{path} is damaged at its beginning")
         values = json.loads(text)
@@ -239,21 +239,23 @@ class Journal:
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])
-        return Header(values["generation"], values["previous"], values["sealed"], tag, occupied, _START.size + length)
+        return Header(
+            values["generation"], values["previous"], values["sealed"], tag, occupied, _HEADER_STRUCT.size + length
+        )
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
-        """The whole record that begins at a byte, or None where there is none."""
-        begin, rows = _RECORD.unpack(os.pread(fd, _RECORD.size, at).ljust(_RECORD.size, b"\0"))
+        """Read the whole record that begins at a byte, or None if there is none."""
+        begin, rows = _RECORD_STRUCT.unpack(os.pread(fd, _RECORD_STRUCT.size, at).ljust(_RECORD_STRUCT.size, b"\0"))
         size = self._size(rows)
         if begin != tag or at + size > os.fstat(fd).st_size:
             return None
-        crc, end = 0, at + size - _CRC.size
-        for start in range(at, end, PIECE):
-            crc = zlib.crc32(os.pread(fd, min(PIECE, end - start), start), crc)
-        if _CRC.pack(crc) != os.pread(fd, _CRC.size, end):
+        crc, end = 0, at + size - _CRC_STRUCT.size
+        for start in range(at, end, PIECE_BYTES):
+            crc = zlib.crc32(os.pread(fd, min(PIECE_BYTES, end - start), start), crc)
+        if _CRC_STRUCT.pack(crc) != os.pread(fd, _CRC_STRUCT.size, end):
             return None
         ids = torch.empty(rows, dtype=torch.int64)
-        os.preadv(fd, [raw(ids)], at + _RECORD.size)
+        os.preadv(fd, [raw(ids)], at + _RECORD_STRUCT.size)
         return _Record(at, ids)
 
 

@@ -12,19 +12,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.errors import RunDirError
-from fedloom.outputs import LOCK
+from fedloom.outputs import LOCK_FILE
 from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Keeps every other process out of a run directory; the lock of a process that has died is free.
+    """Keep every other process out of a run directory. The lock of a dead process is free.
 
     Forked processes hold the lock with their parent, so that no other process enters while one of them may still write.
 
     Args:
-        folder: the run directory; created when missing.
+        folder: the run directory. Created when missing.
         wait: seconds to wait for what a dead process leaves behind (its workers) to end.
         joins: work beside other processes that join, and need no lock where the disk has none.
 
@@ -32,7 +32,7 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
         RunDirError: another process works there, or the disk has no file locks.
     """
     make_folder(folder)
-    path, me = folder / LOCK, os.getpid()
+    path, me = folder / LOCK_FILE, os.getpid()
     with explained(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -40,7 +40,7 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
         if not joins:
             with explained(path):
                 disk.truncate(fd, path, 0)
-                disk.write(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
+                disk.write_bytes(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
         yield
     finally:
         if os.getpid() == me:
@@ -75,18 +75,18 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
 
 
 def release(fd: int) -> None:
-    """Give up the lock of an open file; a disk without file locks has none to give up."""
+    """Give up the lock of an open file. A disk without file locks has none to give up."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def in_use(folder: Path) -> bool:
+def is_in_use(folder: Path) -> bool:
     """Whether a process, or one that it forked, holds the lock of a run directory: the kernel's, which ends with them.
 
     The number in the file is not asked: after a reboot it may be that of any process.
     """
     try:
-        fd = disk.open_file(folder / LOCK, os.O_RDONLY)
+        fd = disk.open_file(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -117,7 +117,7 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
 
 
 def _share(fd: int) -> bool:
-    """Share the lock with others that join; False where a process has the directory for itself."""
+    """Share the lock with others that join. False where a process has the directory for itself."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +128,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Whether a process works in the directory; `in_use`, which only looks, shares the lock for a moment."""
+    """Whether a process works in the directory. `is_in_use`, which only looks, shares the lock for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """How processes come to share rows: each of them makes the same stores in the same order."""
+    """Shared rows of processes: each process makes the same stores in the same order."""
 
     @property
     def leads(self) -> bool:
-        """This process makes the files and keeps the journal; there is one."""
+        """This process makes the files and keeps the journal. There is one."""
         ...
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
@@ -33,7 +33,7 @@ class Memory(Protocol):
 
 
 class Forked:
-    """Rows shared with processes that are forked after the store is made; those leave its files alone."""
+    """Rows shared with processes that are forked after the store is made. Those leave its files alone."""
 
     leads = True
 
@@ -45,7 +45,7 @@ class Forked:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, memory: Memory | None, large: bool = False) -> Tensor:
-    """Memory that costs nothing before it is written; zeros when processes share it."""
+    """Memory that costs nothing before it is written. Zeros when processes share it."""
     size = prod(shape) * dtype.itemsize
     if memory is None or not size:
         return torch.empty(shape, dtype=dtype)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from fedloom.errors import CheckpointError, LayoutError
-from fedloom.storage.files import BUFFERS, RowFile, make_folder
+from fedloom.storage.files import MAX_BUFFERS_PER_CALL, RowFile, make_folder
 from fedloom.storage.journal import Journal, raw
 from fedloom.storage.memory import Memory, allocate
 
@@ -67,12 +67,12 @@ class _InFile:
         self.file, self.width = RowFile(path, n * width, new), width
 
     def read(self, ids: Tensor, fields: Sequence[Tensor], places: Tensor) -> None:
-        """Fills ``fields[k][places]``, each [m, w], with the rows of clients."""
+        """Fill ``fields[k][places]``, each ``[m, w]``, with the rows of clients."""
         for buffers, at in self._pieces(ids, fields, places):
             self.file.read(buffers, at)
 
     def write(self, ids: Tensor, fields: Sequence[Tensor]) -> None:
-        """Replaces rows by ``fields[k]``, each [m, w]."""
+        """Replace rows by ``fields[k]``, each ``[m, w]``."""
         self.file.write(self._pieces(ids, [field.contiguous() for field in fields], torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _InFile:
             for first, place, count in _runs(ids, places):
                 yield [view[place * w : (place + count) * w]], first * w
             return
-        most = BUFFERS // max(1, len(views))
+        most = MAX_BUFFERS_PER_CALL // max(1, len(views))
         for first, place, count in _runs(ids, places):
             for start in range(0, count, most):
                 some = range(place + start, place + min(start + most, count))
@@ -119,12 +119,12 @@ class Store(Generic[T]):
     Args:
         n: number of clients.
         template: NamedTuple of tensors [w] (each field its own w and type), the row of a client never written.
-        path: folder of the file and its journal; None keeps the rows in memory whatever their size.
-        budget: bytes; up to there the rows are kept in memory.
+        path: folder of the file and its journal. None keeps the rows in memory whatever their size.
+        budget: bytes. Up to there the rows are kept in memory.
         memory: how other processes read and write the same rows, if there are any.
 
     Attributes:
-        occupied: bool [n], clients that have been written; shared like the rows.
+        occupied: bool [n], clients that have been written. Shared like the rows.
         in_files: the rows are kept in files. A store whose folder has a journal already must be rolled back to a
             checkpoint, or reset, before anything else.
 
@@ -169,7 +169,7 @@ class Store(Generic[T]):
         """Rows of clients.
 
         Args:
-            ids: [m] int64; sorted ids are read fastest.
+            ids: [m] int64. Sorted ids are read fastest.
 
         Returns:
             The template's NamedTuple with fields [m, w], a copy.
@@ -189,7 +189,7 @@ class Store(Generic[T]):
         return cast(T, cast(Any, type(self.template))(*fields))
 
     def write(self, ids: Tensor, rows: T) -> None:
-        """Replaces rows; in files, `touch` comes first.
+        """Replace rows, in files, call `touch` first.
 
         Args:
             ids: [m] int64, each once.
@@ -215,7 +215,7 @@ class Store(Generic[T]):
         self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
-        """Saves what rows were at the last checkpoint before they are overwritten; one fsync at most.
+        """Save the rows of the last checkpoint before they are overwritten, at most one fsync.
 
         Args:
             ids: [m] int64, all clients of the round.
@@ -229,7 +229,7 @@ class Store(Generic[T]):
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:
-        """Makes the rows as they are now those of a generation; `rollback` comes back to it.
+        """Make the current rows a generation. `rollback` returns to it.
 
         Args:
             generation: greater than the one before.
@@ -241,12 +241,12 @@ class Store(Generic[T]):
             self._touched.fill_(False)
 
     def prune(self, oldest: int) -> None:
-        """Gives up the generations before ``oldest``."""
+        """Delete the generations before ``oldest``."""
         if self.in_files:
             self._journal.prune(oldest)
 
     def rollback(self, generation: int) -> None:
-        """Brings back the rows of a generation bit for bit; newer generations are given up.
+        """Brings back the rows of a generation bit for bit. Newer generations are given up.
 
         A crash on the way is followed by the same call. In memory there is nothing to do: see `load_state`.
 
@@ -266,7 +266,7 @@ class Store(Generic[T]):
         self._begin(chain[0].occupied)
 
     def reset(self) -> None:
-        """Forgets every row and generation; generation 0 is the store without a row."""
+        """Forgets every row and generation. Generation 0 is the store without a row."""
         unseen = torch.zeros(self.n, dtype=torch.bool)
         if self.in_files:
             self._journal.clear()
@@ -274,7 +274,7 @@ class Store(Generic[T]):
         self._begin(unseen)
 
     def state(self) -> dict[str, Tensor]:
-        """Rows kept in memory, for the checkpoint file: ``seen`` and the seen rows of every field; in files, nothing.
+        """Rows kept in memory, for the checkpoint file: ``seen`` and the seen rows of every field, in files, nothing.
 
         The tensors may be the store's own: they are to be written before the next `write`.
         """
@@ -287,7 +287,7 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes the rows of `state`.
+        """Replace the rows by those of `state`.
 
         Raises:
             CheckpointError: the state is of other clients or fields, or of a store in files.
@@ -305,7 +305,7 @@ class Store(Generic[T]):
                 home.rows[self.occupied] = state[f"rows.{name}"]
 
     def close(self) -> None:
-        """Closes the file in this process."""
+        """Close the file in this process."""
         if self._file is not None:
             self._file.file.close()
 

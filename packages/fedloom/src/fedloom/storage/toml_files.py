@@ -11,12 +11,12 @@ from typing import Any
 from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
-DEEPEST = 32
+MAX_TOML_DEPTH = 32
 """Tables and arrays of a TOML file within one another."""
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The document of a TOML file.
+    """Read the document of a TOML file.
 
     Args:
         path: the file.
@@ -32,10 +32,10 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:
-    """The document in the bytes of a TOML file, without a byte order mark that stands before it.
+    """Parse the bytes of a TOML file, without a leading byte order mark.
 
     Raises:
-        ConfigError: they are not TOML; the message names the path.
+        ConfigError: they are not TOML. The message names the path.
     """
     try:
         document = tomllib.loads(content.decode("utf-8-sig"))
@@ -54,15 +54,15 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _repeated(heading: re.Match[str]) -> str:
-    """The fault and the cure of a table that has two headings."""
+    """Describe the error of a table with two headings, and its repair."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice; write all its keys under one heading"
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
-    """Whether tables and arrays lie in one another at most `DEEPEST` times."""
+    """Whether tables and arrays lie in one another at most `MAX_TOML_DEPTH` times."""
     level: list[Any] = [document]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_TOML_DEPTH):
         inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
         level = [value for value in inner if isinstance(value, dict | list)]
     return not level

@@ -1,6 +1,6 @@
 """Recalibration of a binary model at a client: a line through its logits, fitted on the client's validation part.
 
-References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999; E. W. Steyerberg, "Clinical
+References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
 Prediction Models", 2nd ed., Section 15.3: the intercept alone where events are few, else intercept and slope.
 """
 
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-ENOUGH = 10
+MIN_SLOPE_ROWS = 10
 """Validation rows of each class from which the slope is fitted too."""
-UNPENALISED = 1e10
+INVERSE_PENALTY = 1e10
 """Inverse strength of the penalty that scikit-learn's logistic regression is given."""
-STEEP = 1e3
+MAX_LOGIT = 1e3
 """Logit of a probability that is 0 or 1 in every digit."""
 
 
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Slope and intercept ``[n, 2]`` float64 of every client; nan where a client has no row of one of the classes.
+    """Slope and intercept ``[n, 2]`` float64 of every client. Nan where a client has no row of one of the classes.
 
-    With fewer than `ENOUGH` rows of a class, or where the logits rank the rows worse than chance, the slope is 1. The
-    intercept makes the mean probability the share of positives.
+    With fewer than `MIN_SLOPE_ROWS` rows of a class, or where the logits rank the rows worse than chance, the slope is
+    1. The intercept makes the mean probability the share of positives.
 
     Args:
         output: ``[N, 1]`` logits of all clients' validation samples.
@@ -43,11 +43,12 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Calibration of every client's probabilities, ``[n]`` float64 each; arguments as `recalibration`.
+    """Calibration of every client's probabilities, ``[n]`` float64 each. Arguments as `recalibration`.
 
     ``calibration_slope`` is that of the targets on the logits: 1 where probabilities spread as they should, less where
-    they are too extreme, nan with fewer than `ENOUGH` rows of a class. ``calibration_intercept`` is calibration in the
-    large, what must be added to the logits to meet the share of positives: 0 is right; nan with one class only.
+    they are too extreme, nan with fewer than `MIN_SLOPE_ROWS` rows of a class. ``calibration_intercept`` is
+    calibration in the large, what must be added to the logits to meet the share of positives: 0 is right. Nan with one
+        class only.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
     for client, z, hits in _clients(output, y, owner, n):
@@ -65,26 +66,26 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def _slope(z: Floats, hits: Floats) -> float:
-    """Slope of the logistic regression of targets on logits; nan with fewer than `ENOUGH` rows of a class."""
+    """Slope of the logistic regression of targets on logits. Nan with fewer than `MIN_SLOPE_ROWS` rows of a class."""
     from sklearn.linear_model import LogisticRegression  # slow to import
 
-    if min(hits.sum(), len(hits) - hits.sum()) < ENOUGH or z.std() == 0:
+    if min(hits.sum(), len(hits) - hits.sum()) < MIN_SLOPE_ROWS or z.std() == 0:
         return float("nan")
     scaled = ((z - z.mean()) / z.std())[:, None]
-    fit = LogisticRegression(C=UNPENALISED, tol=1e-10, max_iter=1000).fit(scaled, hits)
+    fit = LogisticRegression(C=INVERSE_PENALTY, tol=1e-10, max_iter=1000).fit(scaled, hits)
     return float(fit.coef_[0, 0]) / float(z.std())
 
 
 def _intercept(z: Floats, share: float) -> float:
-    """What is added to logits to make the mean probability a share in (0, 1)."""
+    """Return the number that, added to logits, makes the mean probability a share in (0, 1)."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import expit
 
-    return float(brentq(lambda b: expit(z + b).mean() - share, -STEEP - z.max(), STEEP - z.min(), xtol=1e-12))
+    return float(brentq(lambda b: expit(z + b).mean() - share, -MAX_LOGIT - z.max(), MAX_LOGIT - z.min(), xtol=1e-12))
 
 
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
-    """Logits ``[N, 1]`` on the lines ``[N, 2]`` or ``[2]`` of their clients; as they are where there is none."""
+    """Map logits ``[N, 1]`` by the lines ``[N, 2]`` or ``[2]`` of their clients, without lines, change nothing."""
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())
     return torch.where(fitted, slope, 1.0).unsqueeze(-1) * output + torch.where(fitted, intercept, 0.0).unsqueeze(-1)

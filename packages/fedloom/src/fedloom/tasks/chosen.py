@@ -18,23 +18,23 @@ from fedloom.hints import unknown
 from fedloom.imports import Function
 from fedloom.metrics import declare
 from fedloom.tasks.calibration import calibration
-from fedloom.tasks.figures import labelled, masked, mean, of_classes, wide
+from fedloom.tasks.figures import class_metrics, labelled, masked, owner_mean, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
 
-LOG = logging.getLogger("fedloom")
+TASK_LOG = logging.getLogger("fedloom")
 
 Base = Classification | Binary | Regression | Survival | Count
 Kinds = Literal["classification", "binary", "regression", "survival", "count"]
 
 
 class Labelled(Protocol):
-    """What `task_of` reads of a data set."""
+    """Fields of a data set that `task_of` reads."""
 
     @property
     def task(self) -> Kinds:
-        """What is predicted."""
+        """Kind of prediction."""
         ...
 
     @property
@@ -49,10 +49,10 @@ class Labelled(Protocol):
 
 
 def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
-    """The task that a data set declares, with a user's own objective.
+    """Return the task that a data set declares, with a user's own objective.
 
     Raises:
-        ConfigError: the data set's ``task`` is unknown; or the objective has metrics, class weights or a horizon that
+        ConfigError: the data set's ``task`` is unknown. Or the objective has metrics, class weights or a horizon that
             this task has no place for.
     """
     base: Base
@@ -69,17 +69,17 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
             base = Count()
         case other:
             raise unknown("task", other, get_args(Kinds))
-    return base if objective == Objective() else Chosen.of(base, objective, tuple(dataset.classes))
+    return base if objective == Objective() else Chosen.create(base, objective, tuple(dataset.classes))
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A task with a user's own loss, metrics or class weights; see `Task`.
+    """A task with a user's own loss, metrics or class weights, see `Task`.
 
     Attributes:
         base: the task of the data.
         objective: what the user chose.
-        classes: names of the classes; empty where targets are numbers.
+        classes: names of the classes. Empty where targets are numbers.
         extra: the metrics of fedloom that are computed on request.
     """
 
@@ -89,8 +89,8 @@ class Chosen:
     extra: tuple[str, ...]
 
     @classmethod
-    def of(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
-        """The task, once all is looked at.
+    def create(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
+        """Check a user's choices and return the task.
 
         Raises:
             ConfigError: a metric that is not of this task, two of one name, or weights of other classes.
@@ -141,10 +141,10 @@ class Chosen:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
-        """Factors ``[n, C]`` of the losses of every client's training samples; None: all are 1.
+        """Factors ``[n, C]`` of the losses of every client's training samples. None: all are 1.
 
         Args:
-            counts: ``[n, C]`` training samples of every client by class; with 'balanced', the factors of a client's
+            counts: ``[n, C]`` training samples of every client by class, with 'balanced', the factors of a client's
                 samples are 1 in the mean.
         """
         weights = self.objective.class_weights
@@ -158,20 +158,20 @@ class Chosen:
         return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """The task's own metrics, then those that were asked for; see `Task.metrics`."""
+        """Compute the task's own metrics, then the requested ones, see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
         figures = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
         more: dict[str, Tensor] = {}
         if isinstance(self.base, Classification | Binary):
             p, guess = self.base.probabilities(z), self.base.predict(z)
-            more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
+            more = class_metrics(self.extra, p, guess, target, who, n, labels(self.classes))
         if calibration_metrics := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
             more |= {
                 name: value for name, value in calibration(z, target, who, n).items() if name in calibration_metrics
             }
         if "perplexity" in self.extra:
-            more["perplexity"] = mean(self.base.loss(z, target), who, n).exp()
+            more["perplexity"] = owner_mean(self.base.loss(z, target), who, n).exp()
         if self.objective.loss is not None:
             more["loss"] = _each(self.objective.loss, "loss", output.detach(), y, owner, n)
         for scorer in self.objective.metrics:
@@ -219,7 +219,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
 
 
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs.
+    """Call a user's function on every client's samples, float64 ``[n]``, or nan without samples or finite outputs.
 
     A metric has been tried on samples before the first round. Where it fails at a client later, as a metric of two
     classes at a client of one, it is nan there and logged once: no model depends on it.
@@ -241,11 +241,11 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
     """Log once in a process that a metric is no number."""
-    LOG.warning("%s; it is nan there, and the run goes on", sentence)
+    TASK_LOG.warning("%s; it is nan there, and the run goes on", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
-    """The number that a user's loss or metric returns for a batch.
+    """Return the number that a user's loss or metric returns for a batch.
 
     Raises:
         CodeError: it fails, or returns something else than one number.

@@ -1,7 +1,7 @@
 """Cox regression over sites by sums: the pooled fit, and no row of a patient leaves a site.
 
-References: D. R. Cox, "Regression models and life-tables", JRSS B 1972; ties by N. Breslow, Biometrics 1974, and
-B. Efron, JASA 1977; sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
+References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and
+B. Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 
     paper     here     meaning
     beta      beta     coefficients
@@ -31,12 +31,20 @@ from fedloom.tasks.penalty import (
     jeffreys,
     ridged,
 )
-from fedloom.tasks.separation import SINGULAR, SUPPORT, check_columns, is_suspect, no_finite_fit, recession, separating
+from fedloom.tasks.separation import (
+    MAX_CONDITION_NUMBER,
+    MIN_SUPPORT_SHARE,
+    check_columns,
+    is_suspect,
+    no_finite_fit,
+    recession,
+    separating,
+)
 
-TIES = ("efron", "breslow")
-TOLERANCE = 1e-12
+TIES_METHODS = ("efron", "breslow")
+MIN_NEWTON_DECREMENT = 1e-12
 """Newton decrement below which a step is the last."""
-STEPS, HALVINGS = 50, 30
+MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
 class SurvivalSite(NamedTuple):
@@ -48,10 +56,10 @@ class SurvivalSite(NamedTuple):
 
 
 class RiskSums(NamedTuple):
-    """What a site sends in a step, for J event times: sums over its rows at risk, and over those with the event.
+    """Sums of a site in a step, for J event times: over its rows at risk, and over rows with the event.
 
     Attributes:
-        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta); with a
+        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta), with a
             metric V also ``[J]`` and ``[J, p]`` of w q and w q x, q = x' V x.
         tied: the same over rows with the event at each time.
         deaths: ``[J]`` events.
@@ -104,7 +112,7 @@ class CoxFit(Wald):
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: the penalty, if there is one; standard errors are then of the penalized information.
+        ridge: the penalty, if there is one. Standard errors are then of the penalized information.
     """
 
     beta: Floats
@@ -118,14 +126,14 @@ class CoxFit(Wald):
 def risk_sums(
     site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0, metric: Floats | None = None
 ) -> RiskSums:
-    """What a site sends.
+    """Compute the sums that a site sends.
 
     Args:
         site: its rows, columns centred and scaled as all sites' are.
         beta: ``[p]`` coefficients.
         times: ``[J]`` event times, rising.
-        shift: subtracted from every row's x beta; it changes no ratio of sums.
-        metric: ``[p, p]`` V of the sums for Firth's penalty; None: they are not needed.
+        shift: subtracted from every row's x beta. It changes no ratio of sums.
+        metric: ``[p, p]`` V of the sums for Firth's penalty. None: they are not needed.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -154,15 +162,15 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
     """Partial likelihood of the rows that sums are over."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
-    for zero, one, two in _at_events(sums, ties):
+    for zero, one, two in _event_sums(sums, ties):
         value -= float(np.log(zero).sum())
         gradient = gradient - one.sum(0)
         information += (two - one[:, :, None] * one[:, None, :]).sum(0)
     return Likelihood(value, gradient, information)
 
 
-def _at_events(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
-    """The first, second, ... event of every time: the sum of weights at risk, and means of the other sums."""
+def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
+    """Yield the sum of weights at risk and the other sums' means at the first, second, ... event of every time."""
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
         share = k / sums.deaths[some] if ties == "efron" else np.zeros(int(some.sum()))
@@ -174,13 +182,13 @@ def _at_events(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
 
 
 def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
-    """The vector ``[p]`` of tr(V dI / d beta_r), from sums with the metric V.
+    """Compute the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
 
     At an event the derivative of the information is the third central moment of rows at risk, with m their mean:
     E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
     """
     slope: Floats = np.zeros(len(metric))
-    for _, one, two, length, product in _at_events(sums, ties):
+    for _, one, two, length, product in _event_sums(sums, ties):
         spread = two - one[:, :, None] * one[:, None, :]
         turned = np.einsum("jab,jb->ja", spread, one @ metric)
         slope = slope + (product - length[:, None] * one - 2 * turned).sum(0)
@@ -196,10 +204,10 @@ def fit_cox(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
-    """The Cox regression of all sites' rows together, from sums that sites send.
+    """Fit the Cox regression of all sites' rows together, from sums that sites send.
 
     Every site sends first counts and sums of its columns and their squares, which centre and scale all sites' alike,
-    and its event times; then in every Newton step its `risk_sums`, or with `stratify` only the gradient and information
+    and its event times. Then in every Newton step its `risk_sums`, or with `stratify` only the gradient and information
     of its own likelihood, whose baseline hazard is then its own. The result equals the pooled (or stratified) fit.
 
     Args:
@@ -207,15 +215,15 @@ def fit_cox(
         ties: how tied event times are treated.
         stratify: every site has a baseline hazard of its own.
         names: of the columns, for messages.
-        penalty: "ridge" or "firth"; see `fedloom.tasks.penalty` for their scale.
-        strength: of a ridge, above 0; "cv" or None: of the largest cross-validated likelihood.
+        penalty: "ridge" or "firth", see `fedloom.tasks.penalty` for their scale.
+        strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
         ConfigError: an unknown treatment of ties, or an unknown penalty.
         DataError: times below 0, no event, a column that does not vary, or no finite fit.
     """
-    if ties not in TIES:
-        raise unknown("treatment of ties", ties, TIES)
+    if ties not in TIES_METHODS:
+        raise unknown("treatment of ties", ties, TIES_METHODS)
     check_penalty(penalty, strength)
     names = names or [f"column {k}" for k in range(sites[0].x.shape[1])]
     _check(sites)
@@ -250,7 +258,7 @@ def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[
 
 
 def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
-    """The likelihood of some rows of every site."""
+    """Return the likelihood of some rows of every site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_strata(chosen, stratify=stratify))
 
@@ -266,7 +274,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
 
 
 def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
-    """The slope of Firth's penalty over all sites."""
+    """Compute the slope of Firth's penalty over all sites."""
     total: Floats = np.zeros(len(beta))
     for group, times in _strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
@@ -291,10 +299,10 @@ def newton(
     Args:
         at: the likelihood of all rows at some coefficients.
         names: of the columns.
-        separation: finds a direction of separation by the rows; None: rows are not in hand.
+        separation: finds a direction of separation by the rows. None: rows are not in hand.
         intercepts: the first so many columns are intercepts.
-        penalty: in the likelihood. With a ridge, columns may depend on each other; with either, rows may be separated.
-        start: coefficients of the first step; None: 0.
+        penalty: in the likelihood. With a ridge, columns may depend on each other, with either, rows may be separated.
+        start: coefficients of the first step. None: 0.
 
     Raises:
         DataError: there is no finite fit, columns depend on each other, or steps do not converge.
@@ -304,12 +312,12 @@ def newton(
     if penalty != "ridge":
         check_columns(first.information, names)
     steps, rise, ended = (beta, beta), np.inf, False
-    for _ in range(STEPS):
-        if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > SINGULAR:
+    for _ in range(MAX_NEWTON_STEPS):
+        if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > MAX_CONDITION_NUMBER:
             break
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         steps, rise = (steps[1], step), float(here.gradient @ step)
-        if rise < TOLERANCE:
+        if rise < MIN_NEWTON_DECREMENT:
             ahead = at(beta + step)
             if ahead.value != -np.inf:  # else the last step has no answer, and the fit stays where it is
                 beta, here = beta + step, ahead
@@ -319,15 +327,17 @@ def newton(
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else recession(first.information, here.information, steps, rise)
         if direction is not None:
-            raise no_finite_fit(direction, names, intercepts, SUPPORT if separation is None else 0.0)
+            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE if separation is None else 0.0)
     if not ended:
-        raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
+        raise DataError(
+            f"the fit has not converged after {MAX_NEWTON_STEPS} steps; look at the columns {', '.join(names)}"
+        )
     return beta, here
 
 
 def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
     """Newton's step, halved until the likelihood does not fall."""
-    for _ in range(HALVINGS):
+    for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
             ahead = at(beta + step)
         if ahead.value >= here.value - 1e-12 * abs(here.value):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import PARTS, Federation
+from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.site_rows import numbers_of
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
@@ -86,7 +86,7 @@ def within(site: SurvivalSite, terms: CoxAgreement) -> SurvivalSite:
 
 def rows_of(fed: Federation, client: int) -> Tensor:
     """Places of all samples of a client, whatever they are used for."""
-    return torch.cat([fed.indices(part, client) for part in PARTS])
+    return torch.cat([fed.indices(part, client) for part in DATA_PARTS])
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:

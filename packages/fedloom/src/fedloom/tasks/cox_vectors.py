@@ -21,24 +21,24 @@ Ring = NDArray[np.uint64]
 
 MOST_BINS = 10_000
 
-ROOM = 2**56
-"""Multiples of the step that a site's sum may have; those of 100 sites have room in 63 bits."""
-COUNTS = 6
-"""Counts at the end of a vector: those of `BinningLoss`, and rows that the fit is of."""
+MAX_SITE_SUM = 2**56
+"""Largest sum of a site in multiples of the step. 100 sites then fit 63 bits."""
+VECTOR_COUNTS = 6
+"""Counts at the end of a vector: `BinningLoss`, and the rows of the fit."""
 
 
 class CoxAgreement(NamedTuple):
-    """What sites agree on before any of them sends a sum.
+    """Agreement of sites before any of them sends a sum.
 
     Attributes:
-        ends: ``[J]`` rising ends of the time bins; a time counts as the end of its bin. None of a stratified fit.
+        ends: ``[J]`` rising ends of the time bins. A time counts as the end of its bin. None of a stratified fit.
         low: ``[p]`` smallest plausible value of every column.
         high: ``[p]`` largest.
         least: events of a site in a bin, and its rows at risk there, below which it sends none.
         step: to multiples of which sums are rounded.
         ties: how events of one bin, or of one time, are treated.
         stratify: every site has a baseline hazard of its own, and times are exact.
-        ridge: strength of the penalty; see `fedloom.tasks.penalty`. Sites then also send sums of columns and squares.
+        ridge: strength of the penalty, see `fedloom.tasks.penalty`. Sites then also send sums of columns and squares.
     """
 
     ends: Floats
@@ -56,7 +56,7 @@ class CoxAgreement(NamedTuple):
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
         scales = 0 if self.ridge is None else 2 * p
-        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + COUNTS
+        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + VECTOR_COUNTS
 
     def scaled(self, x: Floats) -> Floats:
         """Columns ``[N, p]`` on [-1, 1]."""
@@ -65,7 +65,7 @@ class CoxAgreement(NamedTuple):
 
 
 class BinningLoss(NamedTuple):
-    """What bins and least counts cost, summed over sites.
+    """Loss by bins and minimum counts, summed over sites.
 
     Attributes:
         rows: of all sites.
@@ -103,7 +103,7 @@ def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Ends ``[J]`` of bins of one width, the last at `last` or after it.
+    """Return the ends ``[J]`` of bins of one width, the last at `last` or after it.
 
     Raises:
         ConfigError: the width is not above 0, or makes too many bins.
@@ -115,9 +115,9 @@ def bin_ends(width: float, last: float) -> Floats:
 
 
 def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """The rows as a site uses them: times at the ends of bins, and events censored where they are too few.
+    """Bin a site's rows: times move to the ends of bins, and rare events become censored.
 
-    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin; a site that has so
+    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin. A site that has so
     many nowhere has no rows.
     """
     place = np.searchsorted(terms.ends, site.time)
@@ -136,7 +136,7 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binni
 
 
 def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """The rows that a site of a stratified fit uses: all of them, or none where it has too few events."""
+    """Return the rows of a site in a stratified fit: all of them, or none if it has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
         return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
@@ -144,7 +144,7 @@ def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binn
 
 
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
-    """In which bins ``[J]`` a site has events that it may send; of a stratified fit ``[1]``, whether it has enough."""
+    """In which bins ``[J]`` a site has events that it may send, of a stratified fit ``[1]``, whether it has enough."""
     if terms.stratify:
         return np.array([int(site.event.sum()) >= terms.least])
     used, _ = binned(site, terms)
@@ -152,7 +152,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """The agreement with bins so wide that events of `fewest` sites are in each, whichever `missing` sites are not.
+    """Widen the bins until each has events of `fewest` sites, whichever `missing` sites are absent.
 
     Every site finds the same ones. What is after the last such bin belongs to it.
 
@@ -182,7 +182,7 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
 
 
 class SiteVectors:
-    """What one site sends of a fit, step by step.
+    """Vectors of one site in a fit, step by step.
 
     Args:
         site: its rows, within the agreed ranges.
@@ -201,7 +201,7 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats) -> float:
-        """The share of the heaviest row in the weights of all rows; 0 without rows."""
+        """Return the heaviest row's share in the weights of all rows, or 0 without rows."""
         if not len(self._site.x):
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):
@@ -210,7 +210,7 @@ class SiteVectors:
         return float(weight.max() / weight.sum())
 
     def at(self, beta: Floats) -> Ring:
-        """The vector at coefficients ``[p]`` of the columns on [-1, 1].
+        """Compute the vector at coefficients ``[p]`` of the columns on [-1, 1].
 
         Raises:
             DataError: a sum that is too large for the step, or not finite.
@@ -220,7 +220,7 @@ class SiteVectors:
         multiples = np.rint(np.concatenate(parts) / self._terms.step)
         if not np.isfinite(multiples).all():
             raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
-        if np.abs(multiples).max(initial=0) >= ROOM:
+        if np.abs(multiples).max(initial=0) >= MAX_SITE_SUM:
             raise DataError(
                 f"a sum of {np.abs(multiples).max() * self._terms.step:g} has no room at step {self._terms.step:g}; "
                 "take a larger one"
@@ -229,7 +229,7 @@ class SiteVectors:
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
 
     def _parts(self, beta: Floats) -> list[Floats]:
-        """The sums at coefficients ``[p]``, before they are rounded."""
+        """Compute the sums at coefficients ``[p]`` before rounding."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
@@ -252,10 +252,10 @@ class Opened(NamedTuple):
 
     Attributes:
         likelihood: at the coefficients.
-        sums: over rows at risk; None of a stratified fit.
+        sums: over rows at risk. None of a stratified fit.
         losses: see `BinningLoss`.
         rows: that the fit is of.
-        squares: ``[p]`` squared distances of each column to its mean, summed over the rows; None without a ridge.
+        squares: ``[p]`` squared distances of each column to its mean, summed over the rows. None without a ridge.
     """
 
     likelihood: Likelihood
@@ -265,8 +265,8 @@ class Opened(NamedTuple):
     squares: Floats | None = None
 
 
-def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
-    """The sum of sites' vectors, if it can be one.
+def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
+    """Read the sum of sites' vectors, if it can be one.
 
     Args:
         vector: modulo 2^64.
@@ -280,12 +280,12 @@ def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opene
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression has {terms.length} numbers, got {len(vector)}")
     numbers, p, bins = vector.view(np.int64), len(terms.low), len(terms.ends)
-    counts = [int(count) for count in numbers[-COUNTS:]]
+    counts = [int(count) for count in numbers[-VECTOR_COUNTS:]]
     losses, rows = BinningLoss(*counts[:-1]), counts[-1]
     events = losses.events - losses.uncovered - losses.rare
     if min(counts) < 0 or not events <= losses.events <= losses.rows or not events <= rows <= losses.rows:
         raise Refused("the counts of a Cox regression contradict each other: a site's vector is wrong")
-    values: Floats = (numbers[:-COUNTS] * terms.step).astype(np.float64)
+    values: Floats = (numbers[:-VECTOR_COUNTS] * terms.step).astype(np.float64)
     error, squares = sites * terms.step, None
     if terms.ridge is not None:
         values, first, second = np.split(values, [-2 * p, -p])

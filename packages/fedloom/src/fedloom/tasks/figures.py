@@ -1,12 +1,12 @@
 """The arithmetic of metrics, for every client at once: on the CPU, in float64, each client as if alone.
 
-Letters: N samples of all clients together, n clients, C classes; ``owner`` ``[N]`` is the client of every sample.
+Letters: N samples of all clients together, n clients, C classes. ``owner`` ``[N]`` is the client of every sample.
 
 References:
     AUROC: rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).
     AUPRC: average precision, one step per distinct score (Davis and Goadrich, ICML 2006).
     Calibration error: 15 equal bins of the predicted probability (Naeini et al., AAAI 2015; Guo et al., ICML 2017).
-    Brier score: Brier, Monthly Weather Review 1950; for two classes half of it, which is the square of one probability.
+    Brier score: Brier, Monthly Weather Review 1950, for two classes half of it, which is the square of one probability.
     Balanced accuracy: Brodersen et al., ICPR 2010.
 """
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.metrics import of_class
+from fedloom.metrics import class_metric_name
 
-BINS = 15
+CALIBRATION_BINS = 15
 """Number of equal bins of the calibration error."""
 
 
@@ -29,19 +29,19 @@ def wide(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float64)
 
 
-def total(x: Tensor, owner: Tensor, n: int) -> Tensor:
+def owner_total(x: Tensor, owner: Tensor, n: int) -> Tensor:
     """Sum of x ``[N, ...]`` per owner, ``[n, ...]``."""
     return x.new_zeros(n, *x.shape[1:]).index_add(0, owner, x)
 
 
-def mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Mean of x ``[N, ...]`` per owner, ``[n, ...]``; nan for one without samples."""
+def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
+    """Mean of x ``[N, ...]`` per owner, ``[n, ...]``. Nan for one without samples."""
     size = torch.bincount(owner, minlength=n).double()
-    return total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
+    return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
 
 
 def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, targets and owners of what has a label: of sequences the positions, of which -1 have none."""
+    """Select outputs, targets and owners of labeled samples or positions, or -1 marks positions without a label."""
     if len(owner) == len(y):
         return output, y, owner
     has_label = y >= 0
@@ -50,7 +50,7 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """The metrics with nan for the clients that have an output which is not finite."""
+    """Set the metrics of clients with a non-finite output to nan."""
     if bool(output.sum().isfinite()):
         return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
@@ -58,7 +58,7 @@ def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> 
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """AUROC and AUPRC per client; equal scores form one threshold."""
+    """AUROC and AUPRC per client. Equal scores form one threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
     score, y, owner = score[order], y[order], owner[order]
@@ -66,37 +66,37 @@ def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Te
     fresh[1:] = (owner[1:] != owner[:-1]) | (score[1:] != score[:-1])
     tie, who = fresh.cumsum(0) - 1, owner[fresh]  # groups of equal scores, highest first, and their clients
     ties = len(who)
-    positive, negative = total(y, tie, ties), total(1 - y, tie, ties)
-    all_positive, all_negative = total(y, owner, n), total(1 - y, owner, n)
-    before = total(torch.stack([positive, negative], 1), who, n).cumsum(0).roll(1, 0)  # of the clients before
+    positive, negative = owner_total(y, tie, ties), owner_total(1 - y, tie, ties)
+    all_positive, all_negative = owner_total(y, owner, n), owner_total(1 - y, owner, n)
+    before = owner_total(torch.stack([positive, negative], 1), who, n).cumsum(0).roll(1, 0)  # of the clients before
     before[:1] = 0
     above = positive.cumsum(0) - before[who, 0]  # positives at or above the threshold
     named = above + negative.cumsum(0) - before[who, 1]  # all samples at or above it
-    won = total(negative * (above - positive / 2), who, n)  # pairs ranked right, ties count half
-    step = total(positive * above / named, who, n)
+    won = owner_total(negative * (above - positive / 2), who, n)  # pairs ranked right, ties count half
+    step = owner_total(positive * above / named, who, n)
     return won / (all_positive * all_negative), step / all_positive
 
 
 def calibration_error(p: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """Mean over a client's samples of |share of hits y - mean probability p| in their bin, ``[n]``."""
-    cell = owner * BINS + (p.nan_to_num(0) * BINS).long().clamp(max=BINS - 1)
-    gap = total(y - p, cell, n * BINS).abs().view(n, BINS).sum(1)
+    cell = owner * CALIBRATION_BINS + (p.nan_to_num(0) * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    gap = owner_total(y - p, cell, n * CALIBRATION_BINS).abs().view(n, CALIBRATION_BINS).sum(1)
     return gap / torch.bincount(owner, minlength=n).double()
 
 
-def by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor:
-    """Samples of every client by class, float64 ``[n, C]``."""
+def count_by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor:
+    """Count the samples of every client by class, float64 ``[n, C]``."""
     return torch.bincount(owner * classes + label, minlength=n * classes).view(n, classes).double()
 
 
-def of_classes(
+def class_metrics(
     wanted: Collection[str], p: Tensor, guess: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Metrics that look at classes one by one, ``[n]`` each; a mean over classes is over those that define it.
+    """Metrics that look at classes one by one, ``[n]`` each. A mean over classes is over those that define it.
 
     Args:
         wanted: of ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``, ``auroc_ovr``,
-            ``auprc_ovr``, ``brier`` and ``calibration_error``; "recall" and "precision" give one metric per class.
+            ``auprc_ovr``, ``brier`` and ``calibration_error``. "recall" and "precision" give one metric per class.
         p: ``[N, C]`` probabilities.
         guess: ``[N]`` predicted classes.
         y: ``[N]`` targets.
@@ -106,20 +106,20 @@ def of_classes(
     """
     classes = p.shape[1]
     hit = guess == y
-    true, guessed, hits = (by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
+    true, guessed, hits = (count_by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
     recall, precision = hits / true, hits / guessed
     figures: dict[str, Tensor] = {}
     for name, values in (("recall", recall), ("precision", precision)):
         if name in wanted:
-            figures |= {of_class(name, label): values[:, k] for k, label in enumerate(names)}
-    figures |= {name: value for name, value in of_counts(true, guessed, hits).items() if name in wanted}
+            figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
+    figures |= {name: value for name, value in count_metrics(true, guessed, hits).items() if name in wanted}
     if {"auroc_ovr", "auprc_ovr"} & {*wanted}:
         each = [torch.stack(ranking(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
         auroc, auprc = torch.stack(each).nanmean(0)
         figures |= {k: v for k, v in (("auroc_ovr", auroc), ("auprc_ovr", auprc)) if k in wanted}
     if "brier" in wanted:
         gap = (p - functional.one_hot(y, classes)).square().sum(1)
-        figures["brier"] = mean(gap / (2 if classes == 2 else 1), owner, n)
+        figures["brier"] = owner_mean(gap / (2 if classes == 2 else 1), owner, n)
     if "calibration_error" in wanted:
         figures["calibration_error"] = calibration_error(p.amax(1), hit.double(), owner, n)
     return figures
@@ -131,7 +131,7 @@ def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
     return torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(-1) / present.sum(-1)
 
 
-def of_counts(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
+def count_metrics(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
     """Metrics ``[...]`` that follow from the samples of every class ``[..., C]``: true, predicted, and both."""
     return {
         "macro_f1": macro_f1(true, guessed, hits),

@@ -1,12 +1,12 @@
 """Linear, logistic and Poisson regression over sites by sums: the pooled fit with its intervals.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2 (canonical links, for which
-Newton's method is Fisher scoring); sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
+Newton's method is Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
 
     paper    here     meaning
     beta     beta     coefficients, intercepts first
     mu       mean     expected target
-    phi      scale    variance of a linear regression's residuals; 1 of the others
+    phi      scale    variance of a linear regression's residuals. 1 of the others
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedloom.tasks.penalty import (
 from fedloom.tasks.separation import separating
 
 Link = Callable[[Floats], Floats]
-FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
+GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
     "linear": (lambda eta: eta**2 / 2, lambda eta: eta, np.ones_like, np.zeros_like),
     "logistic": (
         lambda eta: np.logaddexp(0, eta),
@@ -65,7 +65,7 @@ class GlmFit(Wald):
         beta: ``[q]``.
         se: ``[q]`` their standard errors.
         rows: number of rows.
-        ridge: the penalty, if there is one; standard errors are then of the penalized information.
+        ridge: the penalty, if there is one. Standard errors are then of the penalized information.
     """
 
     names: list[str]
@@ -76,17 +76,17 @@ class GlmFit(Wald):
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
-    """What a site sends in a step: its log-likelihood but for a constant, the gradient and the information."""
-    cumulant, mean, variance, _ = FAMILIES[family]
+    """Compute a site's part of a step: log-likelihood up to a constant, gradient and information."""
+    cumulant, mean, variance, _ = GLM_FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
     return Likelihood(value, site.x.T @ (site.y - mean(eta)), (site.x * variance(eta)[:, None]).T @ site.x)
 
 
 def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
-    """What a site sends for Firth's penalty: its part of tr(V dI / d beta_r) ``[q]``, with V the metric."""
+    """Compute a site's part of Firth's penalty, tr(V dI / d beta_r) ``[q]`` with V the metric."""
     lengths = ((site.x @ metric) * site.x).sum(1)
-    slope: Floats = site.x.T @ (FAMILIES[family][3](site.x @ beta) * lengths)
+    slope: Floats = site.x.T @ (GLM_FAMILIES[family][3](site.x @ beta) * lengths)
     return slope
 
 
@@ -99,26 +99,26 @@ def fit_glm(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> GlmFit:
-    """The regression of all sites' rows together, from sums that sites send; it equals the pooled fit.
+    """Fit the regression of all sites' rows together from sums that sites send. It equals the pooled fit.
 
     Every site sends first counts and sums of columns, targets and their squares, which centre and scale all sites'
     alike, then in every Newton step its `glm_sums`.
 
     Args:
         sites: their rows.
-        family: one of `FAMILIES`; targets of logistic are 0 and 1, of poisson at least 0.
+        family: one of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least 0.
         names: of the columns.
         by_site: names of the sites, each of which then has an intercept of its own.
-        penalty: "ridge" or "firth"; see `fedloom.tasks.penalty` for their scale.
-        strength: of a ridge, above 0; "cv" or None: of the largest cross-validated likelihood.
+        penalty: "ridge" or "firth", see `fedloom.tasks.penalty` for their scale.
+        strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
         ConfigError: an unknown family, or an unknown penalty.
         DataError: targets that do not fit it or do not vary, columns that do not vary or depend on each other, or no
             finite fit.
     """
-    if family not in FAMILIES:
-        raise unknown("regression", family, FAMILIES)
+    if family not in GLM_FAMILIES:
+        raise unknown("regression", family, GLM_FAMILIES)
     check_penalty(penalty, strength)
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
@@ -178,9 +178,9 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """A direction in which the likelihood has no maximum; see `fedloom.tasks.separation`.
+    """Find a direction in which the likelihood has no maximum, see `fedloom.tasks.separation`.
 
-    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one; of a
+    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one, of a
     Poisson regression if x b is 0 in every row with a count and not above 0 in any other.
     """
     x, y = (np.concatenate(part) for part in zip(*sites, strict=True))

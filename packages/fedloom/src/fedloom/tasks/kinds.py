@@ -13,7 +13,17 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.tasks.figures import by_class, calibration_error, labelled, macro_f1, masked, mean, ranking, total, wide
+from fedloom.tasks.figures import (
+    calibration_error,
+    count_by_class,
+    labelled,
+    macro_f1,
+    masked,
+    owner_mean,
+    owner_total,
+    ranking,
+    wide,
+)
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +35,7 @@ class Task(Protocol):
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """A user's loss, which takes the place of `loss` and `dloss` in training; None: there is none."""
+        """User's loss that replaces `loss` and `dloss` in training. None: there is none."""
         ...
 
     @property
@@ -49,14 +59,14 @@ class Task(Protocol):
         """Metrics of every client.
 
         Args:
-            output: ``[N, k]`` outputs of all clients' samples; of sequences with labels per position ``[N L, k]``.
+            output: ``[N, k]`` outputs of all clients' samples, of sequences with labels per position ``[N L, k]``.
             y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 where there is none, which counts
                 nowhere: figures are over labelled positions.
             owner: ``[N]`` client of every sample, 0..n-1, in any order.
             n: number of clients.
 
         Returns:
-            ``{name: float64 [n]}`` on the CPU; nan where a client has no sample or an output that is not finite, and
+            ``{name: float64 [n]}`` on the CPU. Nan where a client has no sample or an output that is not finite, and
             where the metric is undefined (AUROC of one class only, R2 of a constant target).
         """
         ...
@@ -75,9 +85,9 @@ class TaskKind(Value):
 
 
 class Classification(TaskKind):
-    """One of C classes; cross-entropy of the softmax, in nats.
+    """One of C classes. Cross-entropy of the softmax, in nats.
 
-    Metrics: ``loss``; ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
+    Metrics: ``loss``. ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -111,25 +121,25 @@ class Classification(TaskKind):
         return output.argmax(-1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, accuracy and macro F1; see `Task.metrics`."""
+        """Loss, accuracy and macro F1, see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess = self.predict(z)
         hit = guess == y
         counted = ((y, owner), (guess, owner), (y[hit], owner[hit]))
-        true, guessed, hits = (by_class(*of, n, self.classes) for of in counted)
+        true, guessed, hits = (count_by_class(*of, n, self.classes) for of in counted)
         values = {
-            "loss": mean(self.loss(z, y), owner, n),
-            "accuracy": mean(hit.double(), owner, n),
+            "loss": owner_mean(self.loss(z, y), owner, n),
+            "accuracy": owner_mean(hit.double(), owner, n),
             "macro_f1": macro_f1(true, guessed, hits),
         }
         return masked(values, z, owner, n)
 
 
 class Binary(TaskKind):
-    """Yes or no from one logit z; logistic loss, in nats.
+    """Yes or no from one logit z. Logistic loss, in nats.
 
-    Metrics: ``loss``; ``accuracy`` and ``f1`` of the rule z > 0 (F1 is nan without a positive target or prediction);
+    Metrics: ``loss``. ``accuracy`` and ``f1`` of the rule z > 0 (F1 is nan without a positive target or prediction);
     ``auroc``; ``auprc``; ``calibration_error``, the mean over samples of |share of positives - mean probability| in
     their bin.
     """
@@ -154,7 +164,7 @@ class Binary(TaskKind):
         return output.sigmoid() - y.to(output.dtype).unsqueeze(-1)
 
     def probabilities(self, output: Tensor) -> Tensor:
-        """Of no and of yes, ``[..., b, 2]``."""
+        """Return the probabilities of no and of yes, ``[..., b, 2]``."""
         yes = output.sigmoid()
         return torch.cat([1 - yes, yes], -1)
 
@@ -163,16 +173,16 @@ class Binary(TaskKind):
         return (output.squeeze(-1) > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, accuracy, F1, AUROC, AUPRC and calibration error; see `Task.metrics`."""
+        """Loss, accuracy, F1, AUROC, AUPRC and calibration error, see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
-        both = total((guess * y).double(), owner, n)
+        both = owner_total((guess * y).double(), owner, n)
         auroc, auprc = ranking(z.squeeze(-1), label, owner, n)
         values = {
-            "loss": mean(self.loss(z, y), owner, n),
-            "accuracy": mean((guess == y).double(), owner, n),
-            "f1": 2 * both / total((guess + y).double(), owner, n),
+            "loss": owner_mean(self.loss(z, y), owner, n),
+            "accuracy": owner_mean((guess == y).double(), owner, n),
+            "f1": 2 * both / owner_total((guess + y).double(), owner, n),
             "auroc": auroc,
             "auprc": auprc,
             "calibration_error": calibration_error(z.squeeze(-1).sigmoid(), label, owner, n),
@@ -181,9 +191,9 @@ class Binary(TaskKind):
 
 
 class Regression(TaskKind):
-    """Real targets; squared error, summed over the k outputs and divided by k (no factor 1/2).
+    """Real targets. Squared error, summed over the k outputs and divided by k (no factor 1/2).
 
-    Metrics: ``loss``; ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
+    Metrics: ``loss``. ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
     around the client's own mean.
     """
 
@@ -198,19 +208,19 @@ class Regression(TaskKind):
         return (output - y.to(output.dtype)) * (2 / self.outputs)
 
     def predict(self, output: Tensor) -> Tensor:
-        """The output itself."""
+        """Return the output itself."""
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, MAE, RMSE and R2; see `Task.metrics`."""
+        """Loss, MAE, RMSE and R2, see `Task.metrics`."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         error = z - target
-        spread = target - mean(target, owner, n)[owner]
-        sse, sst, size = (total(v.square(), owner, n) for v in (error, spread, target))
-        mse = mean(error.square().mean(1), owner, n)
+        spread = target - owner_mean(target, owner, n)[owner]
+        sse, sst, size = (owner_total(v.square(), owner, n) for v in (error, spread, target))
+        mse = owner_mean(error.square().mean(1), owner, n)
         values = {
             "loss": mse,
-            "mae": mean(error.abs().mean(1), owner, n),
+            "mae": owner_mean(error.abs().mean(1), owner, n),
             "rmse": mse.sqrt(),
             "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
         }
@@ -218,9 +228,9 @@ class Regression(TaskKind):
 
 
 class Count(TaskKind):
-    """Counts from one output z, the log of their mean; Poisson's loss exp(z) - y z.
+    """Counts from one output z, the log of their mean. Poisson's loss exp(z) - y z.
 
-    Metrics: ``loss``; ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the
+    Metrics: ``loss``. ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the
     mean mu = exp(z).
     """
 
@@ -238,18 +248,18 @@ class Count(TaskKind):
         return output.exp() - y.to(output.dtype)
 
     def predict(self, output: Tensor) -> Tensor:
-        """The mean."""
+        """Return the mean."""
         return output.exp()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, deviance, MAE and RMSE; see `Task.metrics`."""
+        """Loss, deviance, MAE and RMSE, see `Task.metrics`."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         mu = z.exp()
         error = mu - target
         values = {
-            "loss": mean(self.loss(z, target), owner, n),
-            "deviance": mean(2 * (torch.xlogy(target, target) - target * z + error)[:, 0], owner, n),
-            "mae": mean(error.abs()[:, 0], owner, n),
-            "rmse": mean(error.square()[:, 0], owner, n).sqrt(),
+            "loss": owner_mean(self.loss(z, target), owner, n),
+            "deviance": owner_mean(2 * (torch.xlogy(target, target) - target * z + error)[:, 0], owner, n),
+            "mae": owner_mean(error.abs()[:, 0], owner, n),
+            "rmse": owner_mean(error.square()[:, 0], owner, n).sqrt(),
         }
         return masked(values, z, owner, n)

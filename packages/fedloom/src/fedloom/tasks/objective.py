@@ -10,7 +10,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 from torch import Tensor
 
 from fedloom.hints import unknown
-from fedloom.imports import PATTERN, Function, function, is_path
+from fedloom.imports import IMPORT_PATH_PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS
 from fedloom.tasks.calibration import recalibration
 from fedloom.tasks.survival import baseline
@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 
 def _metric(choice: object) -> str | Function:
-    """A name of `fedloom.metrics.METRICS`, or a user's function."""
+    """Check a metric: a name of `fedloom.metrics.METRICS`, or a user's function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
             raise unknown("metric", choice, METRICS)
@@ -50,16 +50,16 @@ def _weights(weights: Any) -> Any:
     return {str(k): float(v) for k, v in weights.items()} if isinstance(weights, Mapping) else tuple(map(float, values))
 
 
-def _named(value: object) -> Any:
+def _serialize_name(value: object) -> Any:
     return value.name if isinstance(value, Function) else value
 
 
-NAMED = PlainSerializer(_named)
+NAMED_SERIALIZER = PlainSerializer(_serialize_name)
 OwnFunction = Annotated[
-    Any, PlainValidator(lambda loss: loss and function(loss, "loss")), NAMED,
-    WithJsonSchema({"type": "string", "pattern": PATTERN}),
+    Any, PlainValidator(lambda loss: loss and function(loss, "loss")), NAMED_SERIALIZER,
+    WithJsonSchema({"type": "string", "pattern": IMPORT_PATH_PATTERN}),
 ]  # fmt: skip
-Measured = Annotated[Any, PlainValidator(_metric), NAMED, WithJsonSchema({"type": "string"})]
+Measured = Annotated[Any, PlainValidator(_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]
 Weights = Annotated[
     Any,
     PlainValidator(_weights),
@@ -68,21 +68,21 @@ Weights = Annotated[
 
 
 class Objective(Value):
-    """What models are trained for and scored by, beside what follows from the targets.
+    """Training loss and metrics, beside the ones that follow from the targets.
 
     An own loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` of a regression; of
-    sequences with labels per position, the labelled positions alone), and returns one number, the mean over the batch;
-    its gradient is that of autograd. An own metric takes the same of all samples of one client (float64, on the CPU)
-    and returns one number, nan where it is not defined; more is better unless the function has
+    sequences with labels per position, the labelled positions alone), and returns one number, the mean over the batch.
+    Its gradient is that of autograd. An own metric takes the same of all samples of one client (float64, on the CPU)
+    and returns one number, nan where it is not defined. More is better unless the function has
     ``higher_is_better = False``.
 
-    Class weights act in training only; the loss of an evaluation has none. With "balanced", class c of a client weighs
+    Class weights act in training only. The loss of an evaluation has none. With "balanced", class c of a client weighs
     n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. No client sends its
     counts, so a deployment trains as a simulation does.
     """
 
-    loss: OwnFunction = Field(None, description="an own loss: its import path, or the function")
-    metrics: tuple[Measured, ...] = Field((), description="further metrics: names, or import paths of own ones")
+    loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
+    metrics: tuple[Measured, ...] = Field((), description="further metrics: names, or import paths of custom metrics")
     class_weights: Weights = Field(
         None,
         description="factors of the training losses by class: 'balanced' at every client, a list, or a table",
@@ -92,12 +92,12 @@ class Objective(Value):
     )
 
     horizon: float | None = Field(
-        None, gt=0, description="of a survival task: time by which events are predicted, in the unit of the times"
+        None, gt=0, description="time by which events are predicted in a survival task, in the unit of the times"
     )
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client by which `line` is fitted; None: outputs stay as they are."""
+        """Part of a client by which `line` is fitted. None: outputs stay as they are."""
         return "validation" if self.calibrate else None if self.horizon is None else "train"
 
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
@@ -110,7 +110,7 @@ class Objective(Value):
         return baseline(output, y, owner, n, self.horizon)
 
     def remarks(self) -> list[str]:
-        """What is worth knowing before a run."""
+        """Return notes that matter before a run."""
         if self.class_weights is None or self.calibrate:
             return []
         return [
@@ -125,6 +125,6 @@ class Objective(Value):
 
     @property
     def directions(self) -> dict[str, bool]:
-        """Of every own metric, whether more of it is better."""
+        """Return, for every custom metric, whether more is better."""
         measures = (m for m in self.metrics if isinstance(m, Function))
         return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in measures}

@@ -1,13 +1,13 @@
 """Penalties of regressions by sums: ridge, with its strength by cross-validated likelihood, and Firth's.
 
-References: A. E. Hoerl and R. W. Kennard, Technometrics 1970; P. J. M. Verweij and H. C. van Houwelingen,
-"Cross-validation in survival analysis", Stat. Med. 1993; D. Firth, "Bias reduction of maximum likelihood estimates",
-Biometrika 1993; G. Heinze and M. Schemper, Biometrics 2001 (Cox) and Stat. Med. 2002 (logistic).
+References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij and H. C. van Houwelingen,
+"Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",
+Biometrika 1993. G. Heinze and M. Schemper, Biometrics 2001 (Cox) and Stat. Med. 2002 (logistic).
 
 A ridge of strength s maximizes the log-likelihood of N rows less N s / 2 times the sum of squared coefficients, of
-columns with a standard deviation of 1 over all rows; intercepts are free. Other libraries on such columns:
+columns with a standard deviation of 1 over all rows. Intercepts are free. Other libraries on such columns:
 
-    lifelines      CoxPHFitter(penalizer=s); it divides columns by the deviation with N - 1, and so does its penalty
+    lifelines      CoxPHFitter(penalizer=s). It divides columns by the deviation with N - 1, and so does its penalty
     statsmodels    GLM.fit_regularized(alpha=s, L1_wt=0), with 0 in alpha for intercepts
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s
@@ -48,14 +48,14 @@ At = Callable[[Floats], Likelihood]
 
 
 class Ridge(NamedTuple):
-    """A strength, and the held-out log-likelihood of each strength that it was chosen from; none if it was given."""
+    """A strength, and the held-out log-likelihood of each strength that it was chosen from. None if it was given."""
 
     strength: float
     held_out: tuple[tuple[float, float], ...] = ()
 
     @property
     def words(self) -> str:
-        """How the strength was found."""
+        """Describe how the strength was found."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -67,7 +67,7 @@ class Ridge(NamedTuple):
 
 
 def impossible(columns: int) -> Likelihood:
-    """A likelihood so small that `newton` halves the step to it: of coefficients at which there is none."""
+    """Return a likelihood so small that `newton` halves its step, for coefficients without a likelihood."""
     return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
 
 
@@ -88,7 +88,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
 
 
 def ridged(at: At, weights: Floats) -> At:
-    """The likelihood less half the sum of ``weights [p]`` times squared coefficients."""
+    """Subtract half the sum of ``weights [p]`` times squared coefficients from the likelihood."""
 
     def penalized(beta: Floats) -> Likelihood:
         here = at(beta)
@@ -99,7 +99,7 @@ def ridged(at: At, weights: Floats) -> At:
 
 
 def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
-    """The likelihood with Firth's penalty.
+    """Add Firth's penalty to the likelihood.
 
     Args:
         at: the likelihood.
@@ -119,7 +119,7 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Rows ``[N]`` of every site that are in each fold; every site has about as many of its rows in each."""
+    """Rows ``[N]`` of every site that are in each fold. Every site has about as many of its rows in each."""
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
 
@@ -131,7 +131,7 @@ def find_ridge(
     weights: Floats,
     fit: Callable[[At, Floats | None], Floats],
 ) -> Ridge:
-    """The strength that is given, or the strength with the largest held-out likelihood.
+    """Return the given strength, or the strength with the largest held-out likelihood.
 
     The held-out likelihood of a fold is the likelihood of all rows, less the likelihood of the rows that coefficients
     are of: Verweij and van Houwelingen's for a partial likelihood, and for a regression the rows' that are held out.

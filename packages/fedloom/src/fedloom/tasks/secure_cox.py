@@ -1,12 +1,12 @@
 """Cox regression from secure sums: agreed time bins, least counts, whole numbers that masks cancel in.
 
 Every site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum of them is
-exact; the server receives no site's. Columns are put on [-1, 1] by agreed ranges, so no moment of a site is needed, and
+exact. The server receives no site's. Columns are put on [-1, 1] by agreed ranges, so no moment of a site is needed, and
 all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood of its own baseline hazard, with
 gradient and information.
 
-References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015; masks modulo a power of two as in K. Bonawitz
-et al., CCS 2017; the bound by the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat. 2010,
+References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two as in K. Bonawitz
+et al., CCS 2017. The bound by the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat. 2010,
 Proposition 1.
 
     Bach    here      meaning
@@ -24,7 +24,7 @@ import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, newton
-from fedloom.tasks.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, opened
+from fedloom.tasks.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, open_sum
 from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
@@ -32,7 +32,7 @@ SecureSum = Callable[[Sequence[Ring]], Ring]
 
 
 class SecureCoxFit(NamedTuple):
-    """A fit, how far it may be from that of the same binned rows, and what is lost before.
+    """Fit, its largest distance from the fit of the same binned rows, and the losses before it.
 
     Attributes:
         fit: coefficients and standard errors of the columns as they are measured.
@@ -46,7 +46,7 @@ class SecureCoxFit(NamedTuple):
 
 
 def ring_sum(vectors: Sequence[Ring]) -> Ring:
-    """The sum modulo 2^64 as a secure sum gives it."""
+    """Sum vectors modulo 2^64, as a secure sum does."""
     total: Ring = np.sum(np.stack(vectors), 0, dtype=np.uint64)
     return total
 
@@ -54,7 +54,7 @@ def ring_sum(vectors: Sequence[Ring]) -> Ring:
 def fit_secure_cox(
     sites: Sequence[SurvivalSite], terms: CoxAgreement, names: Sequence[str] = (), total: SecureSum = ring_sum
 ) -> SecureCoxFit:
-    """The Cox regression of all sites' binned rows from secure sums alone, with one baseline hazard or one per site.
+    """Fit the Cox regression of all sites' binned rows from secure sums, with one baseline hazard or one per site.
 
     Args:
         sites: their rows.
@@ -95,10 +95,10 @@ def check_terms(terms: CoxAgreement) -> None:
 def fit_of_sums(
     total: Callable[[Floats], Ring | None], terms: CoxAgreement, names: Sequence[str], sites: int
 ) -> SecureCoxFit:
-    """The Cox regression of which the sums of all sites' vectors are given, each asked for once.
+    """Fit the Cox regression from the sums of all sites' vectors, each requested once.
 
     Args:
-        total: the sum at coefficients ``[p]`` of the columns on [-1, 1]; None where sites cannot answer, which at zeros
+        total: the sum at coefficients ``[p]`` of the columns on [-1, 1]. None where sites cannot answer, which at zeros
             must not be. Newton's step is then halved.
         terms: what the sites agreed on.
         names: of the columns, for messages.
@@ -111,7 +111,7 @@ def fit_of_sums(
     zero = np.zeros(len(names))
     start = total(zero)
     assert start is not None
-    last, here = zero, opened(start, terms, zero, sites)
+    last, here = zero, open_sum(start, terms, zero, sites)
     first = here
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
@@ -124,14 +124,14 @@ def fit_of_sums(
         raise DataError(f"{names[int(spread.argmin())]} is the same in every row at risk; leave it out")
 
     def at(gamma: Floats) -> Likelihood:
-        """The likelihood at coefficients of columns of unit spread."""
+        """Return the likelihood at coefficients of columns of unit spread."""
         nonlocal last, here
         beta = gamma / spread
         if not np.array_equal(beta, last):
             vectors = total(beta)
             if vectors is None:
                 return impossible(len(beta))
-            last, here = beta, opened(vectors, terms, beta, sites)
+            last, here = beta, open_sum(vectors, terms, beta, sites)
             if here.losses != losses or here.rows != first.rows:
                 raise Refused("a site's rows have changed between two steps of the Cox regression; begin it anew")
         value, gradient, information = here.likelihood
@@ -151,7 +151,7 @@ def fit_of_sums(
 
 
 def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
-    """Largest distance of the coefficients to those of exact sums, each of which is within `error` of its own.
+    """Bound the coefficients' distance from the fit of exact sums, each sum within `error` of its own.
 
     Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, so that two are at most
     R = 2 sqrt(p) apart, the exact fit is within -log(1 - R |g| / lambda) / R, lambda the smallest eigenvalue of I. A
@@ -173,7 +173,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
 
 def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
-    """How far the gradient ``[p]``, entry by entry, and the information, as a matrix, are from those of exact sums."""
+    """Bound the error of gradient ``[p]`` and information matrix, entry by entry, against exact sums."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0
     for k in range(int(sums.deaths.max(initial=0))):

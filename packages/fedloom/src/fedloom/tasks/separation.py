@@ -1,9 +1,9 @@
 """Say why a regression by sums has no finite fit: which columns depend on each other, or separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
-models", Biometrika 1984; K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
-regression models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates
-for generalized linear models", arXiv:1903.01633v6 (Poisson); M. Jacobsen, "Existence and unicity of MLEs in discrete
+models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
+regression models", 2007. S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates
+for generalized linear models", arXiv:1903.01633v6 (Poisson). M. Jacobsen, "Existence and unicity of MLEs in discrete
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A direction b of the coefficients along which no row is fitted worse and some row is fitted better is a recession
@@ -23,30 +23,30 @@ from fedloom.errors import DataError
 
 Floats = NDArray[np.float64]
 
-SINGULAR = 1e12
+MAX_CONDITION_NUMBER = 1e12
 """Condition number of the information from which columns depend on each other: a correlation beyond 1 - 1e-12, of which
 double precision leaves no digit."""
-LOADING = 1e-4
-"""Part of a column in a dependence below which it has none; rounding leaves less than 1e-6 of such a column."""
-COLLAPSED = 1e-6
+MIN_LOADING = 1e-4
+"""Part of a column in a dependence below which it has none. Rounding leaves less than 1e-6 of such a column."""
+COLLAPSED_SHARE = 1e-6
 """Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with
 a share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
 others, so that the share alone decides nothing."""
-RISE = 1e-6
+MIN_LIKELIHOOD_RISE = 1e-6
 """Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
 STILL_MOVING = 0.5
 """Length of the last step, in that of the one before. Where rows are separated, the likelihood's distance to its limit
 falls as exp(-length), and every step of Newton's method is as long as the one before. Else steps shrink quadratically.
 In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated, the three
-conditions of `recession` named 58, left 3 as not converged, and named none that has a fit; columns were normal, skewed,
+conditions of `recession` named 58, left 3 as not converged, and named none that has a fit. Columns were normal, skewed,
 rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
-MARGIN, VIOLATION = 1e-6, 1e-8
-"""What the linear program must gain in some row, and may lose in any, relative to the largest entry of the row."""
-ROUNDING = 1e-9
+MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
+"""Least gain of the linear program in some row, and largest loss in any, relative to the row's largest entry."""
+ROUNDING_SHARE = 1e-9
 """Part of a row that the directions still left see, below which they see rounding alone."""
-ROWS = 2000
+PROGRAM_ROWS = 2000
 """Rows of the linear program that are looked at first, and added at a time where some are violated."""
-SUPPORT = 0.1
+MIN_SUPPORT_SHARE = 0.1
 """Part of the largest entry from which a column counts in a direction that is known from sums alone."""
 
 
@@ -62,13 +62,13 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
     if not (size > 0).all():
         return [[name] for name, one in zip(names, size, strict=True) if not one > 0]
     values, vectors = np.linalg.eigh(information / np.outer(size, size))
-    null = _reduced(vectors[:, values < values[-1] / SINGULAR].T)
-    groups = [np.flatnonzero(np.abs(row) > LOADING * np.abs(row).max()).tolist() for row in null]
+    null = _reduced(vectors[:, values < values[-1] / MAX_CONDITION_NUMBER].T)
+    groups = [np.flatnonzero(np.abs(row) > MIN_LOADING * np.abs(row).max()).tolist() for row in null]
     return [[names[k] for k in group] for group in sorted(groups)]
 
 
 def _reduced(rows: Floats) -> Floats:
-    """The same space of rows, each with an entry that the others lack, so that every row has as few as can be."""
+    """Reduce a row space to rows that each have an entry that the others lack, with few entries each."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
         free = np.abs(rows[k:])
@@ -86,7 +86,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
     """Refuse columns that depend on each other.
 
     Raises:
-        DataError: some do; only these are named.
+        DataError: some do. Only these are named.
     """
     groups = dependent_columns(information, names)
     if not groups:
@@ -101,9 +101,10 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
     """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
 
-    Three things must hold: in some direction less than `COLLAPSED` of the information at 0 is left; the likelihood has
-    almost reached its limit, so that the last step raised it by less than `RISE`; and yet this step of Newton's
-    method was at least `STILL_MOVING` times as long as the one before, by the information at 0.
+    Three things must hold: in some direction less than `COLLAPSED_SHARE` of the information at 0 is left. The
+    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`. And
+    yet this step of Newton's method was at least `STILL_MOVING` times as long as the one before, by the information at
+    0.
 
     Args:
         first: information ``[p, p]`` at 0, which is regular.
@@ -112,7 +113,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
         rise: what the last one raised the log-likelihood by, to second order.
     """
     before, last = steps
-    if not rise < RISE or not np.isfinite(information).all() or not is_suspect(first, information):
+    if not rise < MIN_LIKELIHOOD_RISE or not np.isfinite(information).all() or not is_suspect(first, information):
         return None
     if not last @ first @ last >= STILL_MOVING**2 * (before @ first @ before) > 0:
         return None
@@ -125,11 +126,11 @@ def is_suspect(first: Floats, information: Floats) -> bool:
 
     if not np.isfinite(information).all():
         return True
-    return bool(eigh(information, first, eigvals_only=True)[0] < COLLAPSED)
+    return bool(eigh(information, first, eigvals_only=True)[0] < COLLAPSED_SHARE)
 
 
 def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
-    """Return a direction of separation with as few columns as can be, by linear programs; None where there is none.
+    """Return a direction of separation with as few columns as possible, by linear programs, or None without one.
 
     Args:
         gains: ``[m, p]`` differences that must not be negative, and of which one must be positive.
@@ -154,7 +155,7 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
 
 
 def _direction(gains: Floats, equal: Floats) -> Floats | None:
-    """The direction of largest gain in the box [-1, 1]^p, None where it gains nothing."""
+    """Return the direction of largest gain in the box [-1, 1]^p, or None without a gain."""
     from scipy.linalg import null_space  # slow to import
     from scipy.optimize import linprog
 
@@ -167,13 +168,13 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
         basis = np.eye(gains.shape[1])
     if not basis.shape[1]:
         return None
-    noise = ROUNDING * np.abs(gains).max(1, initial=0)
+    noise = ROUNDING_SHARE * np.abs(gains).max(1, initial=0)
     gains = gains @ basis
     largest = np.abs(gains).max(1, initial=0)
     gains = gains[largest > noise] / largest[largest > noise, None]
     if not len(gains):
         return None
-    total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, ROWS).astype(int))
+    total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, PROGRAM_ROWS).astype(int))
     bounds = (-1, 1)
     while True:
         solved = linprog(
@@ -183,11 +184,11 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
         if solved.x is None or not np.abs(solved.x).max() > 0:
             return None
         margins = gains @ (solved.x / np.abs(solved.x).max())
-        violated = np.setdiff1d(np.flatnonzero(margins < -VIOLATION), used)
+        violated = np.setdiff1d(np.flatnonzero(margins < -MAX_PROGRAM_LOSS), used)
         if not len(violated):
             break
-        used = np.union1d(used, violated[np.argsort(margins[violated])[:ROWS]])
-    if margins.max() < MARGIN or margins.min() < -VIOLATION:
+        used = np.union1d(used, violated[np.argsort(margins[violated])[:PROGRAM_ROWS]])
+    if margins.max() < MIN_PROGRAM_GAIN or margins.min() < -MAX_PROGRAM_LOSS:
         return None
     direction: Floats = basis @ solved.x
     return direction

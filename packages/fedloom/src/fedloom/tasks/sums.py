@@ -1,4 +1,4 @@
-"""Sums over samples from which metrics follow: sums of several sites are those of their samples together.
+"""Sum over samples so that metrics follow. Several sites' sums add up to their joint samples' sums.
 
 Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, do not follow.
 """
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.metrics import of_class
+from fedloom.metrics import class_metric_name
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import BINS, of_counts, total, wide
+from fedloom.tasks.figures import CALIBRATION_BINS, count_metrics, owner_total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
-TINY = 1e-12
+MIN_TARGET_SPREAD = 1e-12
 """Spread of a target, as a part of its sum of squares, below which it is constant but for rounding."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
-    """The sums of some samples, float64 ``[S]``; the first is their number.
+    """Compute the sums of some samples, float64 ``[S]``. The first is their number.
 
     Args:
         task: of the run.
@@ -35,7 +35,9 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         hit = guess == y
         gap = (p - functional.one_hot(y, classes)).square().sum() / (2 if classes == 2 else 1)
         score, came = (p[:, 1], y) if isinstance(base, Binary) else (p.amax(1), hit)
-        bins = total(came.double() - score, (score * BINS).long().clamp(max=BINS - 1), BINS)
+        bins = owner_total(
+            came.double() - score, (score * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1), CALIBRATION_BINS
+        )
         counts = [torch.bincount(of, minlength=classes).double() for of in (y, guess, y[hit])]
         return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
     target = wide(y)
@@ -52,16 +54,16 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
 
 
 def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
-    """The metrics of the samples that sums ``[S]`` are over, by the names that the task has; none without samples."""
+    """Compute metrics from sums ``[S]``, by the task's names, or {} without samples."""
     base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
     if not float(size):
         return {}
     if isinstance(base, Classification | Binary):
-        figures = _of_classes(task, size, rest[0])
+        figures = _class_sums(task, size, rest[0])
     elif isinstance(base, Regression):
         mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
         spread, mse = square - linear.square() / size, error.mean() / size
-        r2 = torch.where(spread > TINY * square, 1 - error / spread, torch.nan).mean()
+        r2 = torch.where(spread > MIN_TARGET_SPREAD * square, 1 - error / spread, torch.nan).mean()
         figures = {"loss": mse, "mae": mae / size, "rmse": mse.sqrt(), "r2": r2}
     elif isinstance(base, Count):
         loss, deviance, mae, mse = rest[0] / size
@@ -78,12 +80,12 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 
 def base_of(task: Task) -> Task:
-    """The task of the data, without a user's choices."""
+    """Return the task of the data, without a user's choices."""
     return task.base if isinstance(task, Chosen) else task
 
 
 def width(task: Task) -> int:
-    """Number S of the sums."""
+    """Return the number S of sums."""
     return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _no_targets(task)))
 
 
@@ -100,14 +102,14 @@ def _no_targets(task: Task) -> Tensor:
     return torch.zeros(0, task.outputs if isinstance(base, Regression) else 2 if not isinstance(base, Count) else 1)
 
 
-def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
+def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
-    classes = (len(rest) - 2 - BINS) // 3
-    loss, gap, bins, true, guessed, hits = rest.split([1, 1, BINS, classes, classes, classes])
+    classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
+    loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
     recall, precision = hits / true, hits / guessed
     names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
-        of_class(what, name): values[k]
+        class_metric_name(what, name): values[k]
         for what, values in (("recall", recall), ("precision", precision))
         for k, name in enumerate(names)
     }
@@ -117,6 +119,6 @@ def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
         "calibration_error": bins.abs().sum() / size,
         "brier": gap / size,
         "perplexity": (loss / size).exp(),
-        **of_counts(true, guessed, hits),
+        **count_metrics(true, guessed, hits),
         **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {}),
     }

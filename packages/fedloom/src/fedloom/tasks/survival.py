@@ -3,8 +3,8 @@
 Letters: b samples, N samples of all clients together, n clients. A target is a time and 1, or 0 where it is censored.
 
 References:
-    Partial likelihood: D. R. Cox, JRSS B 1972; ties by B. Efron, JASA 1977.
-    Networks: J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018; risk sets of a batch: H. Kvamme et al.,
+    Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977.
+    Networks: J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018. Risk sets of a batch: H. Kvamme et al.,
         "Time-to-event prediction with neural networks and Cox regression", JMLR 2019, Section 3.2.
     Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan and P. Meier, JASA 1958.
     C-index: F. E. Harrell et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf et al., Stat. Med. 1999.
@@ -25,25 +25,26 @@ from fedloom.tasks.figures import masked
 from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
-GROUPS = 5
+MAX_RISK_GROUPS = 5
 """Groups of rising risk at most in which observed and expected events are compared."""
-LEAST = 10
+MIN_GROUP_ROWS = 10
 """Rows of such a group at least."""
-BLOCK = 1 << 22
+BLOCK_PAIRS = 1 << 22
 """Pairs of rows that are compared together."""
 
 
 class Survival(TaskKind):
-    """Time to event from one output z, the log of a hazard relative to the client's baseline; partial likelihood.
+    """Time to event from one output z, the log of a hazard relative to the client's baseline. Partial likelihood.
 
-    Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron); ``c_index`` in [0, 1],
+    Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron). ``c_index`` in [0, 1],
     Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a horizon, where z is
     the log of the cumulative hazard there (`baseline`): ``brier`` score in [0, 1] with weights of inverse censoring;
-    ``calibration_error``, the mean over up to `GROUPS` groups of rising risk of |observed - expected| share of events
-    by the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and Meier's.
+    ``calibration_error``, the mean over up to `MAX_RISK_GROUPS` groups of rising risk of |observed - expected| share
+    of events by the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and
+    Meier's.
     """
 
-    horizon: float | None = Field(None, gt=0, description="time by which events are predicted; None: ranks only")
+    horizon: float | None = Field(None, gt=0, description="time by which events are predicted (None: ranks only)")
 
     @property
     def outputs(self) -> int:
@@ -56,12 +57,12 @@ class Survival(TaskKind):
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """That of all rows at each of them; its mean is the loss of the batch."""
+        """Return the loss of all rows together at each of them. Its mean is the batch's loss."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         """Gradient of b times the loss of the batch."""
-        rows = _at_risk(output, y)
+        rows = _sum_hazards(output, y)
         if rows is None:
             return torch.zeros_like(output)
         z, tie, place, at_risk, share, hazards = rows.z, rows.tie, rows.place, rows.at_risk, rows.share, rows.hazards
@@ -72,11 +73,11 @@ class Survival(TaskKind):
         return torch.empty_like(slope).index_copy(0, rows.order, slope)[:, None]
 
     def predict(self, output: Tensor) -> Tensor:
-        """The output itself."""
+        """Return the output itself."""
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss and C-index, with a horizon also Brier score and calibration; see `Task.metrics`."""
+        """Loss and C-index, with a horizon also Brier score and calibration, see `Task.metrics`."""
         names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
         values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
         for client, rows in _clients(output, y, owner, n):
@@ -109,13 +110,13 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
-    """Minus the log partial likelihood of rows over their number, ties by Efron; one number, 0 without an event.
+    """Minus the log partial likelihood of rows over their number, ties by Efron. One number, 0 without an event.
 
     Args:
         output: ``[b, 1]`` log hazards.
         y: ``[b, 2]`` times and events.
     """
-    rows = _at_risk(output, y)
+    rows = _sum_hazards(output, y)
     return output.sum() * 0 if rows is None else (rows.hazards - rows.z[rows.event]).sum() / len(y)
 
 
@@ -123,7 +124,7 @@ class _AtRisk(NamedTuple):
     """Rows by falling time: their ``order`` ``[b]``, log hazards ``z``, events, and the place of their tied group.
 
     Of each of the e events: ``place`` ``[e]`` of its group, ``share`` of the group's events that Efron takes out, and
-    the log of the sum of hazards at risk, ``hazards``; ``at_risk`` has that of every group before a share is out.
+    the log of the sum of hazards at risk, ``hazards``. ``at_risk`` has that of every group before a share is out.
     """
 
     order: Tensor
@@ -136,8 +137,8 @@ class _AtRisk(NamedTuple):
     hazards: Tensor
 
 
-def _at_risk(output: Tensor, y: Tensor) -> _AtRisk | None:
-    """Sum the hazards of the rows at risk at every event; None without one."""
+def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
+    """Sum the hazards of the rows at risk at every event. None without one."""
     order = y[:, 0].argsort(descending=True, stable=True)
     z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
     if not bool(event.any()):
@@ -155,9 +156,9 @@ def _at_risk(output: Tensor, y: Tensor) -> _AtRisk | None:
 
 
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
-    """What makes a log hazard that of the cumulative hazard at the horizon: slope 1 and its baseline ``[n, 2]``.
+    """Return slope 1 and baseline ``[n, 2]`` that turn a log hazard into the cumulative hazard's at the horizon.
 
-    Breslow's estimate of every client; without an event by the horizon, half of one is spread over all rows at risk.
+    Breslow's estimate of every client, without an event by the horizon, half of one is spread over all rows at risk.
 
     Args:
         output: ``[N, 1]`` log hazards of all clients' training samples.
@@ -177,14 +178,14 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
 
 
 def concordance(rows: SurvivalRows) -> float:
-    """Harrell's C-index; nan without a pair that can be compared.
+    """Harrell's C-index. Nan without a pair that can be compared.
 
-    A pair can be where one has an event before the other's time, or at it if the other is censored then; equal scores
+    A pair can be where one has an event before the other's time, or at it if the other is censored then. Equal scores
     count half.
     """
     right, pairs = 0.0, 0
     events = np.nonzero(rows.event > 0)[0]
-    for some in np.array_split(events, max(1, len(events) * len(rows.z) // BLOCK)):
+    for some in np.array_split(events, max(1, len(events) * len(rows.z) // BLOCK_PAIRS)):
         time, z = rows.time[some, None], rows.z[some, None]
         later = (rows.time > time) | ((rows.time == time) & (rows.event == 0))
         pairs += int(later.sum())
@@ -193,7 +194,7 @@ def concordance(rows: SurvivalRows) -> float:
 
 
 def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Kaplan and Meier's share without an event up to times ``at [k]``; with ``before``, just before them."""
+    """Kaplan and Meier's share without an event up to times ``at [k]``, with ``before``, just before them."""
     times, inverse = np.unique(time, return_inverse=True)
     counts = np.bincount(inverse)
     at_risk = counts[::-1].cumsum()[::-1]
@@ -216,7 +217,7 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 
 
 def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
-    """Calibration error, and observed over expected events by the horizon; nan where no row is observed that long."""
+    """Calibration error, and observed over expected events by the horizon. Nan where no row is observed that long."""
     if risk.time.max() < horizon:
         return float("nan"), float("nan")
 
@@ -224,6 +225,6 @@ def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]
         return 1 - float(survival_curve(risk.time[rows], risk.event[rows], np.array([horizon]))[0])
 
     order = np.argsort(risk.z, kind="stable")
-    groups = np.array_split(order, max(1, min(GROUPS, len(order) // LEAST)))
+    groups = np.array_split(order, max(1, min(MAX_RISK_GROUPS, len(order) // MIN_GROUP_ROWS)))
     gaps = [len(rows) * abs(observed(rows) - risk.z[rows].mean()) for rows in groups]
     return sum(gaps) / len(order), observed(order) / float(risk.z.mean())

@@ -1,21 +1,21 @@
 """For tests of your own parts: laws, problems with known optima, and a plain run to compare with."""
 
 from fedloom.lazy import lister
-from fedloom.local.rows import named
+from fedloom.local.rows import name_tensors
 from fedloom.testing.aggregators import check_aggregator
 from fedloom.testing.analyses import check_analysis
 from fedloom.testing.attacks import check_attack
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, personal_models
-from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
+from fedloom.testing.laws import METHOD_LAWS, check_algorithm, check_law, laws_of
 from fedloom.testing.partitions import check_partition
-from fedloom.testing.problems import LAYOUT, Problem
+from fedloom.testing.problems import TOY_LAYOUT, Problem
 from fedloom.testing.timing import TIME_LAWS, check_timing
-from fedloom.testing.trees import difference
+from fedloom.testing.trees import locate_difference
 
 __all__ = [
-    "LAWS",
-    "LAYOUT",
+    "METHOD_LAWS",
     "TIME_LAWS",
+    "TOY_LAYOUT",
     "Problem",
     "ReferenceFederation",
     "ReferenceState",
@@ -26,10 +26,10 @@ __all__ = [
     "check_law",
     "check_partition",
     "check_timing",
-    "difference",
     "federate",
     "laws_of",
-    "named",
+    "locate_difference",
+    "name_tensors",
     "personal_models",
 ]
 

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError
 from fedloom.rows.aggregate import Aggregator
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
-from fedloom.testing.scene import TIGHT, agree, demand
-from fedloom.testing.trees import through_checkpoint
+from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
+from fedloom.testing.trees import reload_from_checkpoint
 
-WIDTHS = {"dw": 6, "beside": 3}
+UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
 """Fields of the laws' uploads, the primary one first, with their lengths."""
 MOST_ROWS = 30
-"""Largest cohort that is tried in search of one that the rule takes; `bulyan` takes 4 f + 3 rows or more."""
+"""Largest cohort that is tried in search of one that the rule takes. `bulyan` takes 4 f + 3 rows or more."""
 
 
 class LawCohort(NamedTuple):
@@ -28,12 +28,12 @@ class LawCohort(NamedTuple):
     ids: Tensor
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The generator of this round and purpose."""
+        """Return the generator of this round and purpose."""
         return generator(0, 1, purpose=purpose)
 
 
 class LawUploads(NamedTuple):
-    """What a law is about: a rule, and the uploads of a cohort of m clients."""
+    """Object of a law: a rule, and the uploads of a cohort of m clients."""
 
     rule: Aggregator
     rows: dict[str, Tensor]
@@ -41,33 +41,33 @@ class LawUploads(NamedTuple):
     ids: Tensor
 
     @classmethod
-    def of(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
+    def create(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
         """Random rows of m clients, apart from each other and from zero."""
         g = generator(m, purpose="laws of aggregators")
-        rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in WIDTHS.items()}
+        rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in UPLOAD_WIDTHS.items()}
         weights = torch.rand(m, 1, generator=g, dtype=torch.float64) + 0.5
         return cls(rule, {name: r.to(dtype) for name, r in rows.items()}, weights, torch.arange(m))
 
     def combined(self, state: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The aggregate of every field, and the new state."""
+        """Return the aggregate of every field, and the new state."""
         ctx = LawCohort(self.ids)
         state = self.rule.init(ctx) if state is None else state
-        return self.rule.apply(state, self.rows, self.weights, next(iter(WIDTHS)), ctx)
+        return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
     def but(self, **changes: Any) -> LawUploads:
-        """The same with other fields."""
+        """Return the uploads with other fields."""
         return self._replace(**changes)
 
 
-def runs(s: LawUploads) -> None:
+def aggregation_runs(s: LawUploads) -> None:
     """The rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
-def shapes(s: LawUploads) -> None:
-    """One finite vector per field, in the dtype of the rows; the state is a dict of tensors."""
+def aggregate_shapes(s: LawUploads) -> None:
+    """One finite vector per field, in the dtype of the rows. The state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
-        uploads = LawUploads.of(s.rule, len(s.ids), dtype)
+        uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()
         demand(isinstance(got, tuple) and len(got) == 2, "combine must return the pair (aggregates, state)")
         combined, state = got
@@ -83,7 +83,7 @@ def shapes(s: LawUploads) -> None:
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
 
 
-def arguments_unmodified(s: LawUploads) -> None:
+def rows_unmodified(s: LawUploads) -> None:
     """Neither rows, weights nor the state that is given are changed."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
@@ -94,7 +94,7 @@ def arguments_unmodified(s: LawUploads) -> None:
         agree(got, want, f"{what} changed, or share memory with the aggregates")
 
 
-def repeatable(s: LawUploads) -> None:
+def aggregation_repeatable(s: LawUploads) -> None:
     """Equal calls give equal results to the last bit, and the value stays as it is."""
     before = s.rule.model_dump()
     with generators_untouched():
@@ -108,7 +108,7 @@ def repeatable(s: LawUploads) -> None:
 def resume(s: LawUploads) -> None:
     """A state that comes from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
-    saved, combined = s.combined(_through_checkpoint(state)), s.combined(state)
+    saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
         agree(got, want, f"the {what} of a run that resumes and of one that does not stop")
 
@@ -117,20 +117,20 @@ def permutation(s: LawUploads) -> None:
     """The order of the clients does not matter."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
-    agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT)
+    agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
-def weighted(s: LawUploads) -> None:
-    """A rule that is `weighted` reads weights up to a factor; another rule does not read them."""
+def weights_scale_free(s: LawUploads) -> None:
+    """A rule that is `weights_scale_free` reads weights up to a factor. Another rule does not read them."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
-    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT)
+    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
     """Where all clients send the same, the aggregate is that."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT)
+    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
@@ -138,19 +138,19 @@ def linear(s: LawUploads) -> None:
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
-        agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT)
+        agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT_TOLERANCE)
 
 
 def precision(s: LawUploads) -> None:
     """Rows in float32 give what rows in float64 give, to 1e-4."""
-    single = LawUploads.of(s.rule, len(s.ids), torch.float32).combined()[0]
+    single = LawUploads.create(s.rule, len(s.ids), torch.float32).combined()[0]
     agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
 
 
 def small_cohorts(s: LawUploads) -> None:
     """A cohort is refused by `require`, or combined."""
     for m in range(1, len(s.ids)):
-        few = LawUploads.of(s.rule, m)
+        few = LawUploads.create(s.rule, m)
         try:
             s.rule.check(m)
         except ConfigError:
@@ -159,15 +159,17 @@ def small_cohorts(s: LawUploads) -> None:
             demand(value.isfinite().all(), f"the aggregate of {name} of {m} rows is not finite")
 
 
-LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line",
-    shapes: "return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state",
-    arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
-    repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
+AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
+    aggregation_runs: "repair this line",
+    aggregate_shapes: (
+        "return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"
+    ),
+    rows_unmodified: "clone before an in-place operation, and return tensors of your own",
+    aggregation_repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
     resume: "keep all that a round needs from the one before in the state",
     permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
     "does, leave the law out: without=['permutation']",
-    weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
+    weights_scale_free: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
     agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
     "without=['agreement']",
     linear: "let linear be True for a weighted mean and nothing else",
@@ -177,7 +179,7 @@ LAWS: dict[Callable[[Any], None], str] = {
 """Every law of an aggregator, with the cure of what usually breaks it."""
 
 
-@on_cpu()
+@default_to_cpu()
 def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> None:
     """Hold an aggregator to every law, on random rows of two fields.
 
@@ -190,13 +192,13 @@ def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> N
             the error, file and line.
         ConfigError: it is no aggregator, takes no cohort of up to 30 rows, or there is no such law.
     """
-    check_arguments(aggregator, Aggregator, "fl.aggregate.Median()", LAWS, without)
-    hold(LAWS, LawUploads.of(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
+    check_arguments(aggregator, Aggregator, "fl.aggregate.Median()", AGGREGATOR_LAWS, without)
+    hold(AGGREGATOR_LAWS, LawUploads.create(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
 
 
-def _through_checkpoint(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state as a checkpoint gives it back."""
-    return dict(zip(state, through_checkpoint(tuple(state.values())), strict=True))
+def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Save and reload a state as a checkpoint does."""
+    return dict(zip(state, reload_from_checkpoint(tuple(state.values())), strict=True))
 
 
 def _enough(rule: Aggregator) -> int:
@@ -207,7 +209,7 @@ def _enough(rule: Aggregator) -> int:
             rule.check(m)
         except ConfigError as error:
             refusal = str(error)
-        except Exception:  # the law `runs` meets it again, and reports it
+        except Exception:  # the law `aggregation_runs` meets it again, and reports it
             return 5
         else:
             return max(5, m + 2)

@@ -26,13 +26,13 @@ from fedloom.analyses import (
     sum_answers,
 )
 from fedloom.analyses.run import SumRecord, clients_of
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
-TOLERANCE = 1e-9
+SUM_TOLERANCE = 1e-9
 """Relative distance of two orders of summation in float64."""
 
 
@@ -61,7 +61,7 @@ class AnalysisScene:
     def run(
         self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
     ) -> tuple[Any, list[SumRecord]]:
-        """Run the analysis; after ``most`` sums the process is killed."""
+        """Run the analysis. After ``most`` sums the process is killed."""
         done = 0
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
@@ -105,7 +105,7 @@ def declared(s: AnalysisScene) -> None:
 def union(s: AnalysisScene) -> None:
     """The answer of two clients' rows together is the sum of their answers."""
     first, second = s.clients[0], s.clients[1]
-    for question, (one, two, both) in s.answers([first, second, joined(first, second)]):
+    for question, (one, two, both) in s.answers([first, second, join_clients(first, second)]):
         if one is None or two is None or both is None:
             continue
         _agree(both, one + two, f"question {question.name!r}: the answer of all rows is not the sum of the answers")
@@ -198,7 +198,7 @@ def few_stay_silent(s: AnalysisScene) -> None:
     demand(reply.neutral and not bool(reply.values.any()), "a client of too few subjects must answer zeros")
 
 
-LAWS: dict[Callable[[Any], None], str] = {
+ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
     declared: "list every question with its fields and their dimensions in `questions`",
     pure: "clone before an in-place operation, and draw nothing",
@@ -213,7 +213,7 @@ LAWS: dict[Callable[[Any], None], str] = {
 """Every law of an analysis by sums, with the cure of what usually breaks it."""
 
 
-@on_cpu()
+@default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
@@ -229,17 +229,17 @@ def check_analysis(
         AssertionError: at the first law that is broken: law, analysis, what is wrong, and a cure.
         ConfigError: it is no analysis by sums, there are fewer than two clients, or there is no such law.
     """
-    check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", LAWS, without)
+    check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
     if len(rows) < 2:
         raise ConfigError("laws of sums need two clients at least; give a federation or a mapping of clients")
     members = tuple(rows.values())
     terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), rules or Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))
-    hold(LAWS, AnalysisScene(analysis, members, terms), analysis, Analysis, without)
+    hold(ANALYSIS_LAWS, AnalysisScene(analysis, members, terms), analysis, Analysis, without)
 
 
-def joined(first: ClientRows, second: ClientRows) -> ClientRows:
+def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
     """Return the rows of two clients as one client's."""
     cut = len(first)
 
@@ -261,4 +261,4 @@ def joined(first: ClientRows, second: ClientRows) -> ClientRows:
 def _agree(got: Tensor, want: Tensor, sentence: str) -> None:
     worst = float((got - want).abs().max()) if len(got) else 0.0
     size = float(want.abs().max()) if len(want) else 0.0
-    demand(worst <= TOLERANCE * max(size, 1.0), f"{sentence} (largest difference {worst:.3g})")
+    demand(worst <= SUM_TOLERANCE * max(size, 1.0), f"{sentence} (largest difference {worst:.3g})")

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.rows.attacks import Attack, Forgery, Poison
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import agree, demand
 
-CLIENTS, CLASSES, SEED, WIDTH = 10, 4, 0, 6
+CLIENT_COUNT, CLASS_COUNT, ATTACK_SEED, ROW_WIDTH = 10, 4, 0, 6
 
 
 class AttackScene(NamedTuple):
-    """What a law is about: an attack, and the models of a round as `Forgery.forge` is given them."""
+    """Object of a law: an attack, and the models of a round as `Forgery.forge` gets them."""
 
     attack: Attack
     honest: Tensor
@@ -27,30 +27,30 @@ class AttackScene(NamedTuple):
     labels: Tensor
 
     @classmethod
-    def of(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
+    def create(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
         """Models of h honest clients and b attackers, which all received one model."""
         g = generator(0, purpose="laws of attacks")
-        base = torch.randn(1, WIDTH, generator=g, dtype=torch.float64)
-        trained = base + torch.randn(h + b, WIDTH, generator=g, dtype=torch.float64)
+        base = torch.randn(1, ROW_WIDTH, generator=g, dtype=torch.float64)
+        trained = base + torch.randn(h + b, ROW_WIDTH, generator=g, dtype=torch.float64)
         honest, received, benign = trained[:h], base.expand(b, -1).contiguous(), trained[h:].contiguous()
-        return cls(attack, honest.to(dtype), received.to(dtype), benign.to(dtype), torch.arange(12) % CLASSES)
+        return cls(attack, honest.to(dtype), received.to(dtype), benign.to(dtype), torch.arange(12) % CLASS_COUNT)
 
     def forged(self, *, informed: bool = True) -> Tensor:
-        """What a forgery makes of the round."""
+        """Return the forged models of the round."""
         assert isinstance(self.attack, Forgery)
         honest = self.honest if informed else None
         return self.attack.forge(honest, self.base, self.benign, len(self.honest) + len(self.base), self._gens())
 
-    def poisoned(self, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
-        """Labels of every class, and what a poison makes of them."""
+    def poisoned(self, classes: int = CLASS_COUNT) -> tuple[Tensor, Tensor]:
+        """Labels of every class, and the same labels poisoned."""
         assert isinstance(self.attack, Poison)
-        y = self.labels if classes == CLASSES else self.labels % classes
+        y = self.labels if classes == CLASS_COUNT else self.labels % classes
         return y, self.attack.poison(y, classes, self._gens()[0])
 
     def disguised(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Activations, which of them are attackers', and what is sent."""
+        """Activations, the mask of attackers, and the activations that are sent."""
         ids, attackers = torch.tensor([7, 2, 5, 0]), torch.tensor([1, 2, 7])
-        activations = torch.arange(4.0 * WIDTH, dtype=self.base.dtype).view(4, WIDTH)
+        activations = torch.arange(4.0 * ROW_WIDTH, dtype=self.base.dtype).view(4, ROW_WIDTH)
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
     def results(self) -> tuple[Tensor, ...]:
@@ -60,36 +60,36 @@ class AttackScene(NamedTuple):
         return (*forged, *poisoned, self.disguised()[2])
 
     def _gens(self) -> list[Generator]:
-        return [generator(SEED, 1, i, "attack") for i in range(len(self.base))]
+        return [generator(ATTACK_SEED, 1, i, "attack") for i in range(len(self.base))]
 
 
-def runs(s: AttackScene) -> None:
+def forgery_runs(s: AttackScene) -> None:
     """The attack runs where honest models are known, where they are not, and with a single client of each kind."""
     s.results()
-    AttackScene.of(s.attack, h=1, b=1).results()
+    AttackScene.create(s.attack, h=1, b=1).results()
 
 
 def attackers(s: AttackScene) -> None:
     """The same clients attack in every round: ids of clients, ascending, drawn from the seed."""
-    got = s.attack.attackers(CLIENTS, SEED)
+    got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
-    inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENTS)
-    demand(inside, f"attackers must be ascending ids from 0 to {CLIENTS - 1}, got {got!r:.80}")
-    agree(s.attack.attackers(CLIENTS, SEED), got, "the attackers of the same seed")
+    inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
+    demand(inside, f"attackers must be ascending ids from 0 to {CLIENT_COUNT - 1}, got {got!r:.80}")
+    agree(s.attack.attackers(CLIENT_COUNT, ATTACK_SEED), got, "the attackers of the same seed")
 
 
-def shapes(s: AttackScene) -> None:
-    """Forged models are finite rows [b, d] in the dtype of the models; labels stay labels; others' rows stay."""
+def forged_shapes(s: AttackScene) -> None:
+    """Forged models are finite rows [b, d] in the dtype of the models. Labels stay labels. Others' rows stay."""
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
-            scene = AttackScene.of(s.attack, dtype=dtype)
+            scene = AttackScene.create(s.attack, dtype=dtype)
             for informed in (True, False):
                 got = scene.forged(informed=informed)
                 demand(got.shape == scene.base.shape, f"forge must return {[*scene.base.shape]}, got {[*got.shape]}")
                 demand(got.dtype == dtype, f"models in {dtype} are forged in {got.dtype}")
                 demand(got.isfinite().all(), "forged models are not finite, so that the server drops them")
     if isinstance(s.attack, Poison):
-        for classes in (2, CLASSES):
+        for classes in (2, CLASS_COUNT):
             y, got = s.poisoned(classes)
             demand(got.shape == y.shape and got.dtype == y.dtype, f"poison must return {y.dtype} {[*y.shape]}")
             inside = int(got.min()) >= 0 and int(got.max()) < classes
@@ -99,7 +99,7 @@ def shapes(s: AttackScene) -> None:
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
 
 
-def arguments_unmodified(s: AttackScene) -> None:
+def models_unmodified(s: AttackScene) -> None:
     """No argument is changed, and none shares memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
@@ -108,7 +108,7 @@ def arguments_unmodified(s: AttackScene) -> None:
         agree(got, want, f"{what} changed, or shares memory with the result")
 
 
-def repeatable(s: AttackScene) -> None:
+def forgery_repeatable(s: AttackScene) -> None:
     """Equal generators give equal results to the last bit, and the value stays as it is."""
     before = s.attack.model_dump()
     with generators_untouched():
@@ -131,18 +131,18 @@ def knowledge(s: AttackScene) -> None:
         agree(other.forged(informed=False), s.forged(informed=False), sentence)
 
 
-LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line; honest is None where the honest models are not known",
+ATTACK_LAWS: dict[Callable[[Any], None], str] = {
+    forgery_runs: "repair this line; honest is None where the honest models are not known",
     attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
-    shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
-    arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
-    repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
+    forged_shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
+    models_unmodified: "clone before an in-place operation, and return a tensor of your own",
+    forgery_repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
 """Every law of an attack, with the cure of what usually breaks it."""
 
 
-@on_cpu()
+@default_to_cpu()
 def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
     """Hold an attack to every law, on random models, labels and activations.
 
@@ -155,5 +155,5 @@ def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
             function, the error, file and line.
         ConfigError: it is no attack, or there is no such law.
     """
-    check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", LAWS, without)
-    hold(LAWS, AttackScene.of(attack), attack, Attack, without)
+    check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", ATTACK_LAWS, without)
+    hold(ATTACK_LAWS, AttackScene.create(attack), attack, Attack, without)

@@ -9,25 +9,36 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.algorithms._messages import base_of, with_model
-from fedloom.local.rows import map_rows, named
+from fedloom.local.rows import map_rows, name_tensors
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
 from fedloom.testing.report import stage_of
-from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
-from fedloom.testing.trees import difference, picked, plus
+from fedloom.testing.scene import (
+    COHORT_HISTORY,
+    LOCAL_SETTINGS,
+    SCENE_COHORT,
+    TIGHT_TOLERANCE,
+    Scene,
+    Subject,
+    agree,
+    demand,
+)
+from fedloom.testing.trees import locate_difference, picked, plus
 
-STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
+METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
 """Functions of a method in which a crash is reported as its own, not as a fault that the law found."""
 
 
 def runs(s: Subject) -> None:
     """Every function of the method runs, in rounds with clients that trained before and clients that did not."""
     try:
-        state = s.run([*HISTORY, COHORT])[-1]
+        state = s.run([*COHORT_HISTORY, SCENE_COHORT])[-1]
         personal_models(s.algorithm, Scene(s).fed, state)
         s.algorithm.global_model(state.server)
     except Exception as error:
-        if stage_of(error, Algorithm, STAGES) is not None:  # else what the method gave is at fault: see other laws
+        if (
+            stage_of(error, Algorithm, METHOD_STAGES) is not None
+        ):  # else what the method gave is at fault: see other laws
             raise
 
 
@@ -38,9 +49,12 @@ def declarations(s: Subject) -> None:
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
     kept = [name for name, kind in fields.items() if kind.keeps]
     template = s.algorithm.init(
-        problem.x0, ReferenceFederation(problem.oracle(), problem.alpha, SETTINGS).ctx(0, COHORT)
+        problem.x0, ReferenceFederation(problem.oracle(), problem.alpha, LOCAL_SETTINGS).ctx(0, SCENE_COHORT)
     )[2]
-    demand([*named(template)] == kept, f"init must give a template of the kept fields {kept}, got {[*named(template)]}")
+    demand(
+        [*name_tensors(template)] == kept,
+        f"init must give a template of the kept fields {kept}, got {[*name_tensors(template)]}",
+    )
     demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all fields are")
     demand(kept or not s.algorithm.mixes, "a method that mixes kept rows must keep some")
     scene = Scene(s)
@@ -62,7 +76,7 @@ def shapes(s: Subject) -> None:
     demand(list(up._fields) == [*upload_fields(type(a))], "the upload must have the declared fields")
     server = a.server(scene.state.server, scene.aggregate(up), scene.ctx())
     for what, tree in (("server", server), ("download", scene.down), ("upload", up), ("client", rows)):
-        for name, t in named(tree).items():
+        for name, t in name_tensors(tree).items():
             demand(not t.is_floating_point() or t.dtype == torch.float64, f"{what} {name} has dtype {t.dtype}")
             demand(t.isfinite().all(), f"{what} {name} is not finite")
             per_client = what in ("upload", "client") or (what == "download" and t.dim() == 2)
@@ -91,22 +105,22 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is new - old of its base; what accumulates beside the model adds up to the mean by shares of all."""
+    """A difference is new - old of its base, what accumulates beside the model adds up to the mean by shares of all."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     up, rows = a.client(scene.down, scene.rows, scene.work())
-    states = s.run([*HISTORY, COHORT], dropped=[(), (1,), (4,)])
+    states = s.run([*COHORT_HISTORY, SCENE_COHORT], dropped=[(), (1,), (4,)])
     for name, kind in fields.items():
         source, _, field = kind.base.partition(".")
         if source == "rows":
             change = getattr(rows, field) - base_of(kind, scene.down, scene.rows)
             mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
-            agree(getattr(up, name) * mask, change * mask, f"{name} and the change of {kind.base}", TIGHT)
+            agree(getattr(up, name) * mask, change * mask, f"{name} and the change of {kind.base}", TIGHT_TOLERANCE)
         if source == "rows" and kind.accumulates and not kind.primary:
             want = (scene.fed.weight * (getattr(states[-1].rows, field) - getattr(states[0].rows, field))).sum(0)
-            changes = [t - named(states[0].server)[n] for n, t in named(states[-1].server).items()]
+            changes = [t - name_tensors(states[0].server)[n] for n, t in name_tensors(states[-1].server).items()]
             demand(
-                any(difference(t, want, TIGHT) is None for t in changes),
+                any(locate_difference(t, want, TIGHT_TOLERANCE) is None for t in changes),
                 f"no field of the server is the mean by shares over all clients of {kind.base}, which {name} adds up; "
                 f"add {name} times ctx.part",
             )
@@ -118,7 +132,9 @@ def bases(s: Subject) -> None:
         weight[ctx.ids] = ctx.weight[ctx.ids] / 2
         got = a.server(scene.state.server, doubled, ctx._replace(weight=weight))
         want = a.server(scene.state.server, whole, ctx)
-        agree(got, want, f"{sums} as means of a cohort and of one with half its shares and the same sums", TIGHT)
+        agree(
+            got, want, f"{sums} as means of a cohort and of one with half its shares and the same sums", TIGHT_TOLERANCE
+        )
 
 
 def parts(s: Subject) -> None:
@@ -134,7 +150,7 @@ def parts(s: Subject) -> None:
             agree(got, want, f"coordinates of {name} outside part {kind.part!r} were read")
 
 
-def kept_rows(s: Subject) -> None:
+def server_rows_used(s: Subject) -> None:
     """Only a method with ``mixes`` looks at the cohort's kept rows."""
     scene = Scene(s)
     if not s.algorithm.mixes:
@@ -146,7 +162,7 @@ def kept_rows(s: Subject) -> None:
 def idle_is_finite(s: Subject) -> None:
     """A client that takes no step gives a finite answer."""
     scene = Scene(s)
-    for name, t in named(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
+    for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
         demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
 
 
@@ -156,7 +172,7 @@ def idle_is_zero(s: Subject) -> None:
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():
         if kind.base != "zero":
-            agree(getattr(up, name), torch.zeros_like(getattr(up, name)), f"{name} without any step", TIGHT)
+            agree(getattr(up, name), torch.zeros_like(getattr(up, name)), f"{name} without any step", TIGHT_TOLERANCE)
 
 
 def encoding(s: Subject) -> None:
@@ -179,12 +195,12 @@ def encoding(s: Subject) -> None:
             getattr(message[0], name) * mask,
             getattr(up, name) * mask,
             f"{name} of a model that is encoded again",
-            TIGHT,
+            TIGHT_TOLERANCE,
         )
 
 
 def translation(s: Subject) -> None:
-    """Seen from another origin, models and absolute messages move with it; differences, duals and variates stay."""
+    """Seen from another origin, models and absolute messages move with it. Differences, duals and variates stay."""
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)
@@ -194,7 +210,7 @@ def translation(s: Subject) -> None:
     ids = list(scene.ids)
 
     def shift(new: object, old: object) -> dict[str, Tensor]:
-        return {n: v - named(old)[n] for n, v in named(new).items() if v.is_floating_point()}
+        return {n: v - name_tensors(old)[n] for n, v in name_tensors(new).items() if v.is_floating_point()}
 
     def first_down(state: ReferenceState, f: ReferenceFederation) -> Any:
         return a.down(state.server, mixed(a, state.kept, ids), f.ctx(1, ids))
@@ -205,10 +221,10 @@ def translation(s: Subject) -> None:
         "kept": shift(picked(moved.kept, ids), picked(here.kept, ids)),
         "server": shift(moved.server, here.server),
     }
-    work = fed.work(len(HISTORY) + 1, ids)
+    work = fed.work(len(COHORT_HISTORY) + 1, ids)
     up, rows = a.client(plus(scene.down, by["down"]), plus(scene.rows, by["rows"]), work)
     up0, rows0 = a.client(scene.down, scene.rows, scene.work())
-    agree(rows, plus(rows0, by["rows"]), "client state under a change of origin", TIGHT)
+    agree(rows, plus(rows0, by["rows"]), "client state under a change of origin", TIGHT_TOLERANCE)
     moves: dict[str, Tensor] = {}
     for name, kind in upload_fields(type(a)).items():
         value = getattr(up0, name)
@@ -216,7 +232,7 @@ def translation(s: Subject) -> None:
             moves[name] = torch.zeros_like(value)
         else:
             moves[name] = by["kept"][name] if kind.keeps else t.expand_as(value)
-    agree(up, plus(up0, moves), "upload under a change of origin", TIGHT)
+    agree(up, plus(up0, moves), "upload under a change of origin", TIGHT_TOLERANCE)
     got = a.server(plus(scene.state.server, by["server"]), scene.aggregate(up), scene.ctx())
     want = plus(a.server(scene.state.server, scene.aggregate(up0), scene.ctx()), by["server"])
-    agree(got, want, "server under a change of origin", TIGHT)
+    agree(got, want, "server under a change of origin", TIGHT_TOLERANCE)

@@ -1,4 +1,4 @@
-"""federate: what a run must compute, written as plainly as possible; the engine and the laws are compared with it.
+"""federate: what a run must compute, written as plainly as possible. The engine and the laws are compared with it.
 
 One list of clients per round, every client by itself if asked, sums in Python, no chunks, no store, no files.
 """
@@ -15,7 +15,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
-from fedloom.testing.trees import picked, received
+from fedloom.testing.trees import picked, received_by
 
 if TYPE_CHECKING:
     from fedloom.choose import Weigher
@@ -45,12 +45,12 @@ class ReferenceState(NamedTuple):
     weigher: Any
 
     def parts(self) -> dict[str, Any]:
-        """The states by name, without the round."""
+        """Return the states by name, without the round."""
         return {name: part for name, part in self._asdict().items() if name != "round"}
 
 
 class ReferenceFederation(NamedTuple):
-    """What does not change over rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
+    """Constant parts of the rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
 
     oracle: Oracle
     weight: Tensor
@@ -64,7 +64,7 @@ class ReferenceFederation(NamedTuple):
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
-        """What the server may know with the cohort ``ids``."""
+        """Return what the server may know with the cohort ``ids``."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
@@ -82,22 +82,22 @@ class ReferenceFederation(NamedTuple):
         )
 
     def work(self, round: int, ids: Sequence[int], steps: int | None = None) -> Work:
-        """The local problems of the clients ``ids``."""
+        """Return the local problems of the clients ``ids``."""
         cohort = torch.tensor(ids, dtype=torch.long)
         return Work(self.oracle, cohort, self.weight[cohort], self.local, seed=self.seed, round=round, steps=steps)
 
 
 def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
-    """The kept rows that the download of a cohort is mixed from: its own, or those of all clients; None without."""
+    """Return the kept rows that a cohort's download mixes: its own, or all clients', or None without mixing."""
     if not algorithm.mixes:
         return None
     return kept if algorithm.mixes_all else picked(kept, ids)
 
 
 def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
-    """The state before the first round: every client has the template's rows."""
+    """Return the state before the first round: every client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
-    algorithm = algorithm.with_derived_options(ctx)
+    algorithm = algorithm.derive_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
 
     def all_clients(tree: object) -> Any:
@@ -121,20 +121,20 @@ def play(
     Args:
         algorithm: the method.
         fed: the local problems.
-        state: the state before the round; not modified.
+        state: the state before the round. Not modified.
         cohort: ids of the clients that train.
         dropped: those of them whose upload is lost.
         weigher: by the clients' shares when None.
-        alone: every client is called by itself, as in deployment; else the cohort at once.
+        alone: every client is called by itself, as in deployment. Else the cohort at once.
     """
-    algorithm = algorithm.with_derived_options(fed.ctx(0, range(fed.n)))
+    algorithm = algorithm.derive_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
     accepted = [i for i in ids if i not in set(dropped)]
     down = algorithm.down(state.server, mixed(algorithm, state.kept, ids), fed.ctx(round, ids))
     answers: dict[int, Any] = {}
     for group in [[i] for i in ids] if alone else [ids]:
         places = [ids.index(i) for i in group]
-        got = received(down, places)
+        got = received_by(down, places)
         work = fed.work(round, group)
         before = picked(state.rows, group)
         up, rows = algorithm.client(got, before, work)
@@ -161,7 +161,7 @@ def play(
         shares = [float(p) / float(raw.sum()) for p in raw]
     stored = state.kept
     if stored is not None:
-        stored = _with_rows(stored, accepted, [[getattr(up, name) for name in stored._fields] for up in ups])
+        stored = _replace_rows(stored, accepted, [[getattr(up, name) for name in stored._fields] for up in ups])
     arrived = {}
     for name, kind in upload_fields(type(algorithm)).items():
         values = [getattr(up, name) for up in ups]
@@ -179,7 +179,7 @@ def play(
             arrived[name] = torch.stack([share * value for share, value in zip(p, values, strict=True)]).sum(0)
     server = algorithm.server(state.server, type(ups[0])(**arrived), ctx)
     return ReferenceState(
-        round, server, _with_rows(state.rows, accepted, [answers[i][1] for i in accepted]), stored, remembered
+        round, server, _replace_rows(state.rows, accepted, [answers[i][1] for i in accepted]), stored, remembered
     )
 
 
@@ -198,17 +198,17 @@ def federate(
     seed: int = 0,
     start: ReferenceState | None = None,
 ) -> list[ReferenceState]:
-    """Rounds of a method.
+    """Run rounds of a method.
 
     Args:
         algorithm: the method.
-        problem: quadratics; a small network; or an oracle, the initial model ``[d]`` and the shares ``[n, 1]``.
+        problem: quadratics. A small network. Or an oracle, the initial model ``[d]`` and the shares ``[n, 1]``.
         rounds: how many more.
         local: settings of local training.
         solve: local problems of quadratics are solved exactly.
         noise: the samples of quadratics differ.
-        cohorts: who trains; all clients when None.
-        dropped: whose upload is lost; none when None.
+        cohorts: who trains. All clients when None.
+        dropped: whose upload is lost. None when None.
         weigher: by the clients' shares when None.
         alone: every client is called by itself.
         seed: seed of the run.
@@ -240,7 +240,7 @@ def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: Refer
         state: of the run after the round, as `federate` gives it.
 
     Returns:
-        ``[n, d]``; None of a method without personal models.
+        ``[n, d]``. None of a method without personal models.
     """
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))
@@ -251,7 +251,7 @@ def _entry(schedule: Schedule, round: int) -> Collection[int]:
     return schedule(round) if callable(schedule) else schedule[round - 1]
 
 
-def _with_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
+def _replace_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
     """``tree`` with new rows at ``ids``, everything else as it was."""
     if isinstance(tree, Tensor):
         new = tree.clone()
@@ -260,5 +260,5 @@ def _with_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
         return new
     if not isinstance(tree, tuple):
         return tree
-    columns = [_with_rows(part, ids, [row[k] for row in rows]) for k, part in enumerate(tree)]
+    columns = [_replace_rows(part, ids, [row[k] for row in rows]) for k, part in enumerate(tree)]
     return type(tree)(*columns) if hasattr(tree, "_fields") else tuple(columns)

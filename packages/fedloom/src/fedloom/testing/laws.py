@@ -17,29 +17,38 @@ from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Weigher
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.local.rows import map_rows, named
+from fedloom.local.rows import map_rows, name_tensors
 from fedloom.rows.layout import Layout
 from fedloom.testing.declared import (
-    STAGES,
+    METHOD_STAGES,
     bases,
     declarations,
     encoding,
     idle_is_finite,
     idle_is_zero,
-    kept_rows,
     parts,
     runs,
+    server_rows_used,
     shapes,
     translation,
 )
 from fedloom.testing.federate import ReferenceState, mixed, play
 from fedloom.testing.network import Classifier
-from fedloom.testing.problems import LAYOUT
+from fedloom.testing.problems import TOY_LAYOUT
 from fedloom.testing.report import broken, model_of_laws, stage_of
-from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
-from fedloom.testing.trees import difference, distance, picked, received, through_checkpoint
+from fedloom.testing.scene import (
+    COHORT_HISTORY,
+    SCENE_COHORT,
+    TIGHT_TOLERANCE,
+    Scene,
+    Subject,
+    agree,
+    demand,
+    law_problem,
+)
+from fedloom.testing.trees import distance, locate_difference, picked, received_by, reload_from_checkpoint
 
 
 def row_independence(s: Subject) -> None:
@@ -48,10 +57,12 @@ def row_independence(s: Subject) -> None:
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
-        alone = s.algorithm.client(received(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
-        agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT)
-    rounds = [*HISTORY, COHORT]
-    agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "a run by cohort and a run client by client", TIGHT)
+        alone = s.algorithm.client(received_by(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
+        agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT_TOLERANCE)
+    rounds = [*COHORT_HISTORY, SCENE_COHORT]
+    agree(
+        s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "a run by cohort and a run client by client", TIGHT_TOLERANCE
+    )
 
 
 def permutation(s: Subject) -> None:
@@ -61,12 +72,12 @@ def permutation(s: Subject) -> None:
 
     a, state = s.algorithm, scene.state
     down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
-    agree(down, received(scene.down, order), "the download", TIGHT)
+    agree(down, received_by(scene.down, order), "the download", TIGHT_TOLERANCE)
     up, rows = a.client(scene.down, scene.rows, scene.work())
     got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
-    agree(got, picked((up, rows), order), "the clients' answers", TIGHT)
+    agree(got, picked((up, rows), order), "the clients' answers", TIGHT_TOLERANCE)
     want = a.server(state.server, scene.aggregate(up), scene.ctx())
-    agree(a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids)), want, "the server", TIGHT)
+    agree(a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids)), want, "the server", TIGHT_TOLERANCE)
 
 
 def arguments_unmodified(s: Subject) -> None:
@@ -110,12 +121,16 @@ def no_state(s: Subject) -> None:
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
-    first, again = s.run([*HISTORY, COHORT])[-1], s.run([*HISTORY, COHORT])[-1]
+    first, again = s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], s.run([*COHORT_HISTORY, SCENE_COHORT])[-1]
     demand(torch.equal(before, torch.random.get_rng_state()), "the global generator was used")
     demand(a.model_dump() == dumped and a == other, f"the value changed from {dumped} to {a.model_dump()}")
     agree(again, first, "the same calls twice")
-    agree(replace(s, algorithm=other).run([*HISTORY, COHORT])[-1], first, "a copy of the value")
-    agree(replace(s, algorithm=a.with_()).run([*HISTORY, COHORT])[-1], first, "the value made anew from its fields")
+    agree(replace(s, algorithm=other).run([*COHORT_HISTORY, SCENE_COHORT])[-1], first, "a copy of the value")
+    agree(
+        replace(s, algorithm=a.with_()).run([*COHORT_HISTORY, SCENE_COHORT])[-1],
+        first,
+        "the value made anew from its fields",
+    )
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
@@ -128,12 +143,15 @@ def dropped_is_not_sampled(s: Subject) -> None:
         agree(picked(new, lost), picked(old, lost), f"the {what} of a dropped client")
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
-        play(s.algorithm, fed, scene.state, scene.ids, **options), got, "what a dropped client computed counts", TIGHT
+        play(s.algorithm, fed, scene.state, scene.ids, **options),
+        got,
+        "what a dropped client computed counts",
+        TIGHT_TOLERANCE,
     )
     if not s.algorithm.mixes:
         survivors = [i for i in scene.ids if i != lost]
         want = play(s.algorithm, scene.fed, scene.state, survivors, weigher=s.weigher)
-        agree(got, want, "a client dropped and a client not sampled", TIGHT)
+        agree(got, want, "a client dropped and a client not sampled", TIGHT_TOLERANCE)
 
 
 def precision(s: Subject) -> None:
@@ -143,22 +161,22 @@ def precision(s: Subject) -> None:
     may differ by 300 times what changes of its initial model by 1e-6 of each entry bring, at most.
     """
     problems = (s.problem.to(dtype) for dtype in (torch.float32, torch.float64))
-    single, double = (s.run([*HISTORY, COHORT], problem=p)[-1] for p in problems)
-    floats = {name: t for name, t in named(single.parts()).items() if t.is_floating_point()}
+    single, double = (s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1] for p in problems)
+    floats = {name: t for name, t in name_tensors(single.parts()).items() if t.is_floating_point()}
     for name, t in floats.items():
         demand(t.dtype == torch.float32, f"{name} is {t.dtype} in a run in float32")
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)  # an int tensor times a number is of the default dtype
-        agree(s.run([*HISTORY, COHORT])[-1], double, "float64 under another default dtype", 1e-12)
+        agree(s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], double, "float64 under another default dtype", 1e-12)
     finally:
         torch.set_default_dtype(default)
-    wide = {name: t for name, t in named(double.parts()).items() if name in floats}
+    wide = {name: t for name, t in name_tensors(double.parts()).items() if name in floats}
     narrow = {name: t.double() for name, t in floats.items()}
     tolerance = 1e-4
-    if isinstance(s.problem, Classifier) and difference(narrow, wide, tolerance):
+    if isinstance(s.problem, Classifier) and locate_difference(narrow, wide, tolerance):
         problems = (s.problem.to(torch.float64).perturbed(draw) for draw in range(5))
-        nearby = [named(s.run([*HISTORY, COHORT], problem=p)[-1].parts()) for p in problems]
+        nearby = [name_tensors(s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1].parts()) for p in problems]
         tolerance = max(
             tolerance, *(300 * distance(tensors[name], t) for tensors in nearby for name, t in wide.items())
         )
@@ -167,26 +185,26 @@ def precision(s: Subject) -> None:
 
 def resume(s: Subject) -> None:
     """A run that resumes from its checkpoint ends as one that was never interrupted, to the last bit."""
-    rounds = [*HISTORY, COHORT, (1, 3)]
+    rounds = [*COHORT_HISTORY, SCENE_COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
-    state = ReferenceState(half.round, *(through_checkpoint(tree) for tree in half[1:]))
+    state = ReferenceState(half.round, *(reload_from_checkpoint(tree) for tree in half[1:]))
     other = replace(s, algorithm=s.algorithm.with_())
     agree(other.run(rounds, 2, start=state)[-1], whole, "resumed and uninterrupted")
 
 
-LAWS: dict[str, Callable[[Subject], None]] = {
+METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
     law.__name__: law
     for law in (
         runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state,
-        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, encoding, translation,
+        dropped_is_not_sampled, bases, parts, server_rows_used, idle_is_finite, idle_is_zero, encoding, translation,
         precision, resume,
     )
 }  # fmt: skip
 """Every law by name."""
 
 
-CURES = {
+LAW_HINTS = {
     "runs": "repair this line",
     "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
     "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
@@ -207,28 +225,28 @@ CURES = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
-"""What usually breaks a law is cured by this; the end of its message."""
+"""Usual repair of a broken law. The end of its message."""
 
 
-NAMED = "a method that names layers is checked with layout=, the module that has them"
-"""What cures most refusals of a method by the laws' problems."""
+LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
+"""Usual repair of an error by the laws' problems."""
 
 
-@on_cpu()
+@default_to_cpu()
 def check_law(
     law: str,
     algorithm: Algorithm | Composition,
     weigher: Weigher | None = None,
-    layout: Layout = LAYOUT,
+    layout: Layout = TOY_LAYOUT,
     *,
     on: Classifier | None = None,
 ) -> None:
     """Hold one method to one law.
 
     Args:
-        law: a name in `LAWS`.
+        law: a name in `METHOD_LAWS`.
         algorithm: a method, or what a preset stands for.
-        weigher: the weigher of the runs; a composition's own when None.
+        weigher: the weigher of the runs. A composition's own when None.
         layout: names and shapes of the parameters of the quadratics.
         on: a network in the place of quadratics.
 
@@ -239,16 +257,16 @@ def check_law(
         (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
     )
     try:
-        LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).with_derived_options())
+        METHOD_LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).derive_options())
     except Exception as error:
-        stage = stage_of(error, Algorithm, STAGES)
-        cure = NAMED if isinstance(error, FedloomError) else CURES[law]
+        stage = stage_of(error, Algorithm, METHOD_STAGES)
+        cure = LAYOUT_HINT if isinstance(error, FedloomError) else LAW_HINTS[law]
         if law == runs.__name__:
             cure = f"{cure}; {model_of_laws(layout if on is None else on.layout, None if on is None else on.classes)}"
         raise broken(law, method, error, stage, cure, "" if on is None else " on a network") from error
 
 
-@on_cpu()
+@default_to_cpu()
 def check_algorithm(
     algorithm: Algorithm | Composition,
     weigher: Weigher | None = None,
@@ -261,12 +279,12 @@ def check_algorithm(
 
     Args:
         algorithm: the method.
-        weigher: the weigher of the runs; by the clients' shares when None.
+        weigher: the weigher of the runs, by the clients' shares when None.
         without: laws that the method breaks on purpose. ``translation`` is left out for composite methods, whose
             regulariser refers to the origin.
         layout: for a method that names layers: names and shapes of the parameters, or a module that has them. The
-            network is this module, if ``shape`` is given; else the laws are checked on quadratics only.
-        shape: of one sample that the module takes; it gives a number for each of at least two classes.
+            network is this module, if ``shape`` is given. Else the laws are checked on quadratics only.
+        shape: of one sample that the module takes. It gives a number for each of at least two classes.
 
     Raises:
         AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it. Of a
@@ -278,11 +296,11 @@ def check_algorithm(
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
         raise ConfigError("shape is that of the samples of a module; give layout=MODULE too")
-    names = layout if isinstance(layout, Layout) else LAYOUT if module is None else Layout.of(module)
+    names = layout if isinstance(layout, Layout) else TOY_LAYOUT if module is None else Layout.create(module)
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)
     if layout is None or shape is not None:
-        network = Classifier.of() if shape is None else Classifier.of(module, shape)
+        network = Classifier.create() if shape is None else Classifier.create(module, shape)
         check_network(algorithm, weigher, without, network)
 
 
@@ -295,7 +313,7 @@ def check_network(
 
 
 def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -> list[str]:
-    """Name the laws of `LAWS` that apply to a method.
+    """Name the laws of `METHOD_LAWS` that apply to a method.
 
     Args:
         algorithm: a method, or what a preset stands for.
@@ -303,4 +321,4 @@ def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -
     """
     method = algorithm.algorithm if isinstance(algorithm, Composition) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}
-    return [law for law in LAWS if law not in left_out]
+    return [law for law in METHOD_LAWS if law not in left_out]

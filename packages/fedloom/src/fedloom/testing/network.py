@@ -19,9 +19,9 @@ from fedloom.rows.layout import Layout
 from fedloom.seeds import as_global, generator
 from fedloom.tasks import task_of
 
-SIZES = (5, 2, 7, 4, 6)
+CLIENT_SIZES = (5, 2, 7, 4, 6)
 """Training samples of the clients."""
-SHAPE, CLASSES = (4,), 3
+INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Classifier:
     """A federation of a network that separates classes, in the place of `fedloom.testing.Problem` in the laws.
 
     Attributes:
-        module: the network; its parameters are the initial model.
-        x: features ``[N, *shape]``; client by client, `SIZES` each.
+        module: the network. Its parameters are the initial model.
+        x: features ``[N, *shape]``. Client by client, `CLIENT_SIZES` each.
         y: classes ``[N]``.
         classes: how many there are.
         dtype: float64 or float32.
@@ -43,8 +43,8 @@ class Classifier:
     dtype: torch.dtype = torch.float64
 
     @classmethod
-    def of(cls, module: nn.Module | None = None, shape: Sequence[int] = SHAPE) -> Classifier:
-        """Samples for a module; without one, a body and a head with three classes.
+    def create(cls, module: nn.Module | None = None, shape: Sequence[int] = INPUT_SHAPE) -> Classifier:
+        """Make samples for a module, without one, a body and a head with three classes.
 
         Args:
             module: takes ``[b, *shape]``, gives a number for each of at least two classes, ``[b, c]``.
@@ -54,8 +54,8 @@ class Classifier:
             ConfigError: the module does not take such samples, or gives something else.
         """
         g = generator(0, purpose="samples")
-        x = torch.randn(sum(SIZES), *shape, generator=g, dtype=torch.float64)
-        owner = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+        x = torch.randn(sum(CLIENT_SIZES), *shape, generator=g, dtype=torch.float64)
+        owner = torch.arange(len(CLIENT_SIZES)).repeat_interleave(torch.tensor(CLIENT_SIZES))
         net = _network() if module is None else module
         try:
             with torch.no_grad():
@@ -73,12 +73,12 @@ class Classifier:
     @property
     def n(self) -> int:
         """Clients."""
-        return len(SIZES)
+        return len(CLIENT_SIZES)
 
     @property
     def layout(self) -> Layout:
         """Names and shapes of the parameters."""
-        return Layout.of(self.module)
+        return Layout.create(self.module)
 
     @property
     def d(self) -> int:
@@ -88,7 +88,7 @@ class Classifier:
     @property
     def alpha(self) -> Tensor:
         """The clients' shares by samples, ``[n, 1]``."""
-        return torch.tensor(SIZES, dtype=self.dtype)[:, None] / sum(SIZES)
+        return torch.tensor(CLIENT_SIZES, dtype=self.dtype)[:, None] / sum(CLIENT_SIZES)
 
     @cached_property
     def x0(self) -> Tensor:
@@ -97,15 +97,15 @@ class Classifier:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What no method may change."""
+        """Tensors that no method may change."""
         return self.x, self.y, self.x0
 
     def to(self, dtype: torch.dtype) -> Classifier:
-        """The same problem in another dtype."""
+        """Convert the problem to another dtype."""
         return replace(self, dtype=dtype)
 
     def perturbed(self, draw: int) -> Classifier:
-        """The same from an initial model with each parameter changed by about 1e-6 of itself."""
+        """Change each initial parameter by about 1e-6 of itself."""
         module, g = deepcopy(self.module).to(self.dtype), generator(draw, purpose="perturbation")
         with torch.no_grad():
             for parameter in module.parameters():
@@ -113,15 +113,15 @@ class Classifier:
         return replace(self, module=module)
 
     def altered(self, client: int) -> Classifier:
-        """The same with other samples of one client."""
-        x, end = self.x.clone(), sum(SIZES[: client + 1])
-        x[end - SIZES[client] : end] += 10
+        """Replace the samples of one client."""
+        x, end = self.x.clone(), sum(CLIENT_SIZES[: client + 1])
+        x[end - CLIENT_SIZES[client] : end] += 10
         return replace(self, x=x)
 
     def oracle(self, **_: object) -> Network:
-        """The local problems for `Work`, computed as in a run."""
+        """Return the local problems for `Work`, computed as in a run."""
         data = Dataset("laws", self.x, self.y, "classification", tuple(map(str, range(self.classes))))
-        offsets = torch.tensor((0, *SIZES)).cumsum(0)
+        offsets = torch.tensor((0, *CLIENT_SIZES)).cumsum(0)
         none = Split(torch.zeros(0, dtype=torch.long), torch.zeros_like(offsets))
         parts = {"train": Split(torch.arange(len(self.x)), offsets), "validation": none, "test": none}
         fed = Federation(data, parts, tuple(map(str, range(self.n))), dtype=self.dtype)
@@ -130,4 +130,6 @@ class Classifier:
 
 def _network() -> nn.Module:
     with as_global(generator(0, purpose="model"), torch.device("cpu")):
-        return nn.Sequential(OrderedDict(body=nn.Linear(*SHAPE, 3), tanh=nn.Tanh(), head=nn.Linear(3, CLASSES)))
+        return nn.Sequential(
+            OrderedDict(body=nn.Linear(*INPUT_SHAPE, 3), tanh=nn.Tanh(), head=nn.Linear(3, CLASS_COUNT))
+        )

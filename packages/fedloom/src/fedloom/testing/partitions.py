@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.data.dataset import Dataset, on_cpu
-from fedloom.data.federation import PARTS, Federation
+from fedloom.data.dataset import Dataset, default_to_cpu
+from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.partition import Draw, Partition, Pool
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.tables import Table, TableColumn
@@ -21,35 +21,35 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
-SAMPLES, OFFICIAL, CLASSES, USERS = 1200, 200, 10, 12
+SAMPLE_COUNT, TEST_SAMPLE_COUNT, DATA_CLASS_COUNT, USER_COUNT = 1200, 200, 10, 12
 """Sizes of the laws' data: as many classes as the built-in `clusters` needs, and 100 samples or more of each."""
-SEED = 3
+PARTITION_SEED = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a law is about: a partition and a data set."""
+    """Object of a law: a partition and a data set."""
 
     partition: Partition
     data: Dataset
 
     @cached_property
     def pool(self) -> Pool:
-        """What a call of the partition draws from."""
+        """Samples that a call of the partition draws from."""
         return self.partition.pool_of(self.data)
 
     @cached_property
     def drawn(self) -> Draw:
         """A draw."""
-        return self.partition.draw(self.pool, SEED)
+        return self.partition.draw(self.pool, PARTITION_SEED)
 
     @cached_property
     def fed(self) -> Federation:
         """The federation of the same seed."""
-        return self.partition(self.data, SEED)
+        return self.partition(self.data, PARTITION_SEED)
 
 
-def runs(s: Case) -> None:
+def drawing_runs(s: Case) -> None:
     """The partition draws clients, and a federation comes of it."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partition.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
@@ -76,12 +76,12 @@ def declared(s: Case) -> None:
 
 
 def pool_only(s: Case) -> None:
-    """Training samples come from the pool, whichever part of the data set it is; test samples may be official ones."""
-    half = numpy_generator(SEED, purpose="half").random(len(s.pool)) < 0.5
+    """Training samples come from the pool, whichever part of the data set it is. Test samples may be official ones."""
+    half = numpy_generator(PARTITION_SEED, purpose="half").random(len(s.pool)) < 0.5
     some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
     pools = [("the pool", s.pool, s.drawn)]
     with suppress(PartitionError):  # too few samples for this partition
-        pools.append(("a pool of half the samples", some, s.partition.draw(some, SEED)))
+        pools.append(("a pool of half the samples", some, s.partition.draw(some, PARTITION_SEED)))
     official = np.zeros(0, np.int64) if s.data.test is None else s.data.test.numpy()
     for what, pool, drawn in pools:
         for name, dealt in _lists(drawn).items():
@@ -109,22 +109,22 @@ def tested_apart(s: Case) -> None:
 
 
 def seeded(s: Case) -> None:
-    """Equal seeds give equal draws, from the generators of the seed alone; the partition stays as it is."""
+    """Equal seeds give equal draws, from the generators of the seed alone. The partition stays as it is."""
     before = s.partition.model_dump()
     with generators_untouched():
-        again = s.partition.draw(s.pool, SEED)
-    copy = s.partition.with_().draw(s.pool, SEED)
+        again = s.partition.draw(s.pool, PARTITION_SEED)
+    copy = s.partition.with_().draw(s.pool, PARTITION_SEED)
     for what, other in (("a second draw", again), ("the partition made anew from its fields", copy)):
         for name, got, want in zip(Draw._fields, other, s.drawn, strict=True):
             demand(_same(got, want), f"{what} with the same seed gives another {name}")
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
-def arguments_unmodified(s: Case) -> None:
+def pool_unmodified(s: Case) -> None:
     """Drawing changes neither the pool nor the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
-    s.partition.draw(pool, SEED)
+    s.partition.draw(pool, PARTITION_SEED)
     for name, got, want in (
         ("pool.index", pool.index, s.pool.index),
         ("pool.y", pool.y, s.pool.y),
@@ -136,14 +136,14 @@ def arguments_unmodified(s: Case) -> None:
 
 def prepared(s: Case) -> None:
     """Every sample of a part is there, and is what its client's own training part makes of it."""
-    for part in PARTS:
+    for part in DATA_PARTS:
         index = s.fed.parts[part].index
         x = s.fed.fetch(index)
         demand(s.data.vocabulary or x.isfinite().all(), f"{part} has samples that are not finite")
     if not isinstance(s.data.prepare, Table) or any(v is not None for v in (s.drawn.noise, s.drawn.views)):
         return
     for client in range(s.fed.n):
-        places = [s.fed.indices(part, client) for part in PARTS]
+        places = [s.fed.indices(part, client) for part in DATA_PARTS]
         rows = torch.cat(places)
         in_train = torch.arange(len(rows)) < len(places[0])
         raw = s.data.x[rows]
@@ -155,27 +155,27 @@ def prepared(s: Case) -> None:
         )
 
 
-LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line",
+PARTITION_LAWS: dict[Callable[[Any], None], str] = {
+    drawing_runs: "repair this line",
     declared: "give int64 arrays, and one entry per client in all that a draw has",
     pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
     disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
     tested_apart: "leave the samples of Draw.test out of Draw.dealt",
     seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
-    arguments_unmodified: "copy before an in-place operation",
+    pool_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
 """Every law of a partition, with the cure of what usually breaks it."""
 
 
-@on_cpu()
+@default_to_cpu()
 def check_partition(partition: Partition, data: object = None, without: Collection[str] = ()) -> None:
     """Hold a partition to every law, on a table and on images with an official test set.
 
     Args:
         partition: the partition.
-        data: a data set that it takes, or what `fl.Dataset.of` makes one of, in the place of the laws' own. These have
-            ten classes, twelve users, and the columns ``site`` and ``time``.
+        data: a data set that it takes, or what `fl.Dataset.create` makes one of, in the place of the laws' own. These
+            have ten classes, twelve users, and the columns ``site`` and ``time``.
         without: names of laws that the partition breaks on purpose.
 
     Raises:
@@ -183,44 +183,44 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
             function, the error, file and line.
         ConfigError: it is no partition, the partition refuses every data set, or there is no such law.
     """
-    check_arguments(partition, Partition, "fl.partition.iid(clients=10)", LAWS, without)
-    cases = _data() if data is None else {"the data": Dataset.of(data)}
+    check_arguments(partition, Partition, "fl.partition.iid(clients=10)", PARTITION_LAWS, without)
+    cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
         case = Case(partition, data_set)
         try:
-            runs(case)
+            drawing_runs(case)
         except ConfigError as refusal:
             refusals.append(str(refusal))
             continue
         except Exception:
-            hold({runs: LAWS[runs]}, case, partition, Partition, where=f" on {where}")
+            hold({drawing_runs: PARTITION_LAWS[drawing_runs]}, case, partition, Partition, where=f" on {where}")
             raise
-        hold(LAWS, case, partition, Partition, without, f" on {where}")
+        hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):
         raise ConfigError(f"{partition!r} refuses every data set: {'; '.join(refusals)}; give data=, one that it takes")
 
 
 @cache
 def _data() -> dict[str, Dataset]:
-    """A table with missing cells, and images with an official test set."""
+    """Return a table with missing cells, and images with an official test set."""
     rng, g = numpy_generator(0, purpose="laws of partitions"), generator(0, purpose="laws of partitions")
-    users = torch.from_numpy(rng.permutation(np.arange(SAMPLES) % USERS))
+    users = torch.from_numpy(rng.permutation(np.arange(SAMPLE_COUNT) % USER_COUNT))
     common = {
-        "classes": tuple(map(str, range(CLASSES))),
-        "columns": {"site": users, "time": torch.arange(SAMPLES)},
-        "levels": {"site": tuple(f"site {k}" for k in range(USERS)), "time": tuple(map(str, range(SAMPLES)))},
+        "classes": tuple(map(str, range(DATA_CLASS_COUNT))),
+        "columns": {"site": users, "time": torch.arange(SAMPLE_COUNT)},
+        "levels": {"site": tuple(f"site {k}" for k in range(USER_COUNT)), "time": tuple(map(str, range(SAMPLE_COUNT)))},
         "users": users,
-        "user_names": tuple(f"site {k}" for k in range(USERS)),
+        "user_names": tuple(f"site {k}" for k in range(USER_COUNT)),
     }
-    y = torch.from_numpy(rng.permutation(np.arange(SAMPLES) % CLASSES))
-    numbers = torch.randn(SAMPLES, 2, generator=g, dtype=torch.float64) * 10 + users[:, None]
-    codes = torch.randint(3, (SAMPLES, 1), generator=g).double()
+    y = torch.from_numpy(rng.permutation(np.arange(SAMPLE_COUNT) % DATA_CLASS_COUNT))
+    numbers = torch.randn(SAMPLE_COUNT, 2, generator=g, dtype=torch.float64) * 10 + users[:, None]
+    codes = torch.randint(3, (SAMPLE_COUNT, 1), generator=g).double()
     x = torch.cat([numbers, codes], 1)
     x[torch.rand(x.shape, generator=g) < 0.05] = torch.nan
     columns = (TableColumn(name="a", flag=True), TableColumn(name="b"), TableColumn(name="c", levels=3))
-    images = torch.randint(256, (SAMPLES, 1, 4, 4), generator=g, dtype=torch.uint8)
-    official = torch.arange(SAMPLES - OFFICIAL, SAMPLES)
+    images = torch.randint(256, (SAMPLE_COUNT, 1, 4, 4), generator=g, dtype=torch.uint8)
+    official = torch.arange(SAMPLE_COUNT - TEST_SAMPLE_COUNT, SAMPLE_COUNT)
     return {
         "a table": Dataset("a table", x, y, prepare=Table(columns=columns), **common),  # type: ignore[arg-type]
         "images": Dataset("images", images, y, test=official, **common),  # type: ignore[arg-type]

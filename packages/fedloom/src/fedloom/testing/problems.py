@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.local.oracles.base import Oracle
 
-LAYOUT = Layout.from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
+TOY_LAYOUT = Layout.create_from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
 """Seven scalars in three named blocks, so that masks of a body or a head mean something."""
 
 Penalty = Literal["l1", "nuclear"]
@@ -51,7 +51,7 @@ class Problem:
     sizes: Tensor
     alpha: Tensor
     x0: Tensor
-    layout: Layout = LAYOUT
+    layout: Layout = TOY_LAYOUT
 
     @classmethod
     def random(
@@ -59,12 +59,12 @@ class Problem:
         seed: int = 0,
         n: int = 5,
         *,
-        layout: Layout = LAYOUT,
+        layout: Layout = TOY_LAYOUT,
         weights: Literal["uniform", "samples"] = "uniform",
         same_curvature: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> Problem:
-        """A random problem: eigenvalues of A_i in [0.5, 2], minimisers apart from each other and from zero.
+        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers apart from each other and from zero.
 
         Args:
             seed: names the problem.
@@ -100,22 +100,22 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What no method may change."""
+        """Tensors that no method may change."""
         return self.x0, self.minimiser
 
     def altered(self, client: int) -> Problem:
-        """The same with another minimiser of one client."""
+        """Replace the minimizer of one client."""
         moved = self.minimiser.clone()
         moved[client] += 10
         return replace(self, minimiser=moved)
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """The same problem in another dtype."""
+        """Convert the problem to another dtype."""
         fields = ("hessian", "minimiser", "alpha", "x0")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
     def moved(self, t: Tensor) -> Problem:
-        """The problem seen from another origin: minimisers and initial model moved by t ``[d]``."""
+        """Move minimizers and initial model by t ``[d]``: the same problem from another origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 
     def pooled(self) -> Problem:
@@ -125,11 +125,11 @@ class Problem:
         return replace(self, hessian=a, minimiser=self.consensus()[None], sizes=self.sizes.sum()[None], alpha=one)
 
     def oracle(self, *, solve: bool = False, noise: float = 0.0) -> Oracle:
-        """The local problems for `Work`.
+        """Return the local problems for `Work`.
 
         Args:
             solve: `descend` returns the exact minimiser of its problem.
-            noise: standard deviation of the samples' minimisers around c_i; 0 gives the same gradient on every batch.
+            noise: standard deviation of the samples' minimisers around c_i. 0 gives the same gradient on every batch.
         """
         if noise and not solve:
             return Sampled(self, noise)
@@ -140,13 +140,13 @@ class Problem:
         return torch.einsum("nij,nj->ni", self.hessian, w - self.minimiser)
 
     def consensus(self, share: Tensor | None = None) -> Tensor:
-        """Argmin of sum_i share_i f_i, ``[d]``; ``share [n, 1]`` is alpha when None."""
+        """Argmin of sum_i share_i f_i, ``[d]``. ``share [n, 1]`` is alpha when None."""
         p = (self.alpha if share is None else share)[:, :, None]
         right = (p * self.hessian @ self.minimiser[:, :, None]).sum(0)
         return _solve((p * self.hessian).sum(0), right)[:, 0]
 
     def proximal(self, lam: float, w: Tensor) -> Tensor:
-        """Argmin over v_i of f_i(v_i) + lam/2 ||v_i - w_i||^2, ``[n, d]``; w ``[d]`` or ``[n, d]``."""
+        """Argmin over v_i of f_i(v_i) + lam/2 ||v_i - w_i||^2, ``[n, d]``. w ``[d]`` or ``[n, d]``."""
         eye = torch.eye(self.d, dtype=w.dtype)
         right = (self.hessian @ self.minimiser[:, :, None])[:, :, 0] + lam * w
         return _solve(self.hessian + lam * eye, right)
@@ -159,7 +159,7 @@ class Problem:
         return Moreau(w, self.proximal(lam, w))
 
     def descent(self, w: Tensor, steps: Tensor, lr: float, mu: float = 0.0, x: Tensor | None = None) -> Tensor:
-        """Where ``steps [n, 1]`` steps of gradient descent on f_i + mu/2 ||w - x||^2 lead from w, ``[n, d]``."""
+        """Return the end of ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w, ``[n, d]``."""
         eye = torch.eye(self.d, dtype=w.dtype)
         end = self.proximal(mu, w if x is None else x)
         factor = eye - lr * (self.hessian + mu * eye)
@@ -168,7 +168,7 @@ class Problem:
         return end + torch.einsum("nij,nj->ni", shrink, w - end)
 
     def drifted(self, steps: Tensor, lr: float, mu: float = 0.0, share: Tensor | None = None) -> Tensor:
-        """The known bias of local descent: the x ``[d]`` that is the mean of `descent` from x pulled to x.
+        """Return the known bias of local descent: the x ``[d]`` that is the mean of `descent` from x pulled to x.
 
         Args:
             steps: ``[n, 1]``.
@@ -206,7 +206,7 @@ def shrunk(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Te
     for name, matrix in layout.matrices(x).items():
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         matrices[name] = u @ torch.diag(shrunk(s, "l1", t, layout)) @ vh
-    return layout.with_matrices(x, matrices)
+    return layout.replace_matrices(x, matrices)
 
 
 def _solve(a: Tensor, b: Tensor) -> Tensor:

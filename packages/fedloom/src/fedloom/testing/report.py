@@ -18,12 +18,12 @@ from fedloom.hints import unknown
 from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 
-PACKAGE = Path(__file__).parents[1]
-"""Where fedloom's own code lies."""
+PACKAGE_FOLDER = Path(__file__).parents[1]
+"""Folder of fedloom's own code."""
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Name the function of a part in which an error arose: the outermost one that its author wrote; None outside.
+    """Name the function of a part in which an error arose: the outermost one that its author wrote. None outside.
 
     Args:
         error: caught, with its traceback.
@@ -36,7 +36,7 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, part) and (stage := _stage_of_code(code, type(owner), stages)):
             called.append((stage, Path(code.co_filename)))
-    by_author = [name for name, file in called if PACKAGE not in file.parents]
+    by_author = [name for name, file in called if PACKAGE_FOLDER not in file.parents]
     return next(iter([*by_author, *(name for name, _ in called)]), None)
 
 
@@ -53,8 +53,8 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
     Args:
         law: its name.
         part: which breaks it.
-        error: what it was caught as; the law's own sentence is an `AssertionError`.
-        stage: the function of the part that crashed; None where the law itself found the fault.
+        error: what it was caught as. The law's own sentence is an `AssertionError`.
+        stage: the function of the part that crashed. None where the law itself found the fault.
         cure: what to do about it.
         where: on which problem the law was checked, with a blank before it.
     """

@@ -13,34 +13,34 @@ from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, mixed
 from fedloom.testing.network import Classifier
-from fedloom.testing.problems import LAYOUT, Problem
-from fedloom.testing.trees import difference, picked
+from fedloom.testing.problems import TOY_LAYOUT, Problem
+from fedloom.testing.trees import locate_difference, picked
 
-SETTINGS = LocalSGD(lr=0.1, batch_size=2, epochs=1)
-HISTORY = ((0, 1, 2), (1, 2, 3))
-COHORT = (0, 2, 4)
-TIGHT = 1e-9
+LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size=2, epochs=1)
+COHORT_HISTORY = ((0, 1, 2), (1, 2, 3))
+SCENE_COHORT = (0, 2, 4)
+TIGHT_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a law is about: a method, if it brings one its weigher, and local problems."""
+    """Object of a law: a method, its weigher if it has one, and local problems."""
 
     algorithm: Algorithm
     weigher: Weigher | None
     problem: Problem | Classifier
 
-    def with_derived_options(self) -> Subject:
-        """The same with the options that are not given derived on the laws' problem."""
+    def derive_options(self) -> Subject:
+        """Derive the options that are not given, on the laws' problem."""
         problem = self.problem
-        fed = ReferenceFederation(problem.oracle(), problem.alpha, SETTINGS)
-        return replace(self, algorithm=self.algorithm.with_derived_options(fed.ctx(0, range(fed.n))))
+        fed = ReferenceFederation(problem.oracle(), problem.alpha, LOCAL_SETTINGS)
+        return replace(self, algorithm=self.algorithm.derive_options(fed.ctx(0, range(fed.n))))
 
     def run(
         self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any
     ) -> list[ReferenceState]:
-        """A short run with these cohorts, on the laws' problem unless another is given."""
-        choices = {"problem": self.problem, "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
+        """Run a few rounds with these cohorts, on the laws' problem unless another is given."""
+        choices = {"problem": self.problem, "local": LOCAL_SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
 
 
@@ -52,32 +52,32 @@ class Scene:
         ids: the cohort.
     """
 
-    def __init__(self, subject: Subject, ids: Sequence[int] = COHORT) -> None:
+    def __init__(self, subject: Subject, ids: Sequence[int] = SCENE_COHORT) -> None:
         self.subject, self.a, self.ids, self.problem = subject, subject.algorithm, list(ids), subject.problem
-        self.fed = ReferenceFederation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
-        self.state = subject.run(HISTORY)[-1]
+        self.fed = ReferenceFederation(self.problem.oracle(noise=0.5), self.problem.alpha, LOCAL_SETTINGS)
+        self.state = subject.run(COHORT_HISTORY)[-1]
         self.kept = mixed(self.a, self.state.kept, self.ids)
         self.rows = picked(self.state.rows, self.ids)
         self.down = self.a.down(self.state.server, self.kept, self.ctx())
 
     def ctx(self, ids: Sequence[int] | None = None) -> Ctx:
-        """The server's context."""
-        return self.fed.ctx(len(HISTORY) + 1, self.ids if ids is None else ids)
+        """Return the server's context."""
+        return self.fed.ctx(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids)
 
     def work(self, steps: int | None = None, ids: Sequence[int] | None = None) -> Work:
-        """The cohort's local problems."""
-        return self.fed.work(len(HISTORY) + 1, self.ids if ids is None else ids, steps)
+        """Return the cohort's local problems."""
+        return self.fed.work(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids, steps)
 
     def aggregate(self, up: Any) -> Any:
-        """Some upload as the server gets it: uniform means, or rows."""
+        """Return some upload as the server gets it: uniform means, or rows."""
         fields = upload_fields(type(self.a))
         means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))
 
 
 @cache
-def law_problem(layout: Layout = LAYOUT) -> Problem:
-    """The quadratics of the laws: five ragged clients, shares by samples."""
+def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
+    """Return the quadratics of the laws: five ragged clients, shares by samples."""
     return Problem.random(7, layout=layout, weights="samples")
 
 
@@ -92,6 +92,6 @@ def _parts(tree: object) -> Any:
 
 
 def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ; the message names them."""
-    phrase = difference(_parts(got), _parts(want), tol)
+    """Raise if two states differ. The message names them."""
+    phrase = locate_difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

@@ -20,12 +20,22 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import BUSY, CLIENT, END, FATE, START, VERSION, Clock, Fate, use_of
+from fedloom.engine.virtual.clock import (
+    BUSY_COLUMN,
+    CLIENT_COLUMN,
+    END_COLUMN,
+    FATE_COLUMN,
+    START_COLUMN,
+    VERSION_COLUMN,
+    Clock,
+    Fate,
+    use_of,
+)
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
-from fedloom.processes.clients import COUNTS
+from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import (
-    FORWARD,
+    FORWARD_COST,
     Buffered,
     Deadline,
     Devices,
@@ -39,19 +49,21 @@ from fedloom.schedule import (
 from fedloom.seeds import numpy_generator
 from fedloom.testing.scene import demand
 
-N, ROUNDS = 8, 4
-SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
-STATES = (
+N, LAW_ROUNDS = 8, 4
+LAW_CLIENT_SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
+STATES_HINT = (
     "keep what lasts in the states that init returns, and draw from work.rng and ctx.rng, not from global generators"
 )
-DOWNLOAD = "let a client's step read its download, its rows and its work alone, no attribute that other clients change"
-COUNTED = "take samples, losses and gradients from work, which counts them"
-NUMBERS = "let what a client computes depend on its rows, samples and streams, not on its number or its place"
-LOCAL = LocalSGD(lr=0.1, batch_size="full", steps=2)
+DOWNLOAD_HINT = (
+    "let a client's step read its download, its rows and its work alone, no attribute that other clients change"
+)
+WORK_HINT = "take samples, losses and gradients from work, which counts them"
+NUMBERS_HINT = "let what a client computes depend on its rows, samples and streams, not on its number or its place"
+LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
 class Speeds(Devices):
-    """Devices of stated speeds, in training samples a second; 0 never answers."""
+    """Devices of stated speeds, in training samples a second. 0 never answers."""
 
     kind: ClassVar[str] = "speeds"
     speeds: tuple[float, ...]
@@ -65,32 +77,34 @@ class Speeds(Devices):
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """The clients of the laws in some order; client ``other`` with other labels."""
+    """Return the clients of the laws in some order. Client ``other`` has other labels."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
-        y = (np.arange(SIZES[i]) + i) % 3
+        y = (np.arange(LAW_CLIENT_SIZES[i]) + i) % 3
         x = (np.eye(3)[y] + 0.3 * g.standard_normal((len(y), 3)) + 0.1 * i).astype(np.float32)
         y = (y + 1) % 3 if i == other else y
         clients.append(((x, y), (x[:2], y[:2])))
-    return Federation.of(clients, validation=0.0)
+    return Federation.create(clients, validation=0.0)
 
 
-def run(method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any) -> Result:
+def run_rounds(
+    method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any
+) -> Result:
     """Run a method for some rounds without an evaluation in between.
 
     Raises:
         Refused: the method pools the clients' data, or the schedule makes no sense with it.
     """
-    choices: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
-    setting = Setting.of(method, devices=devices, schedule=schedule, local=LOCAL)
+    choices: dict[str, Any] = {"rounds": LAW_ROUNDS, "local": LOCAL_SETTINGS, "evaluate": {"every": 100}, **more}
+    setting = Setting.create(method, devices=devices, schedule=schedule, local=LOCAL_SETTINGS)
     if setting.pooled:
         raise Refused("the pooled data of all clients have no clock")
     return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **choices)
 
 
 def clock_of(result: Result) -> Clock:
-    """The clock at the end of a run."""
+    """Return the clock at the end of a run."""
     assert result.state.clock is not None
     return result.state.clock
 
@@ -106,15 +120,19 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 def a_clock_changes_no_bit(method: object) -> None:
     """A synchronous run has the same models with devices and without."""
     same_models(
-        run(method, None, Synchronous()), run(method, LogNormal(), Synchronous()), f"devices change a model; {STATES}"
+        run_rounds(method, None, Synchronous()),
+        run_rounds(method, LogNormal(), Synchronous()),
+        f"devices change a model; {STATES_HINT}",
     )
 
 
 def whole_cohort(method: object) -> None:
-    """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit; so is a late deadline."""
-    plain = run(method, None, Synchronous())
+    """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit. So is a late deadline."""
+    plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
-        same_models(plain, run(method, Equal(), schedule), f"{schedule!r} is not the synchronous run; {STATES}")
+        same_models(
+            plain, run_rounds(method, Equal(), schedule), f"{schedule!r} is not the synchronous run; {STATES_HINT}"
+        )
 
 
 def nothing_later(method: object) -> None:
@@ -135,42 +153,44 @@ def nothing_later(method: object) -> None:
                     uploads[int(flight.ids[place]), flight.version] = torch.cat([torch.zeros(0), *kept])
 
         schedule = Buffered(buffer=2)
-        result = run(method, speeds, schedule, federation(other=other), rounds=3 * ROUNDS, progress=[note])
+        result = run_rounds(method, speeds, schedule, federation(other=other), rounds=3 * LAW_ROUNDS, progress=[note])
         log = clock_of(result).history()
-        first = min([first, *log[log[:, CLIENT] == client, 2].tolist()])
+        first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)
     common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
-    demand(common and first < 3 * ROUNDS, "the law has nothing to look at")
+    demand(common and first < 3 * LAW_ROUNDS, "the law has nothing to look at")
     demand(
         all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
-        f"an upload uses what came after its dispatch; {DOWNLOAD}",
+        f"an upload uses what came after its dispatch; {DOWNLOAD_HINT}",
     )
 
 
 def conservation(method: object) -> None:
-    """Busy, idle and absent seconds are all of a client's time; samples and bytes over rates are its busy seconds."""
+    """Busy, idle and absent seconds are all of a client's time. Samples and bytes over rates are its busy seconds."""
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
-    result = run(method, devices, Synchronous())
-    totals = dict(zip(COUNTS, result.state.totals.tolist(), strict=False))
-    work = (totals["samples_backward"] + FORWARD * totals["samples_forward"]) / 50
+    result = run_rounds(method, devices, Synchronous())
+    totals = dict(zip(CLIENT_COUNTS, result.state.totals.tolist(), strict=False))
+    work = (totals["samples_backward"] + FORWARD_COST * totals["samples_forward"]) / 50
     log = clock_of(result).history()
     messages = 0.25 * len(log) * sum(totals[name] > 0 for name in ("bytes_up", "bytes_down"))
     want = work + totals["bytes_up"] / 2e5 + totals["bytes_down"] / 1e5 + messages
-    busy = log[:, BUSY].sum()
-    demand(math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}; {COUNTED}")
+    busy = log[:, BUSY_COLUMN].sum()
+    demand(
+        math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}; {WORK_HINT}"
+    )
     for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
-        ended = run(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
+        ended = run_rounds(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
         assert ended.job.fleet is not None
         clock, use = clock_of(ended), use_of(clock_of(ended), ended.job.fleet)
         for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
-            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero; {COUNTED}")
+            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero; {WORK_HINT}")
         log = clock.history()
         for i in range(N):
-            client_log = log[log[:, CLIENT] == i]
-            client_log = client_log[np.argsort(client_log[:, START])]
+            client_log = log[log[:, CLIENT_COLUMN] == i]
+            client_log = client_log[np.argsort(client_log[:, START_COLUMN])]
             demand(
-                (client_log[1:, START] >= client_log[:-1, END] - 1e-9).all(),
-                f"{schedule!r}: client {i} is at two places; {COUNTED}",
+                (client_log[1:, START_COLUMN] >= client_log[:-1, END_COLUMN] - 1e-9).all(),
+                f"{schedule!r}: client {i} is at two places; {WORK_HINT}",
             )
 
 
@@ -178,39 +198,39 @@ def permutation_of_devices(method: object) -> None:
     """Permuting the clients with their devices permutes the log, where all of them take part."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
-        plain = clock_of(run(method, Speeds(speeds=speeds), schedule)).history()
-        if isinstance(schedule, Synchronous) and len(plain) < N * ROUNDS:
+        plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
+        if isinstance(schedule, Synchronous) and len(plain) < N * LAW_ROUNDS:
             return  # a sampler draws some of them, by their numbers
         moved = Speeds(speeds=tuple(speeds[i] for i in order))
-        other = clock_of(run(method, moved, schedule, federation(order))).history()
-        other[:, CLIENT] = np.array(order)[other[:, CLIENT].astype(int)]
-        one, two = (log[np.lexsort((log[:, CLIENT], log[:, VERSION]))] for log in (plain, other))
+        other = clock_of(run_rounds(method, moved, schedule, federation(order))).history()
+        other[:, CLIENT_COLUMN] = np.array(order)[other[:, CLIENT_COLUMN].astype(int)]
+        one, two = (log[np.lexsort((log[:, CLIENT_COLUMN], log[:, VERSION_COLUMN]))] for log in (plain, other))
         alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-9)
-        demand(alike, f"{schedule!r}: the log is not permuted; {NUMBERS}")
+        demand(alike, f"{schedule!r}: the log is not permuted; {NUMBERS_HINT}")
 
 
 def scale_of_time(method: object) -> None:
     """Four times slower devices, messages and deadlines take four times as long, and change no model."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
-        one, four = (run(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
-        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {STATES}")
-        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled; {STATES}")
+        one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
+        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {STATES_HINT}")
+        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled; {STATES_HINT}")
 
 
 def silence(method: object) -> None:
     """A device that never answers holds its place until the time-out, and changes no upload of others."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
-    limit = 1.25 * float(clock_of(run(method, answering, Synchronous())).history()[:, BUSY].max())
+    limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())
     schedule = Buffered(buffer=2, timeout=limit)
-    one, two = (run(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
+    one, two = (run_rounds(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
     for a, b in zip(one.state.server, two.state.server, strict=True):
-        demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD}")
+        demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD_HINT}")
     log = clock_of(one).history()
-    lost = log[log[:, FATE] == Fate.LOST]
-    demand(0 in lost[:, CLIENT], "the device that never answers is not given up")
-    demand(np.allclose(lost[:, END] - lost[:, START], limit), "its place is not held until the time-out")
+    lost = log[log[:, FATE_COLUMN] == Fate.LOST]
+    demand(0 in lost[:, CLIENT_COLUMN], "the device that never answers is not given up")
+    demand(np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit), "its place is not held until the time-out")
 
 
 TIME_LAWS: dict[str, Callable[[Any], None]] = {

@@ -8,18 +8,18 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from fedloom.local.rows import map_rows, named
+from fedloom.local.rows import map_rows, name_tensors
 
 Index = Sequence[int] | slice | int
 
 
 def picked(tree: object, clients: Index) -> Any:
-    """The rows ``clients`` of every tensor."""
+    """Select the rows ``clients`` of every tensor."""
     return map_rows(lambda t: t[clients], tree)
 
 
-def received(down: object, clients: Index) -> Any:
-    """What the clients at ``clients`` of the cohort get of a download: their rows, and whole what all share."""
+def received_by(down: object, clients: Index) -> Any:
+    """Return a download for the clients at ``clients`` of the cohort: their rows, and whole what all share."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
@@ -35,28 +35,28 @@ def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> An
 
 
 def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
-    """``tree`` with ``other`` added by name; fields without a name there stay."""
-    return rebuilt(tree, {name: value + other.get(name, 0) for name, value in named(tree).items()})
+    """``tree`` with ``other`` added by name. Fields without a name there stay."""
+    return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
 
-def through_checkpoint(tree: object) -> Any:
-    """The same state, read back from the bytes of a safetensors file; other types are taken from ``tree``."""
-    tensors = {name: value.contiguous().clone() for name, value in named(tree).items()}
+def reload_from_checkpoint(tree: object) -> Any:
+    """Read a state back from the bytes of a safetensors file. Other types are taken from ``tree``."""
+    tensors = {name: value.contiguous().clone() for name, value in name_tensors(tree).items()}
     return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
 
-def difference(got: object, want: object, tol: float = 0.0) -> str | None:
-    """Locate the first difference between two trees of tensors, as a phrase; None without one.
+def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None:
+    """Locate the first difference between two trees of tensors, as a phrase. None without one.
 
     Args:
-        got: a tensor, a NamedTuple, or a dict of them, as `named` takes it.
+        got: a tensor, a NamedTuple, or a dict of them, as `name_tensors` takes it.
         want: the like with the same names.
-        tol: the largest difference that is none, at least 0 and relative to the tensors' size; 0: bit for bit.
+        tol: the largest difference that is none, at least 0 and relative to the tensors' size. 0: bit for bit.
 
     Raises:
         AssertionError: something that is no tensor is in one of them.
     """
-    a, b = named(got), named(want)
+    a, b = name_tensors(got), name_tensors(want)
     if a.keys() != b.keys():
         return f"fields {sorted(a)} instead of {sorted(b)}"
     for name in a:

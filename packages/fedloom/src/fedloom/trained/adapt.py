@@ -21,13 +21,13 @@ from fedloom.trained.model import ModelRecipe
 
 
 class ServerSide(NamedTuple):
-    """What a run leaves for clients that come later.
+    """State of a run for clients that come later.
 
     Attributes:
         algorithm: the method.
         local: settings of local training.
         server: the server's state after the last round.
-        kept: ``[n, .]`` what the server keeps of every client, for a method that mixes it; else None.
+        kept: ``[n, .]`` what the server keeps of every client, for a method that mixes it. Else None.
         weight: ``[n, 1]`` shares of the objective.
         sizes: ``[n, 1]`` training samples.
         round: rounds done.
@@ -49,12 +49,12 @@ def has_personal(algorithm: Algorithm) -> bool:
     return type(algorithm).personal is not Algorithm.personal
 
 
-def adapted(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
-    """The personal model ``[d]`` of a new client, and its local problem.
+def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
+    """Train the personal model ``[d]`` of a new client. Return it with its local problem.
 
     The client joins the n others with the share of an average one. Its state is the method's template at the global
-    model (the initial one if there is none); it does the method's client step in ``rounds`` rounds, to each of which
-    the server, whose state stays, makes a download; then the method's `personal`.
+    model (the initial one if there is none). It does the method's client step in ``rounds`` rounds, to each of which
+    the server, whose state stays, makes a download. Then the method's `personal`.
 
     Args:
         side: the run.
@@ -95,7 +95,7 @@ def adapted(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int 
             down = _download(side, first_row, ctx)
             work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k, memory=memory)
             up, rows = algorithm.client(down, rows, work)
-            first_row = None if first_row is None else _kept(algorithm, up, first_row)
+            first_row = None if first_row is None else _server_row(algorithm, up, first_row)
         row = algorithm.personal(_download(side, first_row, ctx), rows, work)
     except FedloomError:
         raise
@@ -108,12 +108,12 @@ def adapted(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int 
 
 
 def _one(template: Any) -> Any:
-    """A client's state as rows of one client."""
+    """Return a client's state as rows of one client."""
     return type(template)(*[t[None] for t in template])
 
 
 def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
-    """The download of the new client: the last of all clients where the server mixes what it keeps of them."""
+    """Return the download of the new client, the last of all clients if the server mixes what it keeps of them."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
     wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1
@@ -121,6 +121,6 @@ def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
 
 
-def _kept(algorithm: Algorithm, up: object, state: object) -> Any:
-    """What the server would keep of the new client after its upload."""
+def _server_row(algorithm: Algorithm, up: object, state: object) -> Any:
+    """Return what the server would keep of the new client after its upload."""
     return type(state)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

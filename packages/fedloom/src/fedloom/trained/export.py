@@ -22,20 +22,20 @@ from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
 from fedloom.errors import ConfigError, DataError, LayoutError, cause_of
 from fedloom.hints import unknown
-from fedloom.models import factorise, merged
+from fedloom.models import factorise, merge_adapters
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
-from fedloom.trained.files import FACTS, check_model_file
+from fedloom.trained.files import FACTS_FILE, check_model_file
 from fedloom.trained.model import Model
 from fedloom.trained.program import checked_archive
 from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
-FORMATS = ("safetensors", "torch", "onnx")
-MISSING = -1
+EXPORT_FORMATS = ("safetensors", "torch", "onnx")
+MISSING_CODE = -1
 """Code of a text that is missing or unknown, within a graph."""
 
 
-def export(
+def export_model(
     model: Model,
     path: Path | str,
     format: str = "safetensors",
@@ -51,9 +51,9 @@ def export(
     ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64, NaN or a marker of the training where missing, and
-      ``texts`` ``[batch, .]`` strings; the metadata ``columns`` has the names of both, in order. A missing or unknown
+      ``texts`` ``[batch, .]`` strings. The metadata ``columns`` has the names of both, in order. A missing or unknown
       text is filled as in training. It gives ``class`` ``[batch]`` too, by name.
-    - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes; `load` does that.
+    - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes. `load` does that.
     - of sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position give
       ``probabilities`` ``[batch, L, C]``; the vocabulary stands in ``facts``.
     - of other data, both take ``samples`` ``[batch, *shape]`` of one type, since a graph cannot choose by type: uint8,
@@ -61,29 +61,30 @@ def export(
 
     Args:
         model: what to write.
-        path: the file; a model that fedloom wrote is replaced.
-        format: one of `FORMATS`.
+        path: the file. A model that fedloom wrote is replaced.
+        format: one of `EXPORT_FORMATS`.
         factorised: two thin layers in the place of every layer of low rank, where they have fewer numbers (FedSLR).
-        threshold: of ``onnx``, probability of the second of two classes from which ``class`` is that one; None: 1/2.
+        threshold: of ``onnx``, probability of the second of two classes from which ``class`` is that one. None: 1/2.
         force: replace a file of another kind too.
 
     Returns:
-        The ranks of the layers that were replaced, by name; `fedloom.models.thin` builds a module with these.
+        The ranks of the layers that were replaced, by name. `fedloom.models.thin` builds a module with these.
 
     Raises:
-        ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no graph,
-            a table whose scaling is not known, a threshold that decides nothing, or a path that must not be written.
+        ConfigError: an unknown format, the packages of the extra ``export_model`` are missing, a module that makes no
+            graph, a table whose scaling is not known, a threshold that decides nothing, or a path that must not be
+            written.
         CheckpointError: the disk is full or refuses.
     """
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    if format not in EXPORT_FORMATS:
+        raise unknown("format", format, EXPORT_FORMATS)
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
             f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
         )
     path = check_model_file(path, format, force=force)
-    module, ranks = merged(model.module()), dict[str, int]()
+    module, ranks = merge_adapters(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks
@@ -100,7 +101,7 @@ def export(
 
 
 def decision(model: Model, format: str, threshold: float | None) -> str:
-    """The sentence on how the class of an exported graph is decided; empty where there is no choice."""
+    """Render how an exported graph decides the class, or "" without a choice."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
@@ -109,11 +110,11 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
 
 
 def units(model: Model, factors: Factors | None) -> str:
-    """The sentence on columns that must be converted before a file takes them; empty where there is none.
+    """Render which columns must be converted before a file takes them, or "" without any.
 
     Args:
         model: that was exported.
-        factors: of the data that it was trained on; see `fedloom.data.sources.tabular.TableSource`. None: those that
+        factors: of the data that it was trained on, see `fedloom.data.sources.tabular.TableSource`. None: those that
             the model has with it.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
@@ -131,28 +132,28 @@ class Program:
 
     Attributes:
         facts: of the data that it takes.
-        module: raw samples in, probabilities or values out; see `fedloom.trained.raw.RawModel`.
+        module: raw samples in, probabilities or values out, see `fedloom.trained.raw.RawModel`.
 
     Raises:
         LayoutError: the file is no model that was exported for torch.
     """
 
     def __init__(self, path: Path | str) -> None:
-        extra = {FACTS: ""}
+        extra = {FACTS_FILE: ""}
         try:
-            content = checked_archive(Path(path).read_bytes(), FACTS)
+            content = checked_archive(Path(path).read_bytes(), FACTS_FILE)
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
-            self.facts = InputSpec.model_validate_json(extra[FACTS])
+            self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # a file from elsewhere may break torch in any way
             raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 
     @torch.no_grad()
     def scores(self, rows: object) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows.
+        """Return probabilities ``[N, C]`` or values ``[N, k]``, see `fedloom.data.new_rows.new_rows` for the rows.
 
         Raises:
-            DataError: rows that the model does not take; or floats, though it was trained on bytes, which alone its
+            DataError: rows that the model does not take. Or floats, though it was trained on bytes, which alone its
                 graph takes.
         """
         x = new_rows(self.facts, rows).x
@@ -170,7 +171,7 @@ class Program:
 
 
 def load(path: Path | str) -> Program:
-    """A model that was exported with ``format = "torch"``.
+    """Load a model that was exported with ``format = "torch"``.
 
     Raises:
         LayoutError: it is no such file.
@@ -190,7 +191,7 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the exporters' own output; a failure is one sentence."""
+    """Silence the exporters' own output. A failure is one sentence."""
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
@@ -211,16 +212,16 @@ def _dynamic() -> tuple[dict[int, Any]]:
 
 
 def _program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """The raw model as a torch program with a free batch dimension."""
+    """Export the raw model as a torch program with a free batch dimension."""
     out = io.BytesIO()
     with _quietly():
         program = torch.export.export(raw, (_example(model),), dynamic_shapes=_dynamic())
-        torch.export.save(program, out, extra_files={FACTS: header["facts"]})
+        torch.export.save(program, out, extra_files={FACTS_FILE: header["facts"]})
     return out.getvalue()
 
 
 def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """The raw model as an ONNX graph with a free batch dimension."""
+    """Export the raw model as an ONNX graph with a free batch dimension."""
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)
@@ -270,7 +271,7 @@ def _translations() -> dict[Any, Any]:
 
 
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
-    """Replaces the input ``samples`` of a graph by ``numbers`` and ``texts``; gives the columns of each by name."""
+    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``. Return the columns of each by name."""
     node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
     texts = [k for k, c in enumerate(table.columns) if c.names]
     del graph.input[:]
@@ -291,11 +292,11 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     if texts:
         kind = onnx.TensorProto.STRING
         graph.input.append(onnx.helper.make_tensor_value_info("texts", kind, ["batch", len(texts)]))
-        graph.initializer.append(onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING)]))
+        graph.initializer.append(onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING_CODE)]))
     for j, k in enumerate(texts):
         names, place = table.columns[k].names, f"column {j}"
         graph.initializer.append(onnx.helper.make_tensor(place, onnx.TensorProto.INT64, [1], [j]))
-        coding = {"keys_strings": names, "values_int64s": range(len(names)), "default_int64": MISSING}
+        coding = {"keys_strings": names, "values_int64s": range(len(names)), "default_int64": MISSING_CODE}
         nodes += [
             node("Gather", ["texts", place], [f"{place} text"], axis=1),
             node("LabelEncoder", [f"{place} text"], [f"{place} code"], domain="ai.onnx.ml", **coding),
@@ -317,7 +318,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:
-    """Adds the output ``class``: the name of the most probable one, or of two the one that a threshold decides."""
+    """Add the output ``class``: the most probable class, or of two the one that a threshold decides."""
     text, node, tensor = [name.encode() for name in facts.classes], onnx.helper.make_node, onnx.helper.make_tensor
     graph.initializer.append(tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
     if threshold is None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from fedloom.outputs import FileKind, check_output_file
-from fedloom.rundir import ADAPTED
+from fedloom.rundir import ADAPTED_FOLDER
 from fedloom.storage.checkpoint import has_digest
 
-FACTS = "facts.json"
-"""What a torch program carries of the data that its model takes."""
-ENDINGS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
+FACTS_FILE = "facts.json"
+"""Facts of the model's data in a torch program."""
+FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
 """FileKind of a file, by the name of its format."""
 IN_ONNX = b"\x0a\x05facts\x12"
 """The entry ``facts`` among the metadata of an ONNX model, as Protocol Buffers write it."""
@@ -21,19 +21,21 @@ IN_ONNX = b"\x0a\x05facts\x12"
 def check_model_file(
     path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
 ) -> Path:
-    """Refuse a file that a model must not be written to; adapted models may lie in ``RUN/adapted``.
+    """Refuse a file that a model must not be written to. Adapted models may lie in ``RUN/adapted``.
 
     Args:
         path: the file.
-        format: one of `fedloom.trained.export.FORMATS`; another name is refused there.
+        format: one of `fedloom.trained.export.FORMATS`. Another name is refused there.
         inputs: what the same call reads.
         force: replace a file of another kind.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.
     """
-    kind = FileKind(ENDINGS.get(format, "safetensors"), "a file of a model", is_model_file)
-    return check_output_file(path, kind, inputs, owns=lambda inside: inside.parts[:-1] == (ADAPTED,), force=force)
+    kind = FileKind(FORMAT_KINDS.get(format, "safetensors"), "a file of a model", is_model_file)
+    return check_output_file(
+        path, kind, inputs, owns=lambda inside: inside.parts[:-1] == (ADAPTED_FOLDER,), force=force
+    )
 
 
 def is_model_file(path: Path) -> bool:
@@ -42,6 +44,6 @@ def is_model_file(path: Path) -> bool:
         return True
     try:
         with ZipFile(path) as archive:
-            return any(name.endswith(f"/{FACTS}") for name in archive.namelist())
+            return any(name.endswith(f"/{FACTS_FILE}") for name in archive.namelist())
     except (BadZipFile, ValueError, NotImplementedError):
         return IN_ONNX in path.read_bytes()

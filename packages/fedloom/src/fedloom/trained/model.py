@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
@@ -23,10 +23,10 @@ from fedloom.data.sources.table.levels import unapplied
 from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
 from fedloom.models import ModelSpec, spec_of
-from fedloom.models.imported import Held, OwnModel, own_model
+from fedloom.models.imported import Held, OwnModel, wrap_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
-from fedloom.storage.checkpoint import check_digest, save_tensors
+from fedloom.storage.checkpoint import check_file_digest, save_tensors
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
@@ -34,14 +34,14 @@ from fedloom.tasks.calibration import recalibrated
 from fedloom.trained.files import check_model_file
 from fedloom.trained.raw import RawModel, labels_of
 
-TENSORS = ("rows", "statistics", "fitted", "calibration")
-BASE = "base."
+TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
+BASE_PREFIX = "base."
 """Beginning of the names of a model's state before training, in a file of one model."""
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """How the models of a run are built, and for what data.
+    """Architecture of a run's models, and the facts of their data.
 
     Attributes:
         spec: the architecture.
@@ -50,7 +50,7 @@ class ModelRecipe:
         dtype: of parameters and samples.
         objective: what they were trained for and are scored by, beside what follows from the targets.
         base: the state dict before training, as it was saved, where rows do not hold all of a model or it began with a
-            file of weights; see `start`.
+            file of weights, see `start`.
     """
 
     spec: ModelSpec
@@ -61,7 +61,7 @@ class ModelRecipe:
     base: Mapping[str, Tensor] | None = None
 
     def build(self) -> nn.Module:
-        """The module as it was before training, in evaluation mode."""
+        """Build the untrained module in evaluation mode."""
         facts = self.facts
         spec = self.spec if self.base is None else self.spec.with_(weights=None)
         module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
@@ -80,10 +80,10 @@ class ModelRecipe:
     @cached_property
     def layout(self) -> Layout:
         """Shapes of its parameters."""
-        return Layout.of(self.build())
+        return Layout.create(self.build())
 
     def header(self, about: Mapping[str, object]) -> dict[str, str]:
-        """The metadata of a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
+        """Return the metadata of a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
@@ -94,10 +94,10 @@ class Model:
     Attributes:
         recipe: how it is built.
         row: ``[d]`` its parameters.
-        statistics: ``[b]`` means and variances of its batch normalisation; empty without any.
-        fitted: ``[p, .]`` what the columns of a table were fitted to at its client; None where that is not known.
+        statistics: ``[b]`` means and variances of its batch normalisation. Empty without any.
+        fitted: ``[p, .]`` what the columns of a table were fitted to at its client. None where that is not known.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
-        calibration: ``[2]`` slope and intercept that recalibrate its logits; None: they stay as they are.
+        calibration: ``[2]`` slope and intercept that recalibrate its logits. None: they stay as they are.
     """
 
     recipe: ModelRecipe
@@ -112,15 +112,15 @@ class Model:
         return f"Model({of or 'unknown run'}: {type(self.recipe.spec).__name__}, {len(self.row):,} parameters)"
 
     def module(self) -> nn.Module:
-        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as in `InputSpec`."""
+        """Return a plain `nn.Module` in evaluation mode. Its samples are scaled as in `InputSpec`."""
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
         load_statistics(module, self.statistics)
         return module
 
-    @on_cpu()
+    @default_to_cpu()
     def raw(self, module: nn.Module | None = None) -> RawModel:
-        """The module, or another in its place, with what comes before and after it: see `RawModel`.
+        """Return the module, or another one, with its input and output steps: see `RawModel`.
 
         Raises:
             ConfigError: nothing is known of the scaling of the table's columns.
@@ -141,17 +141,17 @@ class Model:
 
         Args:
             rows: without labels, as `fedloom.data.new_rows.new_rows` takes them. The factors of the training's
-                ``[data]`` multiply their columns; those by client need the column that names the client of a row.
+                ``[data]`` multiply their columns. Those by client need the column that names the client of a row.
 
         Raises:
-            DataError: other columns or shape, and what the training did not take; or factors by client, and no column
+            DataError: other columns or shape, and what the training did not take. Or factors by client, and no column
                 of clients.
             ConfigError: nothing is known of the scaling of the table's columns.
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
+        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`.
 
         With a label per position ``[N, L, C]``.
 
@@ -172,27 +172,27 @@ class Model:
             raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
         return new.x
 
-    @on_cpu()
+    @default_to_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs ``[N, k]`` (``[N, L, k]`` with a label per position) on raw samples; see `RawModel`."""
+        """Compute outputs ``[N, k]`` (``[N, L, k]`` with a label per position) on raw samples, see `RawModel`."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
 
-    @on_cpu()
+    @default_to_cpu()
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
         decisions: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
         return decisions
 
-    @on_cpu()
+    @default_to_cpu()
     def score(self, data: Dataset) -> dict[str, float]:
-        """The task's metrics on all samples of new data, as the model predicts them.
+        """Compute the task's metrics on all samples of new data, with the model's predictions.
 
         Args:
-            data: with the columns and classes that the model was trained on, any number of the latter; a data set, or
-                what `Dataset.of` makes one of, such as arrays ``(x, y)``.
+            data: with the columns and classes that the model was trained on, any number of the latter. A data set, or
+                what `Dataset.create` makes one of, such as arrays ``(x, y)``.
 
         Raises:
             DataError: other columns, classes or shape.
@@ -200,11 +200,11 @@ class Model:
         """
         facts = self.recipe.facts
         data = facts.labelled(data)
-        return figures(self.recipe, self.outputs(facts.raw(data)), data)
+        return score_outputs(self.recipe, self.outputs(facts.raw(data)), data)
 
-    @on_cpu()
+    @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
-        """The same model, its columns scaled on all rows of a table: what a client with these for training would use.
+        """Scale the columns on all rows of a table, as a client with these rows for training would.
 
         Raises:
             DataError: other columns.
@@ -217,13 +217,13 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Sentences on columns ``[N, p]`` that lie far from those of the training; see `Table.strange`."""
+        """Return sentences on columns ``[N, p]`` far from the training's, see `Table.strange`."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """The metrics on a part of one client of a federation; empty where there is no sample."""
-        outputs, y, owner = self._on_part(fed, part, client)
+        """Compute the metrics on a part of one client of a federation, or {} without samples."""
+        outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
         outputs = outputs if self.calibration is None else recalibrated(outputs, self.calibration)
@@ -231,25 +231,25 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
-        """Slope and intercept ``[2]`` of its outputs by a part of one client of a federation; see `Objective.line`."""
-        return self.recipe.objective.line(*self._on_part(fed, part, client), 1)[0]
+        """Slope and intercept ``[2]`` of its outputs by a part of one client of a federation, see `Objective.line`."""
+        return self.recipe.objective.line(*self._part_outputs(fed, part, client), 1)[0]
 
-    def _on_part(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs before recalibration, targets and owners of the samples of a part."""
+    def _part_outputs(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return outputs before recalibration, targets and owners of the samples of a part."""
         fed = fed.to(dtype=self.recipe.dtype)
         index = fed.indices(part, client)
-        outputs = outputs_of(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
+        outputs = module_outputs(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
         return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
-        """A safetensors file with ``rows`` ``[d]`` and the layout in its header; see `load`.
+        """Write a safetensors file with ``rows [d]`` and the layout in its header, see `load`.
 
         Args:
-            path: the file; a model that fedloom wrote is replaced.
+            path: the file. A model that fedloom wrote is replaced.
             force: replace a file of another kind too.
 
         Raises:
-            ConfigError: the path must not be written; see `fedloom.outputs.check_output_file`.
+            ConfigError: the path must not be written, see `fedloom.outputs.check_output_file`.
             CheckpointError: the disk is full or refuses.
         """
         path = check_model_file(path, force=force)
@@ -257,17 +257,17 @@ class Model:
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
         tensors |= {"calibration": self.calibration}
         kept = {name: t for name, t in tensors.items() if t is not None and t.numel()}
-        kept |= {f"{BASE}{name}": t for name, t in self.recipe.start().items()}
+        kept |= {f"{BASE_PREFIX}{name}": t for name, t in self.recipe.start().items()}
         save_tensors(path, kept, self.recipe.header(self.about))
         return path
 
     @classmethod
     def load(cls, path: Path | str, spec: ModelSpec | OwnModel | str, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
-        """A model that was saved by `save`.
+        """Load a model that `save` wrote.
 
         Args:
             path: the file.
-            spec: the architecture, which no file of a model can choose; or the name of one, or a user's own model.
+            spec: the architecture, which no file of a model can choose. Or the name of one, or a user's own model.
             objective: what it is scored by.
 
         Raises:
@@ -275,7 +275,7 @@ class Model:
             ConfigError: the architecture is none.
         """
         if not isinstance(spec, ModelSpec):
-            spec = spec_of(spec) if isinstance(spec, str) else own_model(spec)
+            spec = spec_of(spec) if isinstance(spec, str) else wrap_model(spec)
         with open_tensors(Path(path)) as file:
             facts, about = facts_of(file, Path(path))
             names = set(file.keys())
@@ -283,8 +283,10 @@ class Model:
                 raise LayoutError(
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
-            tensors = {name: file.get_tensor(name) for name in TENSORS if name in names}
-            base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
+            tensors = {name: file.get_tensor(name) for name in TENSOR_FIELDS if name in names}
+            base = {
+                name.removeprefix(BASE_PREFIX): file.get_tensor(name) for name in names if name.startswith(BASE_PREFIX)
+            }
         recipe = ModelRecipe(spec, facts, int(about.get("seed", 0)), tensors["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
@@ -298,8 +300,8 @@ class Model:
         )
 
 
-def figures(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
-    """The task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on the targets of new data, all samples together."""
+def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
+    """Compute the task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on all targets of new data together."""
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
     owner = torch.zeros(len(inputs), dtype=torch.long)
@@ -308,14 +310,14 @@ def figures(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, fl
 
 
 @torch.no_grad()
-def outputs_of(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Outputs ``[b, k]`` of a module on samples of a federation; ``[b L, k]`` with a label per position."""
+def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
+    """Compute outputs ``[b, k]`` of a module on samples of a federation. ``[b L, k]`` with a label per position."""
     together = evaluated_together(module, fed.fetch(index[:1]))
     return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """The buffers of batch normalisation that evaluation uses, in the order of the modules."""
+    """Return the buffers of batch normalization used in evaluation, in the order of the modules."""
     normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
 
@@ -329,7 +331,7 @@ def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
 
 
 def open_tensors(path: Path, *, check: bool = True) -> Any:
-    """An open safetensors file.
+    """Open a safetensors file.
 
     Raises:
         LayoutError: there is none, or it is damaged.
@@ -337,7 +339,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
     try:
         file = safe_open(regular(path), "pt")
         if check:
-            check_digest(path)
+            check_file_digest(path)
         return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(
@@ -346,17 +348,17 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
 
 
 def file_layout(path: Path | str) -> Layout:
-    """The layout in a file's header.
+    """Read the layout in a file's header.
 
     Raises:
         LayoutError: the header has none.
     """
     with open_tensors(Path(path), check=False) as file:
-        return Layout.from_header(file.metadata() or {})
+        return Layout.read_header(file.metadata() or {})
 
 
 def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
-    """The facts on the data and the models in a file's header.
+    """Read the facts on data and models in a file's header.
 
     Raises:
         LayoutError: the header has none, or none that is readable.
@@ -372,7 +374,7 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     """Refuse models of another architecture.
 
     Raises:
-        LayoutError: the layouts differ; the message has the first difference.
+        LayoutError: the layouts differ. The message has the first difference.
     """
     if layout == wanted:
         return

@@ -10,16 +10,16 @@ from torch import Tensor
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
-KINDS = ("global", "personal", "hybrid")
-"""The models that a method may have; the hybrid is, for every client, the better of the other two."""
+MODEL_CHOICES = ("global", "personal", "hybrid")
+"""The models that a method may have. The hybrid is, for every client, the better of the other two."""
 
 
 class ModelSource(Protocol):
-    """Where the models of a run come from."""
+    """Source of a run's models."""
 
     @property
     def recipe(self) -> ModelRecipe:
-        """How they are built."""
+        """Recipe of the models."""
         ...
 
     @property
@@ -34,15 +34,15 @@ class ModelSource(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, .]`` what the columns of a table were fitted to at every client; None where there is no table."""
+        """Fit of a table's columns at every client ``[n, p, .]``, or None without a table."""
         ...
 
     def kinds(self) -> list[str]:
-        """Which of "global", "personal" and "hybrid" there are."""
+        """Kinds of models of the run: "global", "personal" and "hybrid"."""
         ...
 
     def shared(self) -> tuple[Tensor, Tensor]:
-        """The global model ``[d]`` and its running statistics ``[b]``."""
+        """Return the global model ``[d]`` and its running statistics ``[b]``."""
         ...
 
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,14 +52,14 @@ class ModelSource(Protocol):
     def calibration(self, kind: str) -> Tensor | None:
         """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at every client.
 
-        None: the run did not ask for it; nan where a client's validation part has one class only.
+        None: the run did not ask for it. Nan where a client's validation part has one class only.
         """
         ...
 
     def takes_global(self) -> Tensor:
-        """Whose hybrid model is the global one, bool ``[n]``."""
+        """Clients whose hybrid model is the global one, bool ``[n]``."""
         ...
 
     def server(self) -> ServerSide:
-        """What new clients need."""
+        """Return what new clients need."""
         ...

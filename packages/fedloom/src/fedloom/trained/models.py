@@ -12,23 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder
-from fedloom.trained.adapt import adapted
+from fedloom.trained.adapt import adapt_model
 from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
-from fedloom.trained.saved import files, write
+from fedloom.trained.saved import files, write_models
 
-NAMED = 20
+MAX_NAMED_CLIENTS = 20
 """Most clients that a message names."""
 MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
-"""Which model predicts a client's rows: the first that the method has."""
+"""Order of preference of a client's models: the first that the method has."""
 
 
 class Models:
@@ -50,7 +50,7 @@ class Models:
 
     @property
     def recipe(self) -> ModelRecipe:
-        """How the models are built, and for what data."""
+        """Recipe of the models, and the facts of their data."""
         return self._source.recipe
 
     @property
@@ -65,14 +65,14 @@ class Models:
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, .]`` what the columns of a table were fitted to at every client; None where that is not known."""
+        """``[n, p, .]`` what the columns of a table were fitted to at every client. None where that is not known."""
         return self._source.fitted
 
     def kinds(self) -> list[str]:
-        """Which of "global", "personal" and "hybrid" there are."""
+        """Kinds of models of the run: "global", "personal" and "hybrid"."""
         return self._source.kinds()
 
-    @on_cpu()
+    @default_to_cpu()
     def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
         """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
 
@@ -82,20 +82,20 @@ class Models:
         ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
         return self._both(kind, ids)[0]
 
-    @on_cpu()
+    @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
         """One model, to score, save or export.
 
         Args:
             kind: "global", "personal" or "hybrid".
-            client: number or name; of a global model it chooses the scaling of a table's columns only.
+            client: number or name, of a global model it chooses the scaling of a table's columns only.
 
         Raises:
             ConfigError: the method has no such model, or there is no such client.
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"whose {kind} model? give a client: {self.named_clients()}")
+            raise ConfigError(f"whose {kind} model? give a client: {self.clients_phrase()}")
         place = None if client is None else self._place(client)
         row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -105,7 +105,7 @@ class Models:
         return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
-        """What recalibrates a model ``[2]`` at a client; of none the medians over the clients."""
+        """Return a model's recalibration line ``[2]`` at a client, without one, the clients' medians."""
         if kind == "hybrid" and place is not None:
             kind = "global" if bool(self._source.takes_global()[place]) else "personal"
         lines = self._source.calibration(kind)
@@ -114,10 +114,10 @@ class Models:
         return lines.nanquantile(0.5, dim=0) if place is None else lines[place]
 
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
-        """One model that takes raw rows: of a table it has its client's scaling, or that of the clients together.
+        """Return one model for raw rows. A table has its client's scaling, or the clients' joint scaling.
 
         Args:
-            kind: "global", "personal" or "hybrid"; None: a client's best, without a client the global one.
+            kind: "global", "personal" or "hybrid". None: a client's best, without a client the global one.
             client: number or name.
 
         Raises:
@@ -126,7 +126,7 @@ class Models:
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.named_clients()}")
+            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -137,19 +137,19 @@ class Models:
         """Kinds of models that rows can be scored by: all for clients of the run, else the global one.
 
         Args:
-            sites: who owns each row; None: not known.
-            client: whose model takes all rows; None: each row its site's.
+            sites: who owns each row. None: not known.
+            client: whose model takes all rows. None: each row its site's.
         """
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
-    @on_cpu()
+    @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
         """Predictions for rows without labels, of one model.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
-            client: whose model; None: the global one.
+            client: whose model. None: the global one.
             kind: see `ready`.
 
         Returns:
@@ -161,15 +161,15 @@ class Models:
         """
         return self.ready(kind, client).predict(rows)
 
-    @on_cpu()
+    @default_to_cpu()
     def predict_proba(
         self, rows: object, client: int | str | None = None, kind: str | None = None
     ) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`."""
+        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`."""
         return self.ready(kind, client).predict_proba(rows)
 
     def module(self, kind: str, client: int | str | None = None) -> nn.Module:
-        """A model as a plain `nn.Module` in evaluation mode."""
+        """Return a model as a plain `nn.Module` in evaluation mode."""
         return self.model(kind, client).module()
 
     def __getitem__(self, kind: str) -> nn.Module | Modules:
@@ -200,14 +200,14 @@ class Models:
         lr: float | None = None,
         holdout: float = 0.0,
     ) -> Model:
-        """A personal model for a client that no round has seen; see `fedloom.trained.adapt.adapted`.
+        """Train a personal model for a client that no round has seen, see `fedloom.trained.adapt.adapted`.
 
         With ``[task] calibrate`` its logits have the medians of the clients' lines, since it has no validation part.
 
         Args:
-            data: of the new client; labels may be some of the known classes only.
+            data: of the new client. Labels may be some of the known classes only.
             rounds: client steps of the method, at least 1.
-            epochs: passes per round over the data, in place of the run's; a method's own epochs (FedSLR's phase II)
+            epochs: passes per round over the data, in place of the run's. A method's own epochs (FedSLR's phase II)
                 stay.
             steps: steps per round, in place of epochs.
             lr: step size, in place of the run's schedule.
@@ -222,7 +222,7 @@ class Models:
         data, side = self.recipe.facts.labelled(data), self._source.server()
         side = side._replace(local=_changed(side.local, epochs, steps, lr))
         fed = lone_client(self.recipe.facts.take(data), holdout, side.seed)
-        row, oracle = adapted(side, self.recipe, fed, rounds)
+        row, oracle = adapt_model(side, self.recipe, fed, rounds)
         oracle.set_statistics(row, torch.tensor([0]))
         statistics = [s.flatten() for s in running_statistics(oracle.module)]
         fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
@@ -239,12 +239,12 @@ class Models:
         return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
-        """Whose hybrid model is the global one, bool ``[n]``."""
+        """Clients whose hybrid model is the global one, bool ``[n]``."""
         self._check("hybrid")
         return self._source.takes_global()
 
     def save(self, folder: Path | str) -> list[Path]:
-        """Every model as ``<kind>.safetensors``, and what new clients need as ``server.safetensors``.
+        """Write every model as ``<kind>.safetensors``, and the state for new clients as ``server.safetensors``.
 
         The header of each has the layout, what the models must know of their data, and the names of the clients. Models
         that fedloom wrote there before are replaced.
@@ -264,7 +264,7 @@ class Models:
         Returns:
             The files that were written.
         """
-        return write(self._source, folder)
+        return write_models(self._source, folder)
 
     def files(self) -> list[str]:
         """Names of the files of `save`."""
@@ -290,21 +290,21 @@ class Models:
             raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
-        """Number of a client that is given by number or name."""
+        """Return the number of a client given by number or name."""
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
         number = int(client) if str(client).isdecimal() else -1
         if not 0 <= number < len(names):
-            raise ConfigError(f"unknown client {client!r}; {self.named_clients(client)}")
+            raise ConfigError(f"unknown client {client!r}; {self.clients_phrase(client)}")
         return number
 
-    def named_clients(self, client: object = "") -> str:
+    def clients_phrase(self, client: object = "") -> str:
         """End of a sentence that names the clients."""
         names = self.names
-        if len(names) <= NAMED:
+        if len(names) <= MAX_NAMED_CLIENTS:
             return nearest(client, names)
-        return f"there are {len(names)}: {', '.join(names[:NAMED])}, ..."
+        return f"there are {len(names)}: {', '.join(names[:MAX_NAMED_CLIENTS])}, ..."
 
 
 class Modules:
@@ -326,7 +326,7 @@ class Modules:
 
 
 def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
-    """The settings with another length of a round, or another step size in all rounds."""
+    """Return the settings with another round length, or with one step size for all rounds."""
     if epochs is not None and steps is not None:
         raise ConfigError("give epochs or steps, not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}

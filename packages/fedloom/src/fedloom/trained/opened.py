@@ -10,7 +10,7 @@ from torch import nn
 from fedloom.errors import LayoutError
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
-from fedloom.trained.model import BASE, Model, check_layout, file_layout, load_statistics, open_tensors
+from fedloom.trained.model import BASE_PREFIX, Model, check_layout, file_layout, load_statistics, open_tensors
 
 
 def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
@@ -47,9 +47,9 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
         dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
         module.to(dtype).load_state_dict(tensors)
         return module
-    layout = Layout.of(module)
+    layout = Layout.create(module)
     check_layout(file_layout(path), layout, path)
-    base = {name.removeprefix(BASE): value for name, value in tensors.items() if name.startswith(BASE)}
+    base = {name.removeprefix(BASE_PREFIX): value for name, value in tensors.items() if name.startswith(BASE_PREFIX)}
     module.to(tensors["rows"].dtype)
     if base:
         module.load_state_dict(base)

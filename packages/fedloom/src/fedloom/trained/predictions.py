@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError
-from fedloom.trained.model import Model, figures
+from fedloom.trained.model import Model, score_outputs
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 from fedloom.trained.raw import check_threshold, labels_of
 
@@ -25,7 +25,7 @@ OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on ave
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What models say of N rows.
+    """Predictions of models for N rows.
 
     Attributes:
         facts: of the data that the models were trained on.
@@ -36,7 +36,7 @@ class Predictions:
         not_padding: ``[N, L]`` the positions that are no padding, where every one has a prediction.
         files: the file of every row, where each has its own.
         kept: columns that were handed on.
-        threshold: probability of the second class of a binary task from which it is predicted; None: 1/2.
+        threshold: probability of the second class of a binary task from which it is predicted. None: 1/2.
     """
 
     facts: InputSpec
@@ -57,7 +57,7 @@ class Predictions:
         return labels_of(self.facts, self.scores, self.threshold)
 
     def decided(self, threshold: float | None) -> Predictions:
-        """The same with another threshold.
+        """Return the predictions with another threshold.
 
         Raises:
             ConfigError: see `check_threshold`.
@@ -88,7 +88,7 @@ class Predictions:
 
 
 class Assignment(NamedTuple):
-    """Which model takes which rows.
+    """Assignment of rows to models.
 
     Attributes:
         groups: places of rows ``[k]`` and the model that takes them.
@@ -101,12 +101,12 @@ class Assignment(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs of the models on raw samples ``[N, ...]``, in the order of the rows."""
+        """Compute outputs of the models on raw samples ``[N, ...]``, in the order of the rows."""
         parts = [model.outputs(x[places]) for places, model in self.groups]
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """A sentence on rows whose model could not be recalibrated."""
+        """Return a sentence on rows whose model could not be recalibrated."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -119,29 +119,29 @@ class Assignment(NamedTuple):
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
 
-@on_cpu()
-def alone(model: Model, rows: NewRows) -> Assignment:
+@default_to_cpu()
+def predict_with_one(model: Model, rows: NewRows) -> Assignment:
     """One model takes all rows."""
     who = str(model.about.get("client", "global"))
     return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
 
 
-@on_cpu()
+@default_to_cpu()
 def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
-    """Which of a run's models take rows.
+    """Choose which of a run's models take rows.
 
     Args:
         models: of a run.
         rows: what `new_rows` gave.
-        kind: "global", "personal" or "hybrid"; None: a client's best, without a client the global one.
-        client: whose model takes all rows; None: each row that of its site, where a column names the sites.
+        kind: "global", "personal" or "hybrid". None: a client's best, without a client the global one.
+        client: whose model takes all rows. None: each row that of its site, where a column names the sites.
 
     Raises:
         ConfigError: no such model or client, or a site that is no client where there is no global model.
     """
     facts, names = models.recipe.facts, set(models.names)
     if client is not None or rows.sites is None:
-        one = alone(models.ready(kind, client), rows)
+        one = predict_with_one(models.ready(kind, client), rows)
         what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
@@ -174,7 +174,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     return Assignment(groups, owners, tuple(notes))
 
 
-@on_cpu()
+@default_to_cpu()
 def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     """Predictions of rows by the models that take them."""
     model = choice.groups[0][1]
@@ -186,7 +186,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
 
 
 def meanings(model: Model) -> list[str]:
-    """A sentence on what the predictions of a survival task are; of another task none."""
+    """Return a sentence on the meaning of a survival task's predictions, or [] for other tasks."""
     if model.recipe.facts.task != "survival":
         return []
     horizon = model.recipe.objective.horizon
@@ -217,18 +217,18 @@ class Evaluated:
     rows: NewRows
     data: Dataset
 
-    @on_cpu()
+    @default_to_cpu()
     def metrics(self) -> dict[str, float]:
-        """The task's metrics, of the outputs that `predicted` is made of.
+        """Compute the task's metrics from the outputs behind `predicted`.
 
         Raises:
             DataError: classes or targets that the models do not know.
         """
         recipe = self.choice.groups[0][1].recipe
-        return figures(recipe, self.choice.outputs(self.rows.x), self.data)
+        return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
 
     def row(self) -> dict[str, Any]:
-        """Method, seed, model, client, scaling, samples and metrics."""
+        """Return method, seed, model, client, scaling, samples and metrics."""
         owners = dict.fromkeys(self.choice.owners)
         client = "" if owners.keys() == {"global"} else next(iter(owners)) if len(owners) == 1 else "each row's"
         who = {"method": self.about["method"], "seed": self.about["seed"], "model": self.kind, "client": client}
@@ -243,7 +243,7 @@ class Evaluated:
 def evaluated(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
 ) -> Iterator[Evaluated]:
-    """The models of runs on new data with labels, each as `predicted` uses it.
+    """Evaluate the models of runs on new labeled data, each as `predicted` uses it.
 
     Where a table's model is scaled as at the clients on average, a second one is scaled on the new rows themselves, as
     a client that has them for training would.
@@ -252,8 +252,8 @@ def evaluated(
         runs: the models of each.
         data: as its source gave it.
         rows: the same samples as the models take them.
-        client: whose models take all rows; None: each row its site's.
-        kind: of the models; None: all where each row's site is a client of the run, else the global one.
+        client: whose models take all rows. None: each row its site's.
+        kind: of the models. None: all where each row's site is a client of the run, else the global one.
 
     Raises:
         ConfigError: no such model or client.
@@ -267,5 +267,5 @@ def evaluated(
         new = models.fitted is not None and set(choice.owners) == {"global"}
         yield Evaluated(models.about, one, TYPICAL_SCALE if new else OWN_SCALE, choice, rows, data)
         if new:
-            fresh = alone(choice.groups[0][1].rescaled(data), rows)
+            fresh = predict_with_one(choice.groups[0][1].rescaled(data), rows)
             yield Evaluated(models.about, one, NEW_SCALE, fresh, rows, data)

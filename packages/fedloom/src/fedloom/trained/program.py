@@ -16,24 +16,26 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 
 WRITTEN_BY_TORCH = ("archive_format", "archive_version", "byteorder", ".data/version", ".data/serialization_id")
-GRAPH, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
-CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
-TENSOR = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
-NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References of a graph to the code that it was made from; left out."""
-WORD = re.compile(r"[\w.+-]*")
-"""Text of a graph: names, versions and numbers; it becomes a part of generated code."""
-ARITHMETIC = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le",
+GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
+CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
+SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
+"""References of a graph to the code that it was made from. Left out."""
+GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
+"""Text of a graph: names, versions and numbers. It becomes a part of generated code."""
+ARITHMETIC_FUNCTIONS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq",
+    "ne", "lt", "le",
               "gt", "ge", "and_", "or_", "not_")  # fmt: skip
 FILE_OPERATIONS = ("from_file", "save")
-SIZES = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv", "CeilDiv",
+SIZE_FUNCTIONS = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
+    "CeilDiv",
          "CleanDiv", "IntTrueDiv", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")  # fmt: skip
 """Functions in an expression of sizes."""
-CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 def checked_archive(content: bytes, facts: str) -> bytes:
-    """The archive of a program, written anew from its checked parts.
+    """Rebuild a program's archive from its checked parts.
 
     Args:
         content: a file of `torch.export.save`.
@@ -49,15 +51,15 @@ def checked_archive(content: bytes, facts: str) -> bytes:
         parts = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     if len(parts) < len(entries):
         raise ValueError("two of its parts have one name")
-    allowed = (*WRITTEN_BY_TORCH, GRAPH, SAMPLES, *CONFIGS, f"extra/{facts}")
+    allowed = (*WRITTEN_BY_TORCH, GRAPH_ENTRY, SAMPLES_ENTRY, *CONFIG_ENTRIES, f"extra/{facts}")
     for name in parts:
-        if name not in allowed and not TENSOR.fullmatch(name):
+        if name not in allowed and not TENSOR_ENTRY_PATTERN.fullmatch(name):
             raise ValueError(f"it holds {name!r}")
-    for name in CONFIGS:
+    for name in CONFIG_ENTRIES:
         _check_config(json.loads(parts[name]))
-    inputs = torch.load(io.BytesIO(parts[SAMPLES]), weights_only=True)
-    parts[SAMPLES] = _saved(inputs)
-    parts[GRAPH] = json.dumps(_checked_graph(json.loads(parts[GRAPH]))).encode()
+    inputs = torch.load(io.BytesIO(parts[SAMPLES_ENTRY]), weights_only=True)
+    parts[SAMPLES_ENTRY] = _saved(inputs)
+    parts[GRAPH_ENTRY] = json.dumps(_checked_graph(json.loads(parts[GRAPH_ENTRY]))).encode()
     out = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(out)
     for name, part in parts.items():
@@ -82,10 +84,10 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
-    """A graph without notes and guards, of tensor operations only."""
+    """Return a graph without notes and guards, after checking that it has tensor operations only."""
     document = {**document, "guards_code": []}
     for node in document["graph_module"]["graph"]["nodes"]:
-        node["metadata"] = {key: text for key, text in node["metadata"].items() if key not in NOTES}
+        node["metadata"] = {key: text for key, text in node["metadata"].items() if key not in SOURCE_NOTES}
         _check_operation(node["target"])
     _check_words(document)
     return document
@@ -93,7 +95,7 @@ def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
 
 def _check_operation(target: str) -> None:
     first, *names = target.split(".")
-    if first == "_operator" and len(names) == 1 and names[0] in ARITHMETIC:
+    if first == "_operator" and len(names) == 1 and names[0] in ARITHMETIC_FUNCTIONS:
         return
     operation: Any = torch
     if first == "torch" and names[:2] == ["ops", "aten"] and len(names) == 4:
@@ -119,14 +121,14 @@ def _check_words(value: object, key: str = "") -> None:
     elif isinstance(value, str) and key in ("in_spec", "out_spec"):
         if value:
             _check_tree(json.loads(value)[1])
-    elif isinstance(value, str) and WORD.fullmatch(value) is None:
+    elif isinstance(value, str) and GRAPH_TEXT_PATTERN.fullmatch(value) is None:
         raise ValueError(f"its graph has the text {value[:40]!r}")
 
 
 def _check_size(node: ast.AST) -> None:
     """Refuse an expression that is more than arithmetic of sizes."""
     match node:
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZES:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZE_FUNCTIONS:
             inner: list[ast.AST] = [*args, *(keyword.value for keyword in keywords)]
         case ast.BinOp(left=left, right=right):
             inner = [left, right]
@@ -146,7 +148,7 @@ def _check_size(node: ast.AST) -> None:
 
 def _check_tree(tree: dict[str, Any]) -> None:
     """Refuse inputs and outputs in containers that a file could choose code with."""
-    if tree["type"] not in CONTAINERS:
+    if tree["type"] not in CONTAINER_TYPES:
         raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
     for child in tree["children_spec"]:
         _check_tree(child)

@@ -15,7 +15,7 @@ from fedloom.tasks.calibration import recalibrated
 
 
 class RawModel(nn.Module):
-    """A module with what comes before and after it; one graph, which can be exported.
+    """A module with what comes before and after it. One graph, which can be exported.
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
     ``[b, *shape]``: tokens of sequences as int64, else floats, or of a model trained on bytes also bytes.
@@ -27,9 +27,9 @@ class RawModel(nn.Module):
     Args:
         module: takes what training gave it.
         facts: of the data that it was trained on.
-        fitted: ``[p, .]`` what the columns of a table were fitted to; see `fedloom.data.tables.Table.fit`.
+        fitted: ``[p, .]`` what the columns of a table were fitted to, see `fedloom.data.tables.Table.fit`.
         dtype: of the module.
-        calibration: ``[2]`` slope and intercept of its logits; None: they stay as they are.
+        calibration: ``[2]`` slope and intercept of its logits. None: they stay as they are.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RawModel(nn.Module):
         return self.after(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
-        """Outputs of the module, ``[b, k]``, or ``[b, L, k]`` with a label per position."""
+        """Compute outputs of the module: ``[b, k]``, or ``[b, L, k]`` with a label per position."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
         return out if self.line is None else recalibrated(out, self.line)
 
@@ -75,7 +75,7 @@ class RawModel(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Bytes divided by 255, floats as they are; then less the mean, then divided by the standard deviation."""
+    """Bytes divided by 255, floats as they are. Then less the mean, then divided by the standard deviation."""
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Scaling(nn.Module):
         self.register_buffer("shift", (-mean / std).expand(width).reshape(places).to(dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Samples ``[b, *shape]`` as a model takes them.
+        """Scale samples ``[b, *shape]`` for the model.
 
         Raises:
             DataError: bytes for a model that was trained on floats, or whole numbers for one that was trained on bytes.
@@ -110,12 +110,12 @@ class Scaling(nn.Module):
 
 
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
-    """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
+    """Return the prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
 
     Args:
         facts: of the data.
         scores: see `RawModel`.
-        threshold: probability of the second of two classes from which it is predicted; None: the more probable class.
+        threshold: probability of the second of two classes from which it is predicted. None: the more probable class.
     """
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores

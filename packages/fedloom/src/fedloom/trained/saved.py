@@ -1,4 +1,4 @@
-"""Saved models: those of a run in the files of its directory, written as a whole and read on demand."""
+"""Save the models of a run in the files of its directory, written as a whole and read on demand."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe, check_layout, facts_of, file_layout, open_tensors
-from fedloom.trained.model_source import KINDS, ModelSource
+from fedloom.trained.model_source import MODEL_CHOICES, ModelSource
 
-PIECE = 32
+MODELS_PER_BATCH = 32
 """Personal models made, written and read together."""
 
 
 def files(source: ModelSource) -> list[str]:
-    """Names of the files of `write`: the models, what new clients need, and how columns were scaled."""
+    """Return the names of the files of `write_models`: models, state for new clients, and the columns' scaling."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
     lines = ["calibration"] if source.recipe.objective.line_part else []
@@ -41,8 +41,8 @@ def _lined(source: ModelSource) -> list[str]:
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
-def write(source: ModelSource, folder: Path) -> list[Path]:
-    """Every model of a run as ``<kind>.safetensors``, and the other files; see `Models.save`.
+def write_models(source: ModelSource, folder: Path) -> list[Path]:
+    """Every model of a run as ``<kind>.safetensors``, and the other files, see `Models.save`.
 
     Raises:
         CheckpointError: the disk is full or refuses.
@@ -58,7 +58,7 @@ def write(source: ModelSource, folder: Path) -> list[Path]:
 
 
 def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
-    """What all models of a run share, once: where another folder of models beside this one has it, as a link to it."""
+    """Write what all models of a run share, or link to the copy in a neighboring folder of models."""
     digest = blake2b(digest_size=8)
     for name, value in start.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -77,7 +77,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
-    """What a file holds."""
+    """Read the tensors of a file."""
     match name:
         case "global":
             row, statistics = source.shared()
@@ -108,14 +108,14 @@ class _Pieces(Mapping[str, Tensor]):
         part, _, first = name.partition(".")
         start = int(first)
         if self._last is None or self._last[0] != start:
-            self._last = (start, self._source.personal(torch.arange(start, min(start + PIECE, self._n))))
+            self._last = (start, self._source.personal(torch.arange(start, min(start + MODELS_PER_BATCH, self._n))))
         return self._last[1][part == "statistics"]
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{part}.{first:08d}" for part in self._parts for first in range(0, self._n, PIECE))
+        return (f"{part}.{first:08d}" for part in self._parts for first in range(0, self._n, MODELS_PER_BATCH))
 
     def __len__(self) -> int:
-        return len(self._parts) * -(-self._n // PIECE)
+        return len(self._parts) * -(-self._n // MODELS_PER_BATCH)
 
 
 def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class SavedModels:
 
     Args:
         folder: of the files.
-        algorithm: the method; no file of a model can choose it, nor the architecture.
+        algorithm: the method. No file of a model can choose it, nor the architecture.
         spec: the architecture.
         local: settings of local training.
         seed: seed of the run.
@@ -153,7 +153,7 @@ class SavedModels:
         objective: Objective = Objective(),  # noqa: B008  # frozen
     ) -> None:
         self._folder, self._algorithm, self._local = folder, algorithm, local
-        present_kinds = [kind for kind in KINDS if self._path(kind).is_file()]
+        present_kinds = [kind for kind in MODEL_CHOICES if self._path(kind).is_file()]
         if not present_kinds:
             raise RunDirError(
                 f"{folder} holds no models of {method}, seed {seed}; they are written when the run is done: run the "
@@ -196,7 +196,9 @@ class SavedModels:
                 width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if has_part else 0
                 client_rows.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
                 for k, i in enumerate(ids.tolist() if has_part else ()):
-                    client_rows[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
+                    client_rows[-1][k] = file.get_slice(f"{part}.{i // MODELS_PER_BATCH * MODELS_PER_BATCH:08d}")[
+                        i % MODELS_PER_BATCH
+                    ]
         rows, statistics = client_rows
         return self._shaped("personal", "rows", rows, len(ids), self.recipe.layout.d), statistics
 
@@ -219,7 +221,7 @@ class SavedModels:
             self._shaped("server", name, tensors.get(name), n)
         ids, shares, sizes, rounds = torch.arange(n), tensors["weight"], tensors["sizes"], int(self.about["rounds"])
         ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
-        algorithm = algorithm.with_derived_options(ctx)
+        algorithm = algorithm.derive_options(ctx)
         server, _, kept = algorithm.init(recipe.layout.vector(recipe.build()), ctx)
         fields = {"server": server, "kept": kept if algorithm.mixes else None}
         try:
@@ -234,7 +236,7 @@ class SavedModels:
         )
 
     def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
-        """A tensor of a file whose shape begins so.
+        """Read a tensor of a file and check the beginning of its shape.
 
         Raises:
             LayoutError: it is not there, or has another shape: the file may be that of another run.
@@ -250,5 +252,5 @@ class SavedModels:
         return self._folder / f"{name}.safetensors"
 
     def _read(self, name: str) -> dict[str, Tensor]:
-        with open_tensors(self._path(name), check=name not in KINDS) as file:
+        with open_tensors(self._path(name), check=name not in MODEL_CHOICES) as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)

@@ -1,4 +1,4 @@
-"""Which keys of sites Flower's server lets in: those of ``nodes/``, and never one again that was revoked.
+"""Admit sites' keys to Flower's server: the keys in ``nodes/``, and never a revoked key again.
 
 ``nodes/NAME.pub`` is to be let in. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing lets it in anew:
 no start with an empty database, no second walk over the directions, no copy of the folder as it was.
@@ -15,20 +15,20 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of, write_atomic
 from fedloom.storage.toml_files import read_toml
-from fedloom_sites.deploy.ops.commands import PROGRAMS, ask
-from fedloom_sites.deploy.ops.directory import CLI, LOCAL
+from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask
+from fedloom_sites.deploy.ops.directory import CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import ProcessError
 from fedloom_sites.deploy.ops.status import server_file
 from fedloom_sites.deploy.settings import read_server
 
-KEYS, ADMITTED, REVOKED = "nodes", ".pub", ".revoked"
-UNREGISTERED = "unregistered"
+KEYS_FOLDER, ADMITTED_SUFFIX, REVOKED_SUFFIX = "nodes", ".pub", ".revoked"
+UNREGISTERED_STATUS = "unregistered"
 """Flower's word for a node whose key was revoked."""
 
 
 def key_file(server: Path, name: str) -> Path:
-    """The file of a site's key that is to be let in, in the folder of the server."""
-    return server / KEYS / f"{name}{ADMITTED}"
+    """Return the path, in the server's folder, of the key of a site to be admitted."""
+    return server / KEYS_FOLDER / f"{name}{ADMITTED_SUFFIX}"
 
 
 def is_revoked(server: Path, name: str) -> bool:
@@ -42,8 +42,8 @@ def is_revoked(server: Path, name: str) -> bool:
     return bool(former) and (not file.exists() or _line(file) in former)
 
 
-def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
-    """Revoke the key of a site's connection at Flower's server, which must run; the number of its node.
+def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
+    """Revoke the key of a site's connection at Flower's server, which must run. The number of its node.
 
     Args:
         folder: of the deployment, or of its server.
@@ -52,16 +52,16 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
 
     Raises:
         ConfigError: there is no such site, the server never let its key in, or its database cannot be read.
-        ProcessError: the key was revoked before; or Flower refuses, or does not answer.
+        ProcessError: the key was revoked before. Or Flower refuses, or does not answer.
     """
     file = server_file(folder)
     database, home = _running(file)
     keys = _set_aside(file.parent, name)
-    out = f"{name} is not let in at any later start, since its key is in {KEYS}/{name}{REVOKED} now"
+    out = f"{name} is not let in at any later start, since its key is in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX} now"
     nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
     if not nodes:
         raise ConfigError(f"the server has let no key of {name} in yet; {out}")
-    registered = [number for number, status in nodes if status != UNREGISTERED]
+    registered = [number for number, status in nodes if status != UNREGISTERED_STATUS]
     if not registered:
         raise ProcessError(f"the server does not let {name} in: its key was revoked before")
     try:
@@ -72,25 +72,25 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
 
 
 def _set_aside(server: Path, name: str) -> list[str]:
-    """Move the key of a site out of what is let in; its keys that were revoked, the last one now.
+    """Move the key of a site out of what is let in. Its keys that were revoked, the last one now.
 
     Raises:
         ConfigError: there is no such site.
     """
     file = key_file(server, name)
-    sites = sorted({path.stem for kind in (ADMITTED, REVOKED) for path in file.parent.glob(f"*{kind}")})
+    sites = sorted({path.stem for kind in (ADMITTED_SUFFIX, REVOKED_SUFFIX) for path in file.parent.glob(f"*{kind}")})
     if name not in sites:
         raise ConfigError(f"there is no site {name}; sites: {', '.join(sites)}")
     keys = _revoked_keys(server, name)
     if file.exists():
         keys = [*(key for key in keys if key != _line(file)), _line(file)]
-        write_atomic(file.with_suffix(REVOKED), "".join(f"{key}\n" for key in keys).encode())
+        write_atomic(file.with_suffix(REVOKED_SUFFIX), "".join(f"{key}\n" for key in keys).encode())
         file.unlink()
     return keys
 
 
 def _revoked_keys(server: Path, name: str) -> list[str]:
-    file = server / KEYS / f"{name}{REVOKED}"
+    file = server / KEYS_FOLDER / f"{name}{REVOKED_SUFFIX}"
     return file.read_text().splitlines() if file.exists() else []
 
 
@@ -99,16 +99,16 @@ def _line(file: Path) -> str:
 
 
 def _running(file: Path) -> tuple[Path, Path]:
-    """Database of the server and folder of its command line: those of a try-out, where no other is in place."""
-    home, tried = file.parent / CLI, file.parent.parent / LOCAL
+    """Return the server's database and its command line's folder. A local trial's, if no other deployment runs."""
+    home, tried = file.parent / CLI_FOLDER, file.parent.parent / LOCAL_FOLDER
     connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
-    if (tried / CLI).is_dir() and not Path(connection["root-certificates"]).exists():
-        return tried / "superlink.db", tried / CLI
+    if (tried / CLI_FOLDER).is_dir() and not Path(connection["root-certificates"]).exists():
+        return tried / "superlink.db", tried / CLI_FOLDER
     return read_server(file).database, home
 
 
 def _node_of(database: Path, key: str) -> tuple[int, str] | None:
-    """Number and status of the node with a key, an OpenSSH line; None where it was never let in.
+    """Look up number and status of the node with a key, an OpenSSH line, or None if the key was never admitted.
 
     Raises:
         ConfigError: the database cannot be read.

@@ -1,4 +1,4 @@
-"""Checks of a site before it joins: everything that would stop it later; each finding is a sentence."""
+"""Checks of a site before it joins: everything that would stop it later. Each finding is a sentence."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ from fedloom.lab.experiment import Experiment
 from fedloom.storage.disk import regular
 from fedloom.version import __version__
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import deployed, left_to_sites, noise_of_site
-from fedloom_sites.deploy.ops.keys import SOON
+from fedloom_sites.deploy.noise import deployed, noise_of_site, remaining_noise
+from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
-FLOWER = ((1, 41), (1, 43))
+FLOWER_VERSIONS = ((1, 41), (1, 43))
 """First version of Flower that works, and the first that is not known to."""
-PACKAGES = (
+COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
 """Packages whose version `check_site` compares."""
-AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
-"""How far a site's clock may be from the server's: signatures of connections carry the time."""
+MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
+"""Largest difference between a site's clock and the server's: signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or have the coordinator run 'fedloom deploy renew' with --host of this name"
-CERTIFICATES = {
+CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or of the one that made it",
     10: "have the coordinator run 'fedloom deploy renew', or set the clock of this machine",
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""What to do about a certificate of the right authority, by OpenSSL's number of what is wrong with it."""
+"""Advice on a certificate of the right authority, by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
     """One thing that was looked at.
 
-    level: ok, note (worth knowing) or refused (the site cannot take part); sentence: what was found.
+    level: ok, note (worth knowing) or refused (the site cannot take part). sentence: what was found.
     """
 
     level: Literal["ok", "note", "refused"]
@@ -101,7 +101,7 @@ def _versions(site: Site) -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding("refused", "Flower is not installed; pip install 'fedloom-sites[deploy]'")
         return
-    low, high = FLOWER
+    low, high = FLOWER_VERSIONS
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
         here = versions()
         yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
@@ -114,9 +114,9 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result can depend on: of Python, and of packages that train, mask, sign and carry."""
+    """Collect the versions that a result can depend on: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
+    for package in COMPARED_PACKAGES:
         with suppress(PackageNotFoundError):
             numbers[package] = version(package)
     return numbers
@@ -138,7 +138,7 @@ def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
     if noise is not None:
         one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
         cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {noise.delta}"
-        alone = left_to_sites(noise)
+        alone = remaining_noise(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
         yield Finding("ok", f"privacy: {cost}; scores stay here")
@@ -241,7 +241,7 @@ def _dates(what: str, certificate: x509.Certificate) -> Finding:
     if now < start:
         here = f"here it is {now:%Y-%m-%d %H:%M}; set the clock"
         return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
-    if now > end - SOON:
+    if now > end - EXPIRY_NOTICE:
         return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
     return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
 
@@ -334,7 +334,7 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:
-        fault, cure = error.verify_message.rstrip("."), CERTIFICATES.get(error.verify_code)
+        fault, cure = error.verify_message.rstrip("."), CERTIFICATE_HINTS.get(error.verify_code)
         if cure is None:
             yield Finding("refused", f"{address} is not the server of ca.crt: {fault}; get its ca.crt, or ask")
         else:
@@ -353,11 +353,11 @@ def _clock(server: datetime | None) -> Finding:
     if server is None:
         return Finding("note", "clock: the server does not say what time it is")
     ahead = datetime.now(UTC) - server
-    if ahead > AHEAD + timedelta(seconds=1):  # the header has whole seconds
+    if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
         return Finding(
             "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed; use NTP"
         )
-    if ahead < -BEHIND:
+    if ahead < -MAX_CLOCK_LAG:
         return Finding(
             "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed; use NTP"
         )

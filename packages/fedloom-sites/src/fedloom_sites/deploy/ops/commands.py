@@ -20,26 +20,26 @@ from fedloom.errors import ConfigError
 from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
-ANSWER = 90.0
+ANSWER_SECONDS = 90.0
 """Seconds that the server, or a command to it, may take to answer."""
-OPS = files("fedloom_sites.deploy") / "ops"
-PROGRAMS = Path(sys.executable).parent
-"""Where the programs of this environment are."""
+OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
+PROGRAMS_FOLDER = Path(sys.executable).parent
+"""Folder of this environment's programs."""
 
 
-def filled(template: str, **values: object) -> str:
-    """A file of `ops/` with its places filled."""
-    return Template((OPS / template).read_text()).substitute(values)
+def fill_template(template: str, **values: object) -> str:
+    """Fill the placeholders of a file in `ops/`."""
+    return Template((OPS_FOLDER / template).read_text()).substitute(values)
 
 
-def command(name: str, of: Value | None = None, programs: Path = PROGRAMS, **values: object) -> list[str]:
-    """A command line of `ops/commands.toml`, word by word.
+def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER, **values: object) -> list[str]:
+    """Build a command line of `ops/commands.toml`, as a list of words.
 
     Args:
         name: of the command.
-        of: settings of the server or of a site; its fields fill the places.
+        of: settings of the server or of a site. Its fields fill the places.
         programs: folder of Flower's programs.
-        values: what fills the other places; ``file`` is the absolute path of the TOML file that the app reads.
+        values: what fills the other places. ``file`` is the absolute path of the TOML file that the app reads.
 
     Raises:
         ConfigError: Flower cannot be given that path.
@@ -51,21 +51,21 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS, **val
     return [Template(word).substitute(places) for word in _table("commands")[name]]
 
 
-def environment(home: Path, programs: Path = PROGRAMS, threads: int | None = None) -> dict[str, str]:
-    """What a Flower process needs in its environment.
+def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | None = None) -> dict[str, str]:
+    """Build the environment of a Flower process.
 
     Args:
         home: its own folder, for the app it unpacks and, for the command line, the connection.
         programs: folder of Flower's programs.
-        threads: threads of numerical libraries; None: theirs to decide.
+        threads: threads of numerical libraries. None: theirs to decide.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}
     return {key: Template(text).substitute(values) for key, text in _table("environment").items()} | count
 
 
-def ask(question: str, home: Path, programs: Path = PROGRAMS, **values: object) -> dict[str, Any]:
-    """The answer of Flower's command line to a command of `ops/commands.toml`.
+def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: object) -> dict[str, Any]:
+    """Run a command of `ops/commands.toml` with Flower's command line and return its answer.
 
     Args:
         question: name of the command.
@@ -78,9 +78,9 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS, **values: object) 
     """
     words, variables = command(question, None, programs, **values), {**os.environ, **environment(home, programs)}
     try:
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER, check=False)
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(words)}") from None
+        raise ProcessError(f"no answer within {ANSWER_SECONDS:.0f} s: {' '.join(words)}") from None
     start = done.stdout.find("{")
     answer: dict[str, Any] = json.loads(done.stdout[start:]) if start >= 0 else {}
     if done.returncode != 0 or not answer.get("success", True):
@@ -90,12 +90,12 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS, **values: object) 
 
 
 def profile(address: str, ca: Path) -> str:
-    """The file `config.toml` in the home of Flower's command line: how it reaches the server."""
+    """Render the `config.toml` with which Flower's command line reaches the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 
 
 @cache
 def _table(name: str) -> Mapping[str, str]:
-    entries: Mapping[str, str] = tomllib.loads((OPS / "commands.toml").read_text())[name]
+    entries: Mapping[str, str] = tomllib.loads((OPS_FOLDER / "commands.toml").read_text())[name]
     return entries

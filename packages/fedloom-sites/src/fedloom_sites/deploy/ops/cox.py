@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.engine.checks.moved import with_analyses
+from fedloom.engine.checks.moved import move_analyses
 from fedloom_sites.deploy.secure.opened import read_checked
 
 
 def cox_state(
     document: Mapping[str, Any], checkpoints: Path, log: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """How far the Cox regression of a run is; None where none was agreed on.
+    """Describe the progress of a run's Cox regression, or None if none was agreed on.
 
     Args:
         document: the experiment file.
@@ -21,9 +21,9 @@ def cox_state(
         log: lines of the audit log.
 
     Returns:
-        ``state`` ("waits", "begun", "none" or "done"), ``sums`` so far, ``reason``; in the end ``rows``, ``events``.
+        ``state`` ("waits", "begun", "none" or "done"), ``sums`` so far, ``reason``, in the end ``rows``, ``events``.
     """
-    if not any(analysis.get("kind") == "cox" for analysis in with_analyses(document).get("analysis", ())):
+    if not any(analysis.get("kind") == "cox" for analysis in move_analyses(document).get("analysis", ())):
         return None
     kept = (read_checked(path) or {} for path in checkpoints.glob("cox-[0-9]*.json"))
     sums = sum(step.get("total") is not None for step in kept)
@@ -36,7 +36,7 @@ def cox_state(
 
 
 def words_of(cox: Mapping[str, Any]) -> str:
-    """The state of a Cox regression in words."""
+    """Describe the state of a Cox regression."""
     if cox["state"] == "done":
         return f"done, {cox['rows']} rows with {cox['events']} events, {cox['sums']} sums"
     if cox["state"] == "none":

@@ -25,25 +25,25 @@ from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
 from fedloom.version import __version__
-from fedloom_sites.deploy.code import FOLDER, START
+from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import versions
-from fedloom_sites.deploy.ops.commands import OPS, command, environment, filled, profile
+from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment, fill_template, profile
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
 from fedloom_sites.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
 
-APP = "app"
-CLI = "cli"
+APP_FOLDER = "app"
+CLI_FOLDER = "cli"
 """Folder of Flower's command line on the server, which the administrator uses."""
-LOCAL = "local"
-"""Folder of a try-out on one machine, beside those of the server and the sites."""
-SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
+LOCAL_FOLDER = "local"
+"""Folder of a local trial on one machine, beside the server's and the sites' folders."""
+SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
 """Files that only their owner reads."""
-WRITES = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
+WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
 """Folders that the processes of a side write into."""
-MEMORY = {"server": "40%", "site": "50%"}
-"""Most memory of a unit, as systemd takes it; a percentage is of the machine's."""
-HOME = Path("/srv/fedloom")
+MEMORY_LIMITS = {"server": "40%", "site": "50%"}
+"""Most memory of a unit, as systemd takes it. A percentage is of the machine's."""
+DEFAULT_HOME = Path("/srv/fedloom")
 """Folder of a deployment on a machine, by default."""
 AUTHORITY_DAYS = 3650
 """Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
@@ -53,7 +53,7 @@ Files = dict[str, str | bytes]
 
 
 def _plain(path: Path) -> Path:
-    """A folder that units, gate and directions name as it is: each of them would cut or change other characters."""
+    """Refuse a path that units, reverse proxy or instructions could not hold unchanged. Return the path."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
     return path
@@ -63,29 +63,29 @@ Folder = Annotated[Path, AfterValidator(_plain)]
 
 
 class Location(Value):
-    """Where a deployment will run."""
+    """Location of a deployment."""
 
-    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
-    gate_port: int = Field(8443, ge=1, le=65535, description="port of the gate, which the sites connect to")
-    port: int = Field(18000, ge=1, le=65535, description="port of the server behind the gate, on loopback")
-    home: Folder = Field(HOME, description="folder on the machines that server/ and site/ are put into")
+    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the reverse proxy")
+    gate_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
+    port: int = Field(18000, ge=1, le=65535, description="port of the server behind the reverse proxy, on loopback")
+    home: Folder = Field(DEFAULT_HOME, description="folder on the machines for server/ and site/")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
-    days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
-    quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
+    days: int = Field(365, ge=1, le=3650, description="validity of the certificates, in days")
+    quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs (default: more than half)")
     metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
 
     @property
     def prefix(self) -> str:
-        """What the names of units, gate and containers begin with, so that two homes on a machine have their own."""
-        return "fedloom" if self.home == HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
+        """Prefix of the names of units, reverse proxy and containers, different for two homes on one machine."""
+        return "fedloom" if self.home == DEFAULT_HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
     def gate(self) -> str:
-        """What sites connect to: host:port."""
+        """Address that sites connect to, as host:port."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.gate_port}"
 
 
-def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
+def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """Write the directory, as a whole or not at all.
 
     Raises:
@@ -113,11 +113,11 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
 def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     """Make another certificate of the server and its key, by the authority of a deployment's directory.
 
-    Killed between the two, it leaves a pair that does not fit, which no server takes; the next call makes both anew.
+    Killed between the two, it leaves a pair that does not fit, which no server takes. The next call makes both anew.
 
     Args:
         folder: the directory.
-        host: name or address that sites reach the server by; None: that of its server.toml.
+        host: name or address that sites reach the server by. None: that of its server.toml.
         days: that the certificate is valid.
 
     Returns:
@@ -161,7 +161,7 @@ def _host_of(server_file: Path) -> str:
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:
-    """The systemd units of a side, by name."""
+    """Render the systemd units of one side, by name."""
     about = {
         "superlink": "the server's connections",
         "superexec": "the server's work",
@@ -179,25 +179,25 @@ def _side(of: Server | Site) -> str:
 
 
 def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
-    """What a process of a side, by its name, needs in its environment."""
-    home = place.home / _side(of) / (CLI if name == "run" else "flower")
+    """Build the environment of a process of one side, by the name of the process."""
+    home = place.home / _side(of) / (CLI_FOLDER if name == "run" else "flower")
     return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 
 
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
-    """The command lines of a side's processes, by name."""
+    """Build the command lines of one side's processes, by name."""
     home, programs = place.home / _side(of), place.programs
     if isinstance(of, Site):
         return {"site": command("join", None, programs, file=home / "site.toml")}
     location = placed(of, home)
     commands = {name: command(name, location, programs) for name in ("superlink", "superexec")}
     file = home / "server.toml"
-    run = command("run", None, programs, app=home / APP, file=file)
+    run = command("run", None, programs, app=home / APP_FOLDER, file=file)
     return commands | {"run": [*command("serve", None, programs, file=file), *run]}
 
 
 def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
-    """The files that a site has for itself: settings, keys, unit."""
+    """Write the files of a single site: settings, keys, unit."""
     return {
         "site.toml": text_of(site),
         "node-key": node.private,
@@ -209,11 +209,11 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
 
 
 def compose(of: Server | Site, place: Location) -> str:
-    """The same as the units, for containers: a file of ``docker compose`` in the folder of a side."""
+    """Render the ``docker compose`` file of one side, equivalent to its systemd units."""
     folder, services = place.home / _side(of), []
     for name, words in _commands(of, place).items():
         services.append(
-            filled(
+            fill_template(
                 "service.yaml",
                 service=name,
                 version=of.version,
@@ -229,18 +229,18 @@ def compose(of: Server | Site, place: Location) -> str:
 
 
 def _project(place: Location, side: str) -> str:
-    """The name under which ``docker compose`` has the containers of a side; by default, that of its folder alone."""
+    """Return the ``docker compose`` project name of a side. The default, the folder's name alone, is ambiguous."""
     return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
 
 def gate(server: Server, place: Location) -> str:
-    """The gate's configuration, for nginx."""
+    """Render the nginx configuration of the reverse proxy."""
     places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server", "prefix": place.prefix}
-    return filled("gate.conf", **places, limit=server.body_limit, behind=_behind(server))
+    return fill_template("gate.conf", **places, limit=server.body_limit, behind=_gate_target(server))
 
 
 def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
-    """The side, the folder and the files of everybody."""
+    """Yield side, folder and files of every party."""
     ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
     members = tuple(
@@ -271,9 +271,9 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
         )
     if plan.start is not None:
         shared["start"] = digest(plan.start)
-    agreed: Files = {} if plan.start is None else {START: plan.start}
+    agreed: Files = {} if plan.start is None else {INITIAL_MODEL_FILE: plan.start}
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
-    agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
+    agreed |= {f"{CODE_FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or plan.threshold or len(members) // 2 + 1
     settings = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
     settings |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
@@ -292,10 +292,10 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             "server.toml": text_of(server),
             "gate.conf": gate(server, place),
             "compose.yaml": compose(server, place),
-            f"{CLI}/config.toml": profile(_behind(server), home / "ca.crt"),
+            f"{CLI_FOLDER}/config.toml": profile(_gate_target(server), home / "ca.crt"),
             **{f"units/{name}.service": text for name, text in units(server, place).items()},
             **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
-            **{f"{APP}/{name}": OPS.joinpath(APP, name).read_text() for name in _APP},
+            **{f"{APP_FOLDER}/{name}": OPS_FOLDER.joinpath(APP_FOLDER, name).read_text() for name in _APP_FILES},
         },
     )
     for member, (node, signing) in zip(members, pairs.values(), strict=True):
@@ -319,12 +319,12 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     yield "directions", ".", {"README.md": _readme(plan, server, place)}
 
 
-_APP = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
+_APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
 """The app that Flower carries to the sites: two modules that name what is installed there."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:
-    """A new certificate of the server, for the gate's host and for loopback."""
+    """Issue a new server certificate for the reverse proxy's host and for loopback."""
     names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
     certificate = keys.server_certificate(ca, tuple(names), place.days)
     return {"server.crt": certificate.certificate, "server.key": certificate.key}
@@ -332,19 +332,19 @@ def _certified(ca: keys.Authority, place: Location) -> Files:
 
 def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
     home = place.home / "server"
-    words = command("run", None, place.programs, app=home / APP, file=home / "server.toml")
-    return filled(
+    words = command("run", None, place.programs, app=home / APP_FOLDER, file=home / "server.toml")
+    return fill_template(
         "README.md",
         name=plan.name,
         count=len(plan.sites),
         home=place.home,
         prefix=place.prefix,
-        cli=home / CLI,
+        cli=home / CLI_FOLDER,
         programs=place.programs,
         environment=place.programs.parent,
         version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
-        behind=_behind(server),
+        behind=_gate_target(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",
     )
 
@@ -353,7 +353,7 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
     side, runs = _side(of), name == "run"
     folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
     check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
-    return filled(
+    return fill_template(
         "unit.service",
         unit=f"{place.prefix}-{name}",
         what=what,
@@ -366,14 +366,14 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
         restart="on-failure" if runs else "always",
         seconds=60 if runs else 5,
         after=f" {place.prefix}-superexec.service" if runs else "",
-        memory=MEMORY[side],
-        writes=" ".join(str(folder / write) for write in WRITES[side]),
+        memory=MEMORY_LIMITS[side],
+        writes=" ".join(str(folder / write) for write in WRITABLE_FOLDERS[side]),
         addresses=_only_to(peer),
     )
 
 
 def _only_to(peer: str) -> str:
-    """Which addresses a unit may talk to: loopback and the other side, where that is known as an address."""
+    """Return the addresses that a unit may talk to: loopback, and the other side if its address is known."""
     try:
         address = "" if peer == "localhost" else f" {ip_address(peer)}"
         return f"IPAddressDeny=any\nIPAddressAllow=localhost{address}"
@@ -381,13 +381,13 @@ def _only_to(peer: str) -> str:
         return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
 
 
-def _behind(server: Server) -> str:
-    """What the gate connects to: host:port."""
+def _gate_target(server: Server) -> str:
+    """Return the address behind the reverse proxy, as host:port."""
     return f"{server.address}:{server.port}"
 
 
 def _quoted(word: str) -> str:
-    """A word of a systemd command line."""
+    """Quote a word of a systemd command line."""
     word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
     return f'"{word}"' if set(word) & set(" \"'") else word
 
@@ -395,12 +395,12 @@ def _quoted(word: str) -> str:
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
     """Make the folder of a side, with the folders that its units write into: without these, systemd starts none."""
     write_files(folder, contents)
-    for name in WRITES.get(side, ()):
+    for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Make new files last; those with secrets for their owner only.
+    """Make new files last. Those with secrets for their owner only.
 
     Raises:
         FileExistsError: one is there already.
@@ -408,7 +408,7 @@ def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if path.name in SECRETS else 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if path.name in SECRET_FILES else 0o644)
         with os.fdopen(fd, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()

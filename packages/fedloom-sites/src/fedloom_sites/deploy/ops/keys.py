@@ -21,10 +21,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ConfigError
 
-BACKDATE = timedelta(hours=1)
+CERTIFICATE_BACKDATE = timedelta(hours=1)
 """Certificates are valid from this long before they are made: clocks differ."""
-SOON = timedelta(days=30)
-"""How long before its end a certificate is reported."""
+EXPIRY_NOTICE = timedelta(days=30)
+"""Time before a certificate's end at which it is reported."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),
@@ -46,7 +46,7 @@ class Authority(NamedTuple):
 
     @classmethod
     def load(cls, key: bytes, certificate: bytes) -> Authority:
-        """The authority of the two PEM files.
+        """Load an authority from its two PEM files.
 
         Raises:
             ValueError, TypeError, UnsupportedAlgorithm: they are no certificate, or no such key.
@@ -57,11 +57,11 @@ class Authority(NamedTuple):
         return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:
-        """The certificate, which everybody has."""
+        """Return the public certificate as PEM."""
         return self.certificate.public_bytes(Encoding.PEM)
 
     def private(self) -> bytes:
-        """The private key, PEM."""
+        """Return the private key as PEM."""
         return _pem(self.key)
 
 
@@ -73,7 +73,7 @@ class ServerCertificate(NamedTuple):
 
 
 def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
-    """A new key pair of a site: ECDSA P-384 for its connection, as Flower requires, or Ed25519 for its replies."""
+    """Generate a key pair of a site: ECDSA P-384 for its connection, as Flower requires, or Ed25519 for its replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
     return KeyPair(
         key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
@@ -82,7 +82,7 @@ def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
 
 
 def authority(name: str, days: int, now: datetime | None = None) -> Authority:
-    """A new authority, which may sign servers only, for ``days`` days from ``now``."""
+    """Create an authority that may sign servers only, valid for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(f"{name} authority")
     usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))
@@ -98,7 +98,7 @@ def authority(name: str, days: int, now: datetime | None = None) -> Authority:
 def server_certificate(
     ca: Authority, names: Sequence[str], days: int, now: datetime | None = None
 ) -> ServerCertificate:
-    """A certificate of the server for host names and IP addresses.
+    """Issue a server certificate for host names and IP addresses.
 
     Raises:
         ConfigError: no name is given.
@@ -127,7 +127,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(start - BACKDATE)
+        .not_valid_before(start - CERTIFICATE_BACKDATE)
         .not_valid_after(start + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

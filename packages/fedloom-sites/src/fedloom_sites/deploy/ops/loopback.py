@@ -16,18 +16,18 @@ from fedloom.storage.files import content_of
 from fedloom.storage.locks import lock
 from fedloom_sites.deploy.code import check_code, read_agreed
 from fedloom_sites.deploy.ops.admitted import is_revoked, key_file
-from fedloom_sites.deploy.ops.commands import ANSWER, ask, command, environment, profile
-from fedloom_sites.deploy.ops.directory import APP, CLI, LOCAL
+from fedloom_sites.deploy.ops.commands import ANSWER_SECONDS, ask, command, environment, profile
+from fedloom_sites.deploy.ops.directory import APP_FOLDER, CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom_sites.deploy.ops.table import site_table
-from fedloom_sites.deploy.server.run import FINISHED, STOPS, finished
+from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished
 from fedloom_sites.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom_sites.deploy.site.local_data import site_federation
 
-SPOKEN = "fedloom: "
-"""How lines of the server's log begin that are meant for people."""
-RENEW = "'fedloom deploy renew' makes its certificate and key anew"
-"""What to do about the files of the server's certificate."""
+LOG_PREFIX = "fedloom: "
+"""Prefix of the server's log lines that are meant for people."""
+RENEW_HINT = "'fedloom deploy renew' makes its certificate and key anew"
+"""Advice on the files of the server's certificate."""
 
 Print = Callable[[str], None]
 
@@ -37,8 +37,8 @@ class Loopback:
 
     Args:
         folder: the directory that `fedloom deploy init` wrote.
-        processes: what is started; it ends when that block is left.
-        port: of the server; None: a free one.
+        processes: what is started. It ends when that block is left.
+        port: of the server. None: a free one.
 
     Raises:
         ConfigError: the directory is not one, or a file is not the one agreed on.
@@ -58,18 +58,18 @@ class Loopback:
             check_code(side)
             check_version(side)
         self._ports = free_ports(1 + len(self.sites))
-        self.work = self.folder / LOCAL
+        self.work = self.folder / LOCAL_FOLDER
         self.server: Server = agreed.model_copy(
             update={"address": "127.0.0.1", "port": port or self._ports[0], "database": self.work / "superlink.db"}
         )
 
     @property
     def address(self) -> str:
-        """Where the server listens, host:port."""
+        """Address on which the server listens, as host:port."""
         return f"{self.server.address}:{self.server.port}"
 
     def site_file(self, name: str) -> Path:
-        """The TOML file of a site."""
+        """Return the path of a site's TOML file."""
         return self.folder / "sites" / name / "site.toml"
 
     def start_server(self) -> None:
@@ -82,22 +82,22 @@ class Loopback:
         check_free(self.server.port, "the server")
         check_certificate(self.server)
         shutil.rmtree(self.work, ignore_errors=True)
-        (self.work / CLI).mkdir(mode=0o700, parents=True)
-        (self.work / CLI / "config.toml").write_text(profile(self.address, self.server.ca))
+        (self.work / CLI_FOLDER).mkdir(mode=0o700, parents=True)
+        (self.work / CLI_FOLDER / "config.toml").write_text(profile(self.address, self.server.ca))
         self._await_tls(self._start("superlink", command("superlink", self.server)))
         self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
 
     def register(self, public_key: Path) -> int:
-        """Let the node with this key in; its number."""
+        """Let the node with this key in. Its number."""
         return int(self.ask("register", public_key=public_key)["node-id"])
 
     def register_all(self) -> dict[str, int]:
-        """Let every site in whose key was not revoked; their numbers by name."""
+        """Let every site in whose key was not revoked. Their numbers by name."""
         server = self.folder / "server"
         return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
 
     def start_site(self, name: str, **changes: object) -> Process:
-        """Start a site's process; it joins by itself. ``changes`` replace some of its settings."""
+        """Start a site's process. It joins by itself. ``changes`` replace some of its settings."""
         number = list(self.sites).index(name)
         settings = {"server": self.address, "port": self._ports[1 + number], **changes}
         site = self.sites[name].model_copy(update=settings)
@@ -114,63 +114,63 @@ class Loopback:
             ProcessError: the run stopped early or failed, or the server ended before it.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
-        words = command("run", app=self.folder / "server" / APP, file=self._server_file)
+        words = command("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
         (self.work / "run.log").unlink(missing_ok=True)  # the log of an earlier run of this server
         stream = self._start("run", words)
         with stream.log.open() as log:
 
             def pass_on() -> None:
                 for line in log.readlines():
-                    if not line.startswith(STOPS):
+                    if not line.startswith(STOP_PREFIX):
                         show(line.rstrip("\n"))
 
             while stream.alive():
                 for process in serving:
                     process.check()
                 for process in [p for p in sites if not p.alive()]:
-                    show(f"{SPOKEN}{process.name} has ended, the others go on; the end of {process.log}:")
-                    show(f"{SPOKEN}{process.tail(3)}")
+                    show(f"{LOG_PREFIX}{process.name} has ended, the others go on; the end of {process.log}:")
+                    show(f"{LOG_PREFIX}{process.tail(3)}")
                     sites.remove(process)
                 pass_on()
                 time.sleep(0.2)
             pass_on()
         if stream.reap() != 0:
             raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
-        if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOPS)]:
-            raise ProcessError(stops[-1].removeprefix(SPOKEN))
+        if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOP_PREFIX)]:
+            raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
         status = self.status()
         if status != "finished:completed":
             cure = "the same command resumes after the last round; if it ends so again, the log has the reason"
             raise ProcessError(f"the run ended as {status}; {cure}; the end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
-        """How the last run stands, in Flower's words."""
+        """Return the status of the last run in Flower's words."""
         runs = self.ask("runs")["runs"]
         return str(runs[0]["status"]) if runs else "not started"
 
     def ask(self, question: str, **values: Any) -> dict[str, Any]:
-        """The answer of Flower's command line to a command of `ops/commands.toml`.
+        """Run a command of `ops/commands.toml` with Flower's command line and return its answer.
 
         Raises:
             ProcessError: it failed or took too long.
         """
-        return ask(question, self.work / CLI, **values)
+        return ask(question, self.work / CLI_FOLDER, **values)
 
     def table(self) -> list[dict[str, Any]]:
-        """The last figures of every site; see `site_table`."""
+        """Return the latest figures of every site, see `site_table`."""
         return site_table(self.server.results / "metrics.parquet", {m.client: m.site for m in self.server.sites})
 
     def _start(
         self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None
     ) -> Process:
-        """A process of the server, or of the site of a folder, which is its working directory as under systemd."""
-        variables = environment(self.work / (CLI if name == "run" else name), threads=threads)
+        """Start a process of the server or of a site. The folder is its working directory, as under systemd."""
+        variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
         return self._processes.start(name, words, variables, log, folder or self.folder / "server")
 
     def _await_tls(self, link: Process) -> None:
         context = ssl.create_default_context(cafile=self.server.ca)
-        end = time.monotonic() + ANSWER
+        end = time.monotonic() + ANSWER_SECONDS
         while True:
             link.check()
             try:
@@ -180,7 +180,9 @@ class Loopback:
                 ):
                     return
             except ssl.SSLCertVerificationError as error:
-                raise ProcessError(f"the server's certificate is not valid: {error.verify_message}; {RENEW}") from None
+                raise ProcessError(
+                    f"the server's certificate is not valid: {error.verify_message}; {RENEW_HINT}"
+                ) from None
             except OSError as error:
                 if time.monotonic() > end:
                     raise ProcessError(f"the server does not answer on {self.address}: {error}") from None
@@ -190,7 +192,7 @@ class Loopback:
 def check_certificate(server: Server) -> None:
     """Refuse files of the server's certificate that cannot be used together."""
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
-        content_of(path, f"the server's {what}", RENEW)
+        content_of(path, f"the server's {what}", RENEW_HINT)
     content_of(server.ca, "the authority's certificate", "authority/ has another copy")
     try:
         ssl.create_default_context(cafile=server.ca)
@@ -201,16 +203,16 @@ def check_certificate(server: Server) -> None:
     except ssl.SSLError as error:
         other = error.reason == "KEY_VALUES_MISMATCH"
         fault = f"is not the key of {server.certificate.name}" if other else "and its certificate cannot be read as PEM"
-        raise ConfigError(f"{server.key} {fault}; {RENEW}") from None
+        raise ConfigError(f"{server.key} {fault}; {RENEW_HINT}") from None
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
-    """Run a deployment's directory on this machine to the end of its experiment; nothing runs any more afterwards.
+    """Run a deployment's directory on this machine to the end of its experiment. Nothing runs any more afterwards.
 
     Args:
         folder: the directory.
         show: called with what a person wants to see.
-        port: of the server; None: a free one.
+        port: of the server. None: a free one.
 
     Raises:
         ConfigError: the directory is not one, or the port is in use.
@@ -220,13 +222,13 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
     """
 
     def say(line: str) -> None:
-        if line.startswith(SPOKEN):
-            show(line.removeprefix(SPOKEN))
+        if line.startswith(LOG_PREFIX):
+            show(line.removeprefix(LOG_PREFIX))
 
     processes = Processes()
     here = Loopback(folder, processes, port)
     if finished(here.server):
-        show(FINISHED)
+        show(FINISHED_HINT)
         return here
     for site in here.sites.values():
         site_federation(read_agreed(site), site)

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save
 from fedloom.errors import ConfigError, Refused, RunDirError
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.checkpoint import check_digest as check_digest_of
+from fedloom.storage.checkpoint import check_file_digest as check_digest_of
 from fedloom.storage.disk import regular
 from fedloom.storage.files import content_of, make_folder, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
-from fedloom_sites.deploy.code import FOLDER, START, read_agreed
+from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE, read_agreed
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import further_data_table
@@ -33,12 +33,22 @@ from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
-from fedloom_sites.deploy.settings import Member, Secure, Server, Shared, Site, digest, read_server, read_site, twin
-from fedloom_sites.deploy.site.approval import check_digest
-from fedloom_sites.deploy.site.ledger import NAME as LEDGER
+from fedloom_sites.deploy.settings import (
+    Member,
+    Secure,
+    Server,
+    Shared,
+    Site,
+    case_twin,
+    digest,
+    read_server,
+    read_site,
+)
+from fedloom_sites.deploy.site.approval import check_approved_digest
+from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 
-CHANGE = "agreement.json"
-SAME = (
+AGREEMENT_FILE = "agreement.json"
+FIXED_FIELDS = (
     *("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed"),
     "data_name",
 )
@@ -63,9 +73,9 @@ def add(folder: Path, name: str, place: Location) -> Change:
     """Make a new agreement with one site more: folders for the server, the new site, and the approval of all others.
 
     Args:
-        folder: of the deployment, or of its server; nothing in it changes but the new folder ``changes/NAME``.
+        folder: of the deployment, or of its server. Nothing in it changes but the new folder ``changes/NAME``.
         name: of the new site.
-        place: where its files will lie; its host is the server's.
+        place: where its files will lie. Its host is the server's.
 
     Raises:
         ConfigError: there is such a site or such a change, or the sites share the data of one partition.
@@ -74,7 +84,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
     _check_idle(server)
-    if same := twin(name, (m.site for m in server.sites)):
+    if same := case_twin(name, (m.site for m in server.sites)):
         raise ConfigError(f"{folder} has a site {same}, got {name}; choose a name that differs in more than case")
     if out.exists():
         raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
@@ -92,7 +102,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
-    number = 2 + sum(f.name == CHANGE for f in folder.glob(f"changes/*/approval/{CHANGE}"))
+    number = 2 + sum(f.name == AGREEMENT_FILE for f in folder.glob(f"changes/*/approval/{AGREEMENT_FILE}"))
     header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
     experiment = (header + tomli_w.dumps(document)).encode()
     settings = read_toml(file, "server file")
@@ -115,8 +125,13 @@ def add(folder: Path, name: str, place: Location) -> Change:
     data = further_data_table(templates[0]["data"]) if templates else document["data"]
     about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
     site = make(Site, {**shared, **about}, name, fields_of(Site))
-    common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
-    code: dict[str, str | bytes] = {f"{FOLDER}/{path}": content_of(file.parent / FOLDER / path) for path in server.code}
+    common: dict[str, str | bytes] = {
+        "experiment.toml": experiment,
+        **({} if start is None else {INITIAL_MODEL_FILE: start}),
+    }
+    code: dict[str, str | bytes] = {
+        f"{CODE_FOLDER}/{path}": content_of(file.parent / CODE_FOLDER / path) for path in server.code
+    }
     proposal = {
         "before": server.fingerprint,
         "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
@@ -132,7 +147,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
     )
     write_side(out / "site", "site", files)
-    write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
+    write_files(out / "approval", {**common, AGREEMENT_FILE: json.dumps(proposal, indent=1)})
     return Change(out, agreed.digest, keys_digest([member]))
 
 
@@ -163,12 +178,12 @@ def proposed(folder: Path, change: Path) -> Proposal:
     """
     site = read_site(folder / "site.toml")
     try:
-        proposal = json.loads(regular(change / CHANGE).read_bytes())
+        proposal = json.loads(regular(change / AGREEMENT_FILE).read_bytes())
         experiment = regular(change / "experiment.toml").read_bytes()
         members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
         foreign = {*proposal["shared"]} - {*Shared.model_fields}
         settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
-        new = make(Site, settings, str(change / CHANGE), fields_of(Site))
+        new = make(Site, settings, str(change / AGREEMENT_FILE), fields_of(Site))
         document = document_of(experiment, change / "experiment.toml")
         before = read_toml(site.experiment, "experiment file")
         rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
@@ -176,8 +191,10 @@ def proposed(folder: Path, change: Path) -> Proposal:
         sentence = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"{change} holds no new agreement: {sentence}") from None
     header = experiment.partition(b"\n")[0].decode(errors="replace")
-    files = {"experiment.toml": experiment} | ({} if new.start is None else {START: content_of(change / START)})
-    start = digest(files[START]) if START in files else None
+    files = {"experiment.toml": experiment} | (
+        {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
+    )
+    start = digest(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
     wrong = [
         what
         for what, holds in {
@@ -186,7 +203,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
             "the experiment file is another one": digest(experiment) == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the experiment changes": document == before and rounds[0] <= rounds[1],
-            "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in SAME),
+            "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in FIXED_FIELDS),
             "the members are not one more": [m.client for m in members][-1:] == [new.clients - 1]
             and new.clients == site.clients + 1,
             "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
@@ -213,7 +230,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     """
     before = read_site(folder / "site.toml")
     new, _, files = proposed(folder, change)
-    check_digest(new, digest)
+    check_approved_digest(new, digest)
     ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
     if ledger.exists():  # what was released stays released
         make_folder(later)
@@ -224,7 +241,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
 
 
 def remove(folder: Path, name: str) -> Server:
-    """Take a site out of the server's settings; under secure aggregation the agreed keys stay.
+    """Take a site out of the server's settings. Under secure aggregation the agreed keys stay.
 
     Raises:
         ConfigError: there is no such site, or too few are left.
@@ -282,19 +299,19 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
 
 
 def _last_model(server: Server) -> bytes | None:
-    """The global model after the last round as a file of initial values; without one, that which was agreed on.
+    """Return the global model after the last round as a file of initial values, else the agreed initial model.
 
     Raises:
         Refused: the experiment trains adapters, whose model is not whole.
     """
     file = server.results / "global.safetensors"
     if not file.exists():
-        return None if server.start is None else content_of(server.experiment.parent / START)
+        return None if server.start is None else content_of(server.experiment.parent / INITIAL_MODEL_FILE)
     experiment = read_agreed(server)
     spec, samples = experiment.common.model, server.samples
     if spec.adapters is not None:
         raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
     module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
     check_digest_of(file)
-    Layout.of(module).load(module, load_file(file)["rows"].reshape(-1))
+    Layout.create(module).load(module, load_file(file)["rows"].reshape(-1))
     return save({key: part.contiguous() for key, part in module.state_dict().items()})

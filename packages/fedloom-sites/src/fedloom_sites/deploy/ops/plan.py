@@ -1,4 +1,4 @@
-"""From an experiment to what is deployed of it: one method, one seed, the names of sites, what a sample looks like."""
+"""Plan a deployment from an experiment: one method, one seed, the sites' names, and the form of a sample."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, Literal
 import tomli_w
 import torch
 
-from fedloom.data import PARTS
+from fedloom.data import DATA_PARTS
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.new_data import AGREED, SIGNS
+from fedloom.data.new_data import DETECTED_OPTION_DEFAULTS, FIXED_TABLE_OPTIONS
 from fedloom.data.sources import SOURCES
-from fedloom.data.sources._base import ENV, FileSource
+from fedloom.data.sources._base import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
@@ -38,32 +38,32 @@ from fedloom_sites.deploy.code import Code, code_of
 from fedloom_sites.deploy.cox import check_cox
 from fedloom_sites.deploy.groups import agreed_groups, check_groups
 from fedloom_sites.deploy.protocol.lengths import lengths
-from fedloom_sites.deploy.secure.changes import CHANGES
-from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
+from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold, safe_threshold
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
-from fedloom_sites.deploy.settings import NormBound, twin
+from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
-MARGIN = 10.0
-"""How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
+DRIFT_MARGIN = 10.0
+"""Factor by which a difference may exceed the first round's. Over 20 rounds of the registry's methods the longest was
 up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
 DRAWS_CHECKED = 50
 """Rounds whose cohorts are drawn to see whether all sites train in each: a sampler that draws fewer shows it soon."""
-OF_ONE_TABLE = (*AGREED, *SIGNS, "users", "factors")
+OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "users", "factors")
 """Options of a table that are agreed on, or hold for one file."""
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """What a deployment is made of.
+    """Contents of a deployment.
 
-    name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
-    any data; sites: their names, in the order of the clients; samples: what one looks like; data: where a
-    site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
-    experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
-    threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
-    own data and none is stated; start: file of the initial model, None for one drawn by the seed; sends: whether sites
-    send anything; by_samples: whether a site counts by its samples.
+    name: of the experiment. experiment: text of the experiment file, of one method and one seed, without the path of
+    any data. sites: their names, in the order of the clients. samples: what one looks like. data: where a
+    site's samples are. data_dir: folder of data sets on this machine. Share, fixed_data: see `Site`. code: what the
+    experiment names by import path. norm_bound: longest difference that the server accepts, None for any.
+    threshold: of secure aggregation, None without it. most_samples: of any part of a site, None where sites have their
+    own data and none is stated. start: file of the initial model, None for one drawn by the seed. sends: whether sites
+    send anything. by_samples: whether a site counts by its samples.
     """
 
     name: str
@@ -77,7 +77,7 @@ class DeploymentPlan:
     code: Code
     norm_bound: NormBound | None
     threshold: int | None = None
-    changes: int = CHANGES
+    changes: int = MAX_CHANGES
     most_samples: int | None = None
     start: bytes | None = None
     sends: bool = True
@@ -104,24 +104,24 @@ def plan(
     changes: int | None = None,
     data_name: str = "data",
 ) -> DeploymentPlan:
-    """What is deployed of an experiment.
+    """Plan the deployment of an experiment.
 
     Args:
-        experiment: the comparison; its data must be there, since they define what a sample looks like.
-        sites: number of sites; None: the clients of the partition, or as many as there are names.
-        names: of the sites; none: those of the clients, or site-0, site-1, ...
-        method: label of the method; None: the only one.
+        experiment: the comparison. Its data must be there, since they define what a sample looks like.
+        sites: number of sites. None: the clients of the partition, or as many as there are names.
+        names: of the sites. none: those of the clients, or site-0, site-1, ...
+        method: label of the method. None: the only one.
         seed: None: the first.
         rounds: None: the method's.
         data_dir: folder of data sets.
         own_data: every site has data of its own, in place of a share of the experiment's.
-        fixed_data: a site whose samples change in the run is refused; otherwise the change is logged.
-        norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
-            first round, which is simulated for it.
-        most_samples: of any part of a site; None: the largest client's, and not known where sites have their own data.
+        fixed_data: a site whose samples change in the run is refused. Otherwise the change is logged.
+        norm_bound: longest difference that the server accepts from a site (L2). None: `DRIFT_MARGIN` times the longest
+            of the first round, which is simulated for it.
+        most_samples: of any part of a site. None: the largest client's, and not known where sites have their own data.
         secure_aggregation: the server gets masked sums (`fedloom_sites.deploy.secure.protocol`).
-        threshold: sites without which no sum is unmasked; None: more than two thirds.
-        changes: how often a site may leave the masked sums or return; None: `CHANGES`.
+        threshold: sites without which no sum is unmasked. None: more than two thirds.
+        changes: how often a site may leave the masked sums or return. None: `MAX_CHANGES`.
         data_name: of the data, by which sites remember sums and budgets over experiments.
 
     Raises:
@@ -139,10 +139,10 @@ def plan(
         raise ConfigError("with data of their own the number of sites is open: say it with --sites or --names")
     if agreement is not None and own_data:  # it has all that the coordinator needs
         samples = InputSpec.agreed(agreement)
-        fed = federation_of(samples, torch.ones(sites or 1, len(PARTS), dtype=torch.long))
+        fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
-        samples = InputSpec.of(fed.data)
+        samples = InputSpec.create(fed.data)
     check_stream(one.methods[0].setting.resolved(), fed.n)
     # refuses what does not go together
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
@@ -158,8 +158,8 @@ def plan(
     agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
     if changes is not None and not secure_aggregation:
         raise ConfigError("--changes is of secure aggregation: say --secure-aggregation too, or leave it out")
-    _check_same_cohorts(job, agreed_threshold is not None, CHANGES if changes is None else changes)
-    folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
+    _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)
+    folder = data_dir or (Path(os.environ[DATA_FOLDER_VARIABLE]) if os.environ.get(DATA_FOLDER_VARIABLE) else None)
     agreed = one.settings() | {"data": _placeless(one)}
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
@@ -169,26 +169,26 @@ def plan(
     return DeploymentPlan(
         name=_safe(experiment.head.name),
         experiment=tomli_w.dumps(agreed),
-        sites=_named(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
+        sites=_site_names(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
         samples=samples,
-        data=_own_data_table(one) if own_data else _absolute(_labelled(one)),
+        data=_data_table(one) if own_data else _absolute(_labelled(one)),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
         fixed_data=fixed_data,
         code=code_of(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
-        changes=CHANGES if changes is None else changes,
+        changes=MAX_CHANGES if changes is None else changes,
         data_name=data_name,
         start=None if weights is None else weights_content(weights),
-        most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in PARTS)),
+        most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in DATA_PARTS)),
         sends=bool(job.fields),
         by_samples=bool(counts_samples(one.methods[0].setting.resolved())),
     )
 
 
 def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
-    """The threshold of secure aggregation among n sites, None without it.
+    """Choose or check the threshold of secure aggregation among n sites, or None without secure aggregation.
 
     Raises:
         ConfigError: it is too small or too large, the cohorts are smaller, or there are too few or too many sites.
@@ -197,9 +197,9 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
         if threshold is not None:
             raise ConfigError("--threshold is of secure aggregation: say --secure-aggregation too, or leave it out")
         return None
-    if not FEWEST <= n <= MOST:
-        raise ConfigError(f"secure aggregation is for {FEWEST} to {MOST} sites, got {n}")
-    agreed, least = safe_threshold(n) if threshold is None else threshold, least_threshold(n)
+    if not MIN_SITES <= n <= MAX_SITES:
+        raise ConfigError(f"secure aggregation is for {MIN_SITES} to {MAX_SITES} sites, got {n}")
+    agreed, least = safe_threshold(n) if threshold is None else threshold, min_threshold(n)
     if not least <= agreed <= n:
         raise ConfigError(f"--threshold of {n} sites must be within {least}..{n}, more than half, got {agreed}")
     ctx = job.ctx(1)
@@ -234,7 +234,7 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:
-    """`MARGIN` times the longest difference of a first round, to three digits; None for a method that sends none.
+    """`DRIFT_MARGIN` times the longest difference of a first round, to three digits. None for a method that sends none.
 
     By field where an upload has several whose length is bounded.
     """
@@ -247,12 +247,12 @@ def _bound(job: Job, server: Any) -> NormBound | None:
         output = run_clients(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
         for name, norm in lengths(job, output.upload, received).items():
             longest[name] = max(longest.get(name, 0.0), float(norm.max()))
-    bounds = {name: float(f"{MARGIN * most:.3g}") for name, most in longest.items() if 0 < most < math.inf}
+    bounds = {name: float(f"{DRIFT_MARGIN * most:.3g}") for name, most in longest.items() if 0 < most < math.inf}
     return (bounds if len(longest) > 1 else next(iter(bounds.values()), None)) or None
 
 
 def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
-    """The experiment of one method and one seed."""
+    """Restrict an experiment to one method and one seed."""
     chosen = _chosen(experiment, label)
     method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
     seeds = [experiment.head.seeds[0] if seed is None else seed]
@@ -271,14 +271,14 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
 
 
 def _names(names: Sequence[object]) -> tuple[str, ...]:
-    """Names of clients as names of folders: those of the data, or site-K."""
+    """Return the clients' names as folder names: the data's names, or site-K."""
     safe = tuple(_safe(str(name)) for name in names)
-    plain = any(twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
+    plain = any(case_twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
-def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """The names that sites were given.
+def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """Check the given site names.
 
     Raises:
         ConfigError: another number of them, one that cannot be a folder, or two that are one folder.
@@ -288,16 +288,16 @@ def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
     for k, name in enumerate(names):
         if _safe(name) != name:
             raise ConfigError(f"--names: a name is letters, digits, '.', '_' or '-' within, got {name!r}; change it")
-        if same := twin(name, names[:k]):
+        if same := case_twin(name, names[:k]):
             why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
             raise ConfigError(f"--names: {name} {why}; change one")
     return tuple(names)
 
 
 def _labelled(one: Experiment) -> dict[str, Any]:
-    """The table [data], without the keys that an agreement replaces."""
+    """Return the table [data] without the keys that an agreement replaces."""
     agreed = getattr(one.source, "agreement", None) is not None
-    return {k: v for k, v in one.source_options.items() if not agreed or k not in AGREED}
+    return {k: v for k, v in one.source_options.items() if not agreed or k not in FIXED_TABLE_OPTIONS}
 
 
 def _safe(name: str) -> str:
@@ -305,7 +305,7 @@ def _safe(name: str) -> str:
 
 
 def _placeless(one: Experiment) -> dict[str, Any]:
-    """The table [data] without the path of a file: what the server and every site can read without that file."""
+    """Return the table [data] without the path of a file, so that server and sites can read it."""
     options, kind = one.source_options, type(one.source)
     if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
         return options
@@ -314,8 +314,8 @@ def _placeless(one: Experiment) -> dict[str, Any]:
     return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
 
 
-def _own_data_table(one: Experiment) -> dict[str, Any]:
-    """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
+def _data_table(one: Experiment) -> dict[str, Any]:
+    """Return the table [data] of a site with its own data: a file of the same name beside the site's settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
@@ -326,14 +326,14 @@ def _own_data_table(one: Experiment) -> dict[str, Any]:
 
 
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
-    """The table [data] of one more site, from another's: a file of the same name, and nothing of that site's own."""
+    """Return the table [data] for an additional site, without the values that belong to the other site alone."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})
 
 
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:
-    """The table [data] with paths that hold from any folder."""
+    """Return the table [data] with absolute paths."""
     keys = ("path",) if options["source"] in SOURCES else ("path", "source")
     paths = {key: Path(options[key]).expanduser() for key in keys if key in options}
     return {**options, **{key: str(path.resolve()) for key, path in paths.items() if path.exists()}}

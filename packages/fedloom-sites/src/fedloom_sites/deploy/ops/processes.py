@@ -18,8 +18,8 @@ from typing import Self
 from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
-WHY = "Exit Code: "
-"""How a program of Flower begins to say why it ended; lines about its end follow that."""
+EXIT_CODE_PREFIX = "Exit Code: "
+"""Prefix with which a Flower program reports why it ended. Lines about its end follow."""
 
 
 class ProcessError(FedloomError):
@@ -27,14 +27,14 @@ class ProcessError(FedloomError):
 
 
 class Process:
-    """One process, the leader of a group of its own; its output goes to a file.
+    """One process, the leader of a group of its own. Its output goes to a file.
 
     Args:
         name: for messages.
         command: the program and its arguments.
         environment: what is added to this process's own environment.
         log: file of its output.
-        folder: its working directory; None: this process's own.
+        folder: its working directory. None: this process's own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Process:
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Whether it still runs; one that has ended keeps its id until it is reaped, so that no other can have it."""
+        """Whether it still runs. One that has ended keeps its id until it is reaped, so that no other can have it."""
         if self._popen.returncode is not None:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -69,18 +69,18 @@ class Process:
         self._popen.poll()
 
     def reap(self) -> int:
-        """Its exit status; what is left of its group is killed first."""
+        """Its exit status, what is left of its group is killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
-        """The end of its output; or the reason, where a program of Flower or the system has written one."""
+        """Return the end of the output, or the reason that Flower or the system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
             return "another program took its port after that was chosen; run the same command again"
-        _, why, reason = output.rpartition(WHY)
+        _, why, reason = output.rpartition(EXIT_CODE_PREFIX)
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class Processes:
     """Processes that are ended when the block is left, however it is left, and if this process is killed.
 
     A reaper ends them (`reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
-    Ctrl-C does; while processes are being ended, further signals wait.
+    Ctrl-C does. While processes are being ended, further signals wait.
     """
 
     def __init__(self) -> None:
@@ -109,9 +109,9 @@ class Processes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> Process:
-        """Start a process; arguments as of `Process`."""
+        """Start a process. Arguments as of `Process`."""
         if self._reaper is None:
-            words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GRACE)]
+            words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
         process = Process(name, command, environment, log, folder)
         self.started.append(process)

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterable
 
-GRACE = 10.0
+GROUP_GRACE_SECONDS = 10.0
 """Seconds that groups have to end by themselves."""
 
 
-def reap(lines: Iterable[str], grace: float = GRACE) -> None:
+def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
     """Read until the pipe is closed, then end what has not ended: last begun, first ended."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom_sites.deploy.server.run import FINISHED, finished
+from fedloom_sites.deploy.server.run import FINISHED_HINT, finished
 from fedloom_sites.deploy.settings import read_server
 
 
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     if finished(server) is None:
         subprocess.run(words[1:], check=False)
         return 0 if finished(server) is not None else 1
-    print(f"fedloom: {FINISHED}", flush=True)  # noqa: T201
+    print(f"fedloom: {FINISHED_HINT}", flush=True)  # noqa: T201
     return 0
 
 

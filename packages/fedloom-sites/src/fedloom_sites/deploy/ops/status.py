@@ -1,4 +1,4 @@
-"""Status of a deployment, from the server's files only: audit log, checkpoints, results; nothing is locked or written.
+"""Status of a deployment, from the server's files only: audit log, checkpoints, results. Nothing is locked or written.
 
 `serve_metrics` gives the same figures in Prometheus' format.
 """
@@ -18,24 +18,24 @@ import pyarrow as pa
 from cryptography import x509
 
 from fedloom.errors import ConfigError, RunDirError, Stop
-from fedloom.metrics import SUMMARY
+from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.disk import regular
-from fedloom.storage.locks import in_use
+from fedloom.storage.locks import is_in_use
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.cox import cox_state, words_of
-from fedloom_sites.deploy.ops.keys import SOON
+from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import Server, read_server
 
-ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States of a run that ended, by the reason; one that is stopped can be resumed."""
-CURE = {
+END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
+"""States of a run that ended, by the reason. One that is stopped can be resumed."""
+CERTIFICATE_CURES = {
     "server's certificate": "fedloom deploy renew, then reload the gate and restart the superlink's unit",
     "authority's certificate": "begin a new deployment",
 }
-"""How a certificate that ends is replaced."""
-TRAINING = ("train", "masked")
+"""Advice on replacing an expiring certificate."""
+TRAINING_MESSAGES = ("train", "masked")
 """Kinds of messages whose replies are a share of a round."""
 
 
@@ -52,7 +52,7 @@ def _fitting() -> Iterator[None]:
 
 
 def server_of(folder: Path) -> Server:
-    """The server's settings in a deployment's directory, or in the server's own folder.
+    """Read the server's settings from a deployment's directory or from the server's own folder.
 
     Raises:
         ConfigError: there are none.
@@ -61,7 +61,7 @@ def server_of(folder: Path) -> Server:
 
 
 def server_file(folder: Path) -> Path:
-    """The server's TOML file in a deployment's directory, or in the server's own folder.
+    """Locate the server's TOML file in a deployment's directory or in the server's own folder.
 
     Raises:
         ConfigError: there is none.
@@ -73,12 +73,12 @@ def server_file(folder: Path) -> Path:
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
-    """The audit log's facts on every site, by client.
+    """Summarize the audit log by client.
 
     Args:
         log: its lines.
         members: names of the sites, by client.
-        rounds: rounds done; what was accepted for a later one has no effect yet.
+        rounds: rounds done, what was accepted for a later one has no effect yet.
 
     Returns:
         ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (the mean
@@ -102,7 +102,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         one, number = rows[c], line.get("round", 0)
         if what == "accepted":
             one |= {"last_reply": line["time"], "mute": False, "node": line.get("node", one["node"])}
-            if line.get("kind") in TRAINING and number <= rounds:
+            if line.get("kind") in TRAINING_MESSAGES and number <= rounds:
                 accepted[c].add(number)
         elif what == "mute":
             one["mute"] = True
@@ -117,7 +117,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     return rows
 
 
-def counted(log: Sequence[Mapping[str, Any]]) -> list[str]:
+def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence on each counter of the sums: in how many rounds it was above zero, and the newest of them."""
     sentences = []
     for what in ("neutral uploads", "clipped uploads"):
@@ -130,15 +130,15 @@ def counted(log: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @_fitting()
 def status_of(server: Server) -> dict[str, Any]:
-    """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
+    """Return the progress of a deployment as plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``;
+    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
     ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
     None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
     ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
-    ``counted``: sentences on the counters of masked sums, see `counted`;
+    ``summarize_counters``: sentences on the counters of masked sums, see `summarize_counters`;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
@@ -164,14 +164,14 @@ def status_of(server: Server) -> dict[str, Any]:
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
         "cox": cox_state(document, server.checkpoints, log), "sites": sites, "means": means,
-        "counted": counted(log),
+        "counted": summarize_counters(log),
         "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
 
 @_fitting()
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """A status in a few lines of text; the sites are in `table`."""
+    """Render a status as a few lines of text. `table` has the sites."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -184,14 +184,14 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         texts.append(f"Cox regression: {words_of(cox)}")
     texts += status["counted"]
     for row in status["means"]:
-        figures = [f"{k} {row[k]:.4g}" for k in SUMMARY if k in row] + (
+        figures = [f"{k} {row[k]:.4g}" for k in SUMMARY_METRICS if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []
         )
         texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
     texts += [
-        f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CURE[name]}"
+        f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CERTIFICATE_CURES[name]}"
         for name, end in status["certificates"].items()
-        if _time(end) < datetime.now(UTC) + SOON
+        if _time(end) < datetime.now(UTC) + EXPIRY_NOTICE
     ]
     used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
     return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
@@ -199,7 +199,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 @_fitting()
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per site, for people; losses are of the site's own test samples."""
+    """Return one row per site for people. Losses are measured on the site's own test samples."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -218,7 +218,7 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def serve_metrics(server: Server) -> Iterator[None]:
-    """Serve the status over HTTP while the block runs, where the settings name a port; read anew for each request.
+    """Serve the status over HTTP while the block runs, where the settings name a port. Read anew for each request.
 
     Raises:
         ConfigError: the port is taken.
@@ -287,15 +287,15 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {"state": "not started", "reason": ""}
     if last["what"] == "stop":
         detail = f" ({last['detail']})" if last.get("detail") else ""
-        return {"state": ENDS.get(last["reason"], "stopped"), "reason": f"{last['reason']}{detail}"}
-    if not in_use(server.checkpoints):
+        return {"state": END_STATES.get(last["reason"], "stopped"), "reason": f"{last['reason']}{detail}"}
+    if not is_in_use(server.checkpoints):
         return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
 
 
 def _certificates(server: Server) -> dict[str, str]:
-    """The end of every certificate that can be read, as ISO 8601."""
+    """Return the expiry time of every readable certificate, as ISO 8601."""
     ends = {}
     for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
         with suppress(OSError, ValueError):
@@ -311,7 +311,7 @@ def _planned(document: Mapping[str, Any]) -> int | None:
 
 
 def _document(experiment: Path) -> dict[str, Any]:
-    """An experiment file; empty where it cannot be read."""
+    """Read an experiment file. Return an empty table if it cannot be read."""
     try:
         return tomllib.loads(regular(experiment).read_text())
     except (OSError, ValueError, RecursionError):

@@ -11,20 +11,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fedloom.metrics import SUMMARY
+from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.disk import regular
 
 
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The last test figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
+    """Return the latest test figures, one row per site and model: ``site``, ``model``, ``round`` and metrics.
 
     They are of the last round in which the site had any.
 
     Args:
         metrics: a file `metrics.parquet`.
-        sites: names by client; the figures of other clients, as of a site that was taken out, are left out.
+        sites: names by client. The figures of other clients, as of a site that was taken out, are left out.
     """
-    records = [r for r in _read(metrics, SUMMARY) if r["client"] in sites]
+    records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in records:
@@ -36,7 +36,7 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 
 
 def mean_table(metrics: Path) -> list[dict[str, Any]]:
-    """The last means over the sites: a row per model, with ``model``, ``round`` and metrics.
+    """Return the latest means over sites, one row per model: ``model``, ``round`` and metrics.
 
     ``sites``: how many a mean of losses is of.
 
@@ -46,7 +46,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     losses = [r for r in _read(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
     counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
-    for r in _read(metrics, [*(f"{name}/mean" for name in SUMMARY), "loss/sites"]):
+    for r in _read(metrics, [*(f"{name}/mean" for name in SUMMARY_METRICS), "loss/sites"]):
         name, _, what = r["metric"].partition("/")
         row = rows.setdefault(r["model"], {"model": r["model"]})
         row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}

@@ -1,4 +1,4 @@
-"""Checks that a reply must pass; a reply that fails one is discarded and logged, and has no other effect.
+"""Checks that a reply must pass. A reply that fails one is discarded and logged, and has no other effect.
 
 `Checks.STEPS` has them in order, with the number that the audit log gives to each. The names of arrays, their sizes and
 headers, and types and order of their numbers (5 to 7) are the codec's: it looks at them before anything is allocated.
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from fedloom.data.input_spec import compared
 from fedloom.engine.clients.chunk import usable
-from fedloom.engine.clients.scores import COST
+from fedloom.engine.clients.scores import WORK_KEY
 from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop, WireError
 from fedloom.metrics import metric
-from fedloom.processes.clients import COUNTS
+from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.envelope import (
-    HEAD,
     HEAD_LIMIT,
-    PROTOCOL,
-    REPLIED,
-    STATUS,
+    HEAD_RECORD,
+    PROTOCOL_VERSION,
+    REPLY_FIELDS,
+    STATUS_FIELDS,
     Envelope,
     Kind,
     Pending,
@@ -45,14 +45,14 @@ from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
 from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 
-MOST = 10**15
+MAX_WORK_COUNT = 10**15
 """Largest count of work that is believed."""
-WRAPPED = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
-"""How Flower writes an error of a site's process, with its sentence in it."""
+WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
+"""Form in which Flower wraps the error of a site's process."""
 
 
 class _Draft(NamedTuple):
-    """A reply in the course of its checks: the message, what it answers, and all that passed so far."""
+    """Reply during its checks: the message, its request, and everything that has passed so far."""
 
     message: Message
     pending: Pending
@@ -78,14 +78,14 @@ class Checks:
 
     Args:
         settings: of the server.
-        job: the run; None before the sites have sent their sizes.
+        job: the run. None before the sites have sent their sizes.
         forms: of its messages.
         keys: of the sites, by client.
         sizes: ``[n, 3]`` samples that the sites declared.
         names: of numbers that come with the scores of the last round, beside the scores.
 
     Attributes:
-        STEPS: number, condition and function of every check but the quorum (13), which is of a round; in order.
+        STEPS: number, condition and function of every check but the quorum (13), which is of a round, in order.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Checks:
     def check(
         self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
     ) -> Reply:
-        """The reply, if all holds.
+        """Check a message and return the reply in it.
 
         Args:
             message: from a node.
-            pending: the message that it answers; None: none that is open.
+            pending: the message that it answers. None: none that is open.
             is_late: whether that message is not waited for any more.
             answered: clients of which a reply counts already.
 
         Raises:
             LateReply: all holds, but for the time.
-            Rejected: what does not; no other error is possible.
+            Rejected: what does not. No other error is possible.
         """
         if pending is None:
             raise Rejected(1, "answers no open message")
@@ -129,7 +129,7 @@ class Checks:
         return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
     def longest(self, kind: Kind, array: int = 0) -> int:
-        """Most bytes of a reply of a kind, of which the step of a session has so many in its array."""
+        """Return the most bytes of a reply of a kind, with the array of a session's step."""
         if kind in ("train", "ask"):
             assert self._forms is not None
             array = self._forms.longest
@@ -141,7 +141,7 @@ class Checks:
         """Step 13: enough replies of a round count.
 
         Raises:
-            RunStopped: there are fewer; the state before the round is kept.
+            RunStopped: there are fewer. The state before the round is kept.
         """
         if count < need:
             raise RunStopped(
@@ -153,26 +153,26 @@ class Checks:
     def _no_error(self, draft: _Draft) -> _Draft:
         if draft.message.has_error():
             error = draft.message.error
-            sentence = re.sub(WRAPPED, r"\2", str(error.reason), flags=re.DOTALL)
+            sentence = re.sub(WRAPPED_ERROR_PATTERN, r"\2", str(error.reason), flags=re.DOTALL)
             raise Rejected(2, f"error {error.code} of the node: {sentence}")
         return draft
 
     def _read(self, draft: _Draft) -> _Draft:
-        """Step 3; another release is named before its other fields are looked at."""
+        """Step 3. Another release is named before its other fields are looked at."""
         content, most = draft.message.content, draft.pending.most
-        record = content.get(HEAD)
+        record = content.get(HEAD_RECORD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:
             raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
         try:
-            return draft._replace(envelope=unseal(content, REPLIED, STATUS, most, most))
+            return draft._replace(envelope=unseal(content, REPLY_FIELDS, STATUS_FIELDS, most, most))
         except WireError as error:
             raise Rejected(3, str(error)) from None
 
     def _identify(self, draft: _Draft) -> _Draft:
         head, pending = draft.head, draft.pending
         wanted = {
-            "protocol": PROTOCOL,
+            "protocol": PROTOCOL_VERSION,
             "experiment": self._settings.fingerprint,
             "kind": pending.kind,
             "round": pending.round,
@@ -252,7 +252,7 @@ class Checks:
         if head["samples"] != declared:
             raise Rejected(9, f"{head['samples']} training samples, {declared} were declared at the start of the run")
         work = head.get("work", [0, 0, 0])
-        if len(work) != 3 or not all(type(k) is int and 0 <= k <= MOST for k in work):
+        if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):
             raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
         return draft
 
@@ -262,7 +262,7 @@ class Checks:
             return draft
         assert self._job is not None
         names = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
-        names |= {"/".join((*COST, name)) for name in COUNTS[:2]} | {*self._names}
+        names |= {"/".join((*WORK_KEY, name)) for name in CLIENT_COUNTS[:2]} | {*self._names}
         metrics = {}
         for key, number in draft.envelope.metrics.items():
             name = re.split("[/:]", key)[-1]
@@ -292,7 +292,7 @@ class Checks:
         return draft._replace(norm=math.hypot(*norms.values()))
 
     def _check_ranges(self, up: object, pending: Pending) -> None:
-        """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
+        """Step 11: what a client does not choose is what it must be. A channel changes it, so nothing is known then."""
         job = self._job
         assert job is not None
         if job.setting.channel is not None or not up:
@@ -301,7 +301,7 @@ class Checks:
         for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
             raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
 
-    def _in_time(self, draft: _Draft) -> _Draft:
+    def _check_time(self, draft: _Draft) -> _Draft:
         if draft.is_late and draft.pending.kind != "hello":
             raise LateReply
         return draft
@@ -325,6 +325,6 @@ class Checks:
         (9, "the declared number of samples, and possible counts of work", _counts),
         (10, "metrics of the run, within their bounds", _metrics),
         (11, "the length of the difference, and the range of every number of a field", _length),
-        (1, "in time", _in_time),
+        (1, "in time", _check_time),
         (12, "one reply of a client", _once),
     )

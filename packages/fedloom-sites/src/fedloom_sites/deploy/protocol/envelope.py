@@ -16,12 +16,12 @@ from fedloom.errors import WireError
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.identity import new_nonce
 
-PROTOCOL = 8
+PROTOCOL_VERSION = 8
 Kind = Literal[
     "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "count",
     "unmask",
 ]  # fmt: skip
-TYPES: dict[Kind, str] = {
+MESSAGE_TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
     "cox": "query", "fitted": "query",
     "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
@@ -29,16 +29,16 @@ TYPES: dict[Kind, str] = {
 }  # fmt: skip
 """Flower's message types."""
 
-FIGURES = 5000
-"""Most numbers of a message: those of every class, part and model."""
-MOST = 5
+MAX_FIGURES = 5000
+"""Most numbers of a message: figures of every class, part and model."""
+MAX_ARRAYS = 5
 """Most arrays of a message."""
 HEAD_LIMIT = 1 << 20
 """Most bytes of the head of a message."""
-HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
-STYPE, DTYPE = "fedloom.wire", "uint8"
+HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
+ARRAY_STYPE, ARRAY_DTYPE = "fedloom.wire", "uint8"
 
-COMMON = {
+COMMON_FIELDS = {
     "protocol": int, "release": str, "experiment": str, "kind": str, "round": int, "client": int, "nonce": bytes,
     "digest": str,
 }  # fmt: skip
@@ -60,17 +60,17 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 }
 """Further fields of a message from the server.
 
-``weight`` is alpha_i; ``scored`` is the round whose models are scored first, -1 for none.
+``weight`` is alpha_i. ``scored`` is the round whose models are scored first, -1 for none.
 """
 
-STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
+SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in their order.
 
-A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost,
+A session has ``masked`` or, of scores alone, ``tally``. ``open`` where a site is accused, ``agree`` where one is lost,
 ``count`` where sites send counters before their sum is opened.
 """
 
-REPLIED: Mapping[str, Mapping[str, type]] = {
+REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "hello": {
         "task": str,
         "shape": list,
@@ -86,19 +86,19 @@ REPLIED: Mapping[str, Mapping[str, type]] = {
     "score": {"samples": int},
     "cox": {},
     "fitted": {"samples": int},
-    **{step: {} for step in STEPS},
+    **{step: {} for step in SESSION_STEPS},
 }
 """Further fields of a site's reply."""
 
-STATUS = {"status": str, "reason": str, "signature": bytes}
-"""And those of every reply."""
+STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
+"""Additional fields of every reply."""
 
-REASON = 500
+MAX_REASON_CHARACTERS = 500
 """Most characters of a reason."""
 
 
 class Envelope(NamedTuple):
-    """What an envelope holds.
+    """Contents of an envelope.
 
     Attributes:
         head: plain values.
@@ -112,15 +112,15 @@ class Envelope(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What goes to one node.
+    """Message to one node.
 
     Attributes:
         kind: of the message.
-        client: number of the site; None in a greeting, which is to find it out.
+        client: number of the site. None in a greeting, which is to find it out.
         arrays: messages of the codec.
         more: further fields of the head.
         down: what the client receives, for the length of the difference.
-        node: Flower's number of the node; filled in when it is sent.
+        node: Flower's number of the node. Filled in when it is sent.
         round: where it is not that of the other messages that are sent with it.
         read, most: see `Pending`.
     """
@@ -142,7 +142,7 @@ class Pending(NamedTuple):
     Attributes:
         kind: of the message.
         round: of the run.
-        client: number of the site; None in a greeting, which is to find it out.
+        client: number of the site. None in a greeting, which is to find it out.
         node: Flower's number of the node.
         nonce: of this message.
         down: what a client received, for the length of the difference.
@@ -192,27 +192,30 @@ def digest_of(arrays: Sequence[bytes]) -> str:
 def seal(
     head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
-    """The records of a message."""
+    """Pack the records of a message."""
     packed = {
-        f"{k}": Array(dtype=DTYPE, shape=(len(part),), stype=STYPE, data=bytes(part)) for k, part in enumerate(arrays)
+        f"{k}": Array(dtype=ARRAY_DTYPE, shape=(len(part),), stype=ARRAY_STYPE, data=bytes(part))
+        for k, part in enumerate(arrays)
     }
-    records: dict[str, Any] = {HEAD: ConfigRecord(dict(head)), ARRAYS: ArrayRecord(array_dict=packed)}
+    records: dict[str, Any] = {HEAD_RECORD: ConfigRecord(dict(head)), ARRAYS_RECORD: ArrayRecord(array_dict=packed)}
     if metrics is not None:
-        records[METRICS] = MetricRecord(dict(metrics))
+        records[METRICS_RECORD] = MetricRecord(dict(metrics))
     return RecordDict(records)
 
 
 def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
-    """The fields that every message and every reply has, see `COMMON`."""
-    return dict(zip(COMMON, (PROTOCOL, __version__, experiment, kind, round, client, nonce, digest), strict=True))
+    """Build the fields that every message and every reply has, see `COMMON_FIELDS`."""
+    return dict(
+        zip(COMMON_FIELDS, (PROTOCOL_VERSION, __version__, experiment, kind, round, client, nonce, digest), strict=True)
+    )
 
 
 def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
-    """The message of Flower to a site, with a nonce of its own, and what is noted until its reply is there."""
+    """Build a Flower message to a site with a fresh nonce, and the note that is kept until the reply arrives."""
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
     head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
-    records, kind = seal({**head, **(request.more or {})}, request.arrays), TYPES[request.kind]
+    records, kind = seal({**head, **(request.more or {})}, request.arrays), MESSAGE_TYPES[request.kind]
     message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
     down, read, most = request.down, request.read, request.most
     return message, Pending(request.kind, round, request.client, request.node, nonce, down, read, most)
@@ -225,7 +228,7 @@ def unseal(
     limit: int,
     head_limit: int = HEAD_LIMIT,
 ) -> Envelope:
-    """What a message holds, if it is one of these; no array is parsed.
+    """Unpack a message and check its fields. No array is parsed.
 
     Args:
         content: of any message.
@@ -235,12 +238,12 @@ def unseal(
         head_limit: most bytes of the head.
 
     Raises:
-        WireError: records, fields, types or sizes are others; no other error is possible.
+        WireError: records, fields, types or sizes are others. No other error is possible.
     """
-    head, arrays = content.get(HEAD), content.get(ARRAYS)
-    names = {HEAD, ARRAYS} | ({METRICS} if METRICS in content else set())
+    head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
+    names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())
     if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise WireError(f"records must be {HEAD} and {ARRAYS}, got {sorted(map(_short, content))[:8]}")
+        raise WireError(f"records must be {HEAD_RECORD} and {ARRAYS_RECORD}, got {sorted(map(_short, content))[:8]}")
     size = sum(len(name) + _size(value) for name, value in head.items())
     if size > head_limit:
         raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
@@ -251,7 +254,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
     kind = record.get("kind")
     if not isinstance(kind, str) or kind not in fields:
         raise WireError(f"unknown kind of message {_short(kind)}")
-    wanted = {**COMMON, **status}
+    wanted = {**COMMON_FIELDS, **status}
     refusal = "status" in wanted and record.get("status") != "ok"
     wanted |= {} if refusal else fields[kind]
     if set(record) != set(wanted):
@@ -265,28 +268,30 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
-    if len(record) > MOST or list(record) != [f"{k}" for k in range(len(record))]:
-        raise WireError(f"arrays must be named 0 to {MOST - 1}, got {[_short(name) for name in list(record)[:8]]}")
+    if len(record) > MAX_ARRAYS or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(
+            f"arrays must be named 0 to {MAX_ARRAYS - 1}, got {[_short(name) for name in list(record)[:8]]}"
+        )
     total = sum(len(array.data) for array in record.values())
     if total > limit:
         raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")
     for name, array in record.items():
         got = (array.stype, array.dtype, tuple(array.shape))
-        if got != (STYPE, DTYPE, (len(array.data),)):
-            raise WireError(f"array {name} must be {STYPE} {DTYPE} [{len(array.data)}], got {_short(got)}")
+        if got != (ARRAY_STYPE, ARRAY_DTYPE, (len(array.data),)):
+            raise WireError(f"array {name} must be {ARRAY_STYPE} {ARRAY_DTYPE} [{len(array.data)}], got {_short(got)}")
     return [array.data for array in record.values()]
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """At most `FIGURES` numbers, each with a name of a fair length; they may be anything but lists."""
-    record = content.get(METRICS)
+    """At most `MAX_FIGURES` numbers, each with a name of a fair length. They may be anything but lists."""
+    record = content.get(METRICS_RECORD)
     if record is None:
         return {}
-    if not isinstance(record, MetricRecord) or len(record) > FIGURES:
-        raise WireError(f"{METRICS} must be at most {FIGURES} numbers")
+    if not isinstance(record, MetricRecord) or len(record) > MAX_FIGURES:
+        raise WireError(f"{METRICS_RECORD} must be at most {MAX_FIGURES} numbers")
     for name, value in record.items():
         if len(name) > 100 or isinstance(value, list):
-            raise WireError(f"{METRICS} must be single numbers with short names, got {_short(name)}")
+            raise WireError(f"{METRICS_RECORD} must be single numbers with short names, got {_short(name)}")
     return dict(record)  # type: ignore[arg-type]  # lists were refused
 
 

@@ -1,4 +1,4 @@
-"""Forms: how every message of a run is written; both ends make them from the experiment alone, so they are the same.
+"""Forms: how every message of a run is written. Both ends make them from the experiment alone, so they are the same.
 
 A form is a codec of `fedloom.rows.wire`: names, types, shapes and encodings are agreed on before a byte is read, so a
 message is checked against its form before anything is allocated for it.
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
-from fedloom.engine.clients.messages import UPDATE, Letter, idle_upload
+from fedloom.engine.clients.messages import UPDATE_FIELD, Letter, idle_upload
 from fedloom.engine.job import Job
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 
-SLACK = 1 << 16
+HEADER_BYTES = 1 << 16
 """Bytes of a message of the codec beside its numbers, at most."""
-INFO, SAMPLER_REPORT, MODEL = "answer to the weigher", "answer to the sampler", "model"
+WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
 """Names of what is no field of the method."""
 
 
@@ -47,20 +47,20 @@ class Forms:
 
     @cached_property
     def longest(self) -> int:
-        """Most bytes of an upload or of an answer; every encoding is at most as long as the dense one."""
+        """Most bytes of an upload or of an answer. Every encoding is at most as long as the dense one."""
         parts = [*self._upload.values.values()]
         if self._job.setting.sampler.probes:
             parts.append(self._answer)
-        return SLACK + sum(2 * part.numel() * part.element_size() for part in parts)
+        return HEADER_BYTES + sum(2 * part.numel() * part.element_size() for part in parts)
 
     # ------------------------------------------------------------------------------------------------- training
 
     def write_down(self, down: Any, server: Any = None) -> bytes:
-        """What one client receives (fields ``[1, .]`` or ``[.]``); ``server`` has the ranks of matrices."""
+        """Encode the download of one client (fields ``[1, .]`` or ``[.]``). ``server`` has the ranks of matrices."""
         return self._messages.down(down, server).encode()
 
     def read_down(self, message: bytes) -> Any:
-        """The download of one client.
+        """Decode the download of one client.
 
         Raises:
             WireError: the bytes are not one.
@@ -68,20 +68,20 @@ class Forms:
         return type(self._down)(**self._messages.down(self._down, self._server).decode(message))
 
     def write_up(self, output: ClientOutput) -> bytes:
-        """What one client sends."""
+        """Encode the upload of one client."""
         answers = _answers(output.weigher_answer, output.sampler_report)
         return self._messages.up(output.upload if output.sent is None else output.sent, answers).encode()
 
     def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
-        """What one client sent after it had received a download; a compressed change stays one without the download.
+        """Decode the upload of one client after its download, without one, a compressed change stays compressed.
 
         Raises:
             WireError: the bytes are not an upload of this run.
         """
         fields = self._upload.decode(message)
-        info, report, update = (fields.pop(name, None) for name in (INFO, SAMPLER_REPORT, UPDATE))
+        info, report, update = (fields.pop(name, None) for name in (WEIGHER_REPORT, SAMPLER_REPORT, UPDATE_FIELD))
         up = self.idle._replace(**fields)
-        up = up if update is None else self._messages.with_update(up, update)
+        up = up if update is None else self._messages.replace_update(up, update)
         if self._messages.sends_change and down is not None:
             up = self._messages.absolute(up, self._job.changed_from(down, up, torch.tensor([client])))
         return Upload(up, info, report)
@@ -89,23 +89,23 @@ class Forms:
     # ------------------------------------------------------------------------------ questions before a round
 
     def write_model(self, model: Tensor) -> bytes:
-        """The global model."""
-        return self._messages.vector(MODEL, model).encode()
+        """Encode the global model."""
+        return self._messages.vector(MODEL_FIELD, model).encode()
 
     def read_model(self, message: bytes) -> Tensor:
-        """The global model.
+        """Decode the global model.
 
         Raises:
             WireError: the bytes are not one.
         """
-        return self._messages.vector(MODEL, self._model).decode(message)[MODEL]
+        return self._messages.vector(MODEL_FIELD, self._model).decode(message)[MODEL_FIELD]
 
     def write_answer(self, answer: Tensor) -> bytes:
-        """A candidate's answer ``[1, k]`` to the sampler."""
+        """Encode a candidate's answer ``[1, k]`` to the sampler."""
         return self._messages.vector(SAMPLER_REPORT, answer).encode()
 
     def read_answer(self, message: bytes) -> Tensor:
-        """A candidate's answer ``[1, k]``.
+        """Decode a candidate's answer ``[1, k]``.
 
         Raises:
             WireError: the bytes are not one.
@@ -115,7 +115,7 @@ class Forms:
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def write_models(self, down: Any, shared: Tensor | None) -> list[bytes]:
-        """What one client needs to make and score its models: the download, and the global model where it is another.
+        """Encode the models that one client scores: the download, and the global model if it differs.
 
         A method without personal models sends the global model alone.
         """
@@ -125,7 +125,7 @@ class Forms:
         return parts
 
     def read_models(self, parts: list[bytes], *, global_there: bool) -> tuple[Any, Tensor | None]:
-        """The download, and the global model ``[d]``; either may be None.
+        """Decode the download and the global model ``[d]``. Either may be None.
 
         Raises:
             WireError: the bytes are not that.
@@ -144,14 +144,14 @@ class Forms:
 
     @cached_property
     def _answer(self) -> Tensor:
-        """What an answer to the sampler looks like."""
+        """Return the form of an answer to the sampler."""
         model = self._job.algorithm.global_model(self._server)
         assert model is not None
         return self._job.setting.sampler.probe(model, self._work)
 
     @cached_property
     def _upload(self) -> Letter:
-        """What an upload looks like."""
+        """Return the form of an upload."""
         job, model = self._job, self._model[None]
         info = job.setting.weigher.probe(self._down, model, self._work) if job.setting.weigher.probes else None
         report = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
@@ -159,7 +159,7 @@ class Forms:
 
 
 def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Tensor]:
-    return {name: rows for name, rows in ((INFO, info), (SAMPLER_REPORT, sampler_report)) if rows is not None}
+    return {name: rows for name, rows in ((WEIGHER_REPORT, info), (SAMPLER_REPORT, sampler_report)) if rows is not None}
 
 
 def score_names(job: Job) -> list[tuple[str, str, str]]:
@@ -172,7 +172,7 @@ def score_names(job: Job) -> list[tuple[str, str, str]]:
 
 
 class Upload(NamedTuple):
-    """What one client sent, rows ``[1, .]``."""
+    """Upload of one client, rows ``[1, .]``."""
 
     up: Any
     info: Tensor | None
@@ -185,10 +185,10 @@ def is_common(down: Any) -> bool:
 
 
 def for_client(down: Any, place: int) -> Any:
-    """What the client at one place of a cohort receives."""
+    """Select the download of the client at one position of a cohort."""
     return rows_of(down, slice(place, place + 1))
 
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:
-    """The output of a client on the server's side; its state stays at the client."""
+    """Rebuild a client's output on the server's side. The client's state stays at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

@@ -14,17 +14,17 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
-NONCE = 16
+NONCE_BYTES = 16
 """Bytes of a nonce."""
 
 
 def new_nonce() -> bytes:
     """Random bytes from the operating system."""
-    return secrets.token_bytes(NONCE)
+    return secrets.token_bytes(NONCE_BYTES)
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """The private key of a site.
+    """Load the private key of a site.
 
     Raises:
         ConfigError: the file is missing, or not an Ed25519 key in OpenSSH form.
@@ -40,7 +40,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:
-    """The public key of a site, from its OpenSSH line.
+    """Parse the public key of a site from its OpenSSH line.
 
     Raises:
         ConfigError: the line is not an Ed25519 key.
@@ -55,12 +55,12 @@ def verifying_key(line: str, site: str) -> Ed25519PublicKey:
 
 
 def signed_text(fields: Mapping[str, object]) -> bytes:
-    """The bytes that are signed: the fields in one canonical form."""
+    """Encode fields in one canonical form, for a signature."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 
 def sign(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
-    """The signature of the fields."""
+    """Sign fields."""
     return key.sign(signed_text(fields))
 
 

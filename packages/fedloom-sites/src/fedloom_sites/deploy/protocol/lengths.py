@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fedloom.engine.job import Job
 
-TINY = 1e-6
-"""What a number may be off beside its relative error."""
-SLACK = 1 + 1e-4
-"""What a number may be off, relative to it."""
+ABSOLUTE_SLACK = 1e-6
+"""Absolute error allowed beside a number's relative error."""
+RELATIVE_SLACK = 1 + 1e-4
+"""Relative error allowed in a number."""
 
 
 def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
-    """The lengths ``[m]`` of the fields of uploads, the model as a difference to what the client received.
+    """Compute the lengths ``[m]`` of the fields of uploads, the model as a difference from the download.
 
     Fields of one number beside the model have ranges instead (`Algorithm.ranges`).
     """
@@ -41,7 +41,7 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
         job: the run.
         up: the upload, finite fields ``[1, .]``.
         down: what the client received.
-        bounds: the longest difference of fields, by name; fields without one have none.
+        bounds: the longest difference of fields, by name. Fields without one have none.
 
     Returns:
         The upload, and whether any field was too long.
@@ -63,7 +63,7 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
 
 
 def _cut(row: Tensor, most: float) -> Tensor:
-    """A finite row of at most a length; its largest number is divided out first, so that no square overflows."""
+    """Shorten a finite row to a maximal length. Dividing by its largest number first prevents overflow."""
     largest = row.abs().max().double()
     unit = row.double() / largest
     return (unit * (most / float(unit.square().sum().sqrt()))).to(row)
@@ -80,7 +80,10 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
         numbers = getattr(up, name).double().flatten()
         bounds = [torch.as_tensor(limit).double().flatten().expand(len(numbers)).tolist() for limit in limits]
         for number, low, high in zip(numbers.tolist(), *bounds, strict=True):
-            if low - TINY > number * (SLACK if number >= 0 else 1 / SLACK) or number > high * SLACK + TINY:
+            if (
+                low - ABSOLUTE_SLACK > number * (RELATIVE_SLACK if number >= 0 else 1 / RELATIVE_SLACK)
+                or number > high * RELATIVE_SLACK + ABSOLUTE_SLACK
+            ):
                 yield name, number, low, high
 
 

@@ -37,7 +37,7 @@ def publish_reasons() -> Iterator[None]:
 
 
 def check_private() -> None:
-    """Forbid samples where sentences may leave; every access to the samples of a site begins with this call.
+    """Forbid samples where sentences may leave. Every access to the samples of a site begins with this call.
 
     Raises:
         RuntimeError: the call comes from a place that `publish_reasons` marks.

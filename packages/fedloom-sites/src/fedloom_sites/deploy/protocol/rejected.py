@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fedloom.errors import FedloomError
-from fedloom_sites.deploy.protocol.envelope import REASON
+from fedloom_sites.deploy.protocol.envelope import MAX_REASON_CHARACTERS
 
 
 class Rejected(FedloomError):
@@ -29,5 +29,5 @@ class LateReply(Rejected):
 
 
 def plain(text: str) -> str:
-    """A sentence from elsewhere that is safe to print and to log."""
-    return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:REASON]
+    """Make a foreign sentence safe to print and to log."""
+    return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

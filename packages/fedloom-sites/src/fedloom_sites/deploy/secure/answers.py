@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedloom.errors import WireError
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.counters import WIDTH, read_counters
-from fedloom_sites.deploy.secure.protocol import ACCUSES, SIGNATURE, Broken, Integers
+from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, SIGNATURE_BYTES, Broken, Integers
 
 
 def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, Ed25519PublicKey]) -> secure.Advert:
-    """The one advertisement of a message.
+    """Read the one advertisement of a message.
 
     Args:
         message: of the site.
@@ -38,12 +38,12 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
 
 
 def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed25519PublicKey) -> dict[int, bytes]:
-    """The sealed shares of a site, for all others, each signed by it.
+    """Read the sealed shares of a site for all other sites, each with the site's signature.
 
     Raises:
         WireError: the bytes are not that.
     """
-    parts, receivers = secure.read(message, shares.SEALED), {*session.adverts} - {client}
+    parts, receivers = secure.split_parts(message, shares.SEALED_SHARE_BYTES), {*session.adverts} - {client}
     if set(parts) != receivers:
         raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(parts)}")
     for to, sealed in parts.items():
@@ -55,30 +55,30 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 def read_vector(
     message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
 ) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
-    """A masked vector behind its site's signature with its masked counters, or accusations by the accused.
+    """Read a masked vector with its site's signature and masked counters, or accusations by the accused site.
 
     Args:
         message: of the site.
         length: of a vector.
         text: statement that is signed.
         public: signing key of the site.
-        bound: what the counters are signed for (`counters`); None where there are none.
+        bound: what the counters are signed for (`counters`). None where there are none.
 
     Raises:
         WireError: the bytes are neither.
     """
-    end, counted = SIGNATURE + 8 * length, 0 if bound is None else WIDTH
+    end, counted = SIGNATURE_BYTES + 8 * length, 0 if bound is None else COUNTERS_BYTES
     if len(message) == end + counted:
-        vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE).astype(np.uint64, copy=False)
+        vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE_BYTES).astype(np.uint64, copy=False)
         sent = b"" if bound is None else read_counters(message[end:], bound, public)
-        return read_signature(message[:SIGNATURE], text, public), vector, sent
-    if message.startswith(ACCUSES):
-        return secure.read(message[len(ACCUSES) :], SIGNATURE)
+        return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent
+    if message.startswith(ACCUSATION_PREFIX):
+        return secure.split_parts(message[len(ACCUSATION_PREFIX) :], SIGNATURE_BYTES)
     raise WireError(f"a masked vector has {end + counted} bytes, got {len(message)}")
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """A signature of a sum's sites.
+    """Read a signature of the sites of a sum.
 
     Raises:
         WireError: it is not of this sum.
@@ -91,12 +91,12 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """The shares of a site by owner.
+    """Read the shares of a site, by owner.
 
     Raises:
         WireError: the bytes are not shares of these owners.
     """
-    parts = secure.read(message, secure.KEY)
+    parts = secure.split_parts(message, secure.KEY_BYTES)
     if set(parts) != set(owners):
         raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(parts)}")
     return parts

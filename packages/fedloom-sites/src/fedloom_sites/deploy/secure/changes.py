@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from fedloom_sites.deploy.secure.protocol import Broken
 
-CHANGES = 4
+MAX_CHANGES = 4
 """Changes of one site: it may be away twice in the sums over its data. A difference of rows of one site is what secure
-aggregation hides, so the number is small; a site that is away more often has to be waited for."""
+aggregation hides, so the number is small. A site that is away more often has to be waited for."""
 SAME_WEIGHT = 1e-6
 """Relative difference below which two weights are the same number, computed for other sites in float32."""
 
@@ -34,7 +34,7 @@ class Changes(NamedTuple):
     """The sites of the newest sum, and the changes before.
 
     Attributes:
-        record: plain values: `sites`, their `weights` by what is summed, and the number of `changes` by site; empty
+        record: plain values: `sites`, their `weights` by what is summed, and the number of `changes` by site. Empty
             before the first sum.
         limit: most changes of a site.
         steady: fewest sites of a sum that have never changed.
@@ -46,7 +46,7 @@ class Changes(NamedTuple):
 
     @property
     def sites(self) -> list[str]:
-        """Sites of the newest sum; none before the first."""
+        """Sites of the newest sum. None before the first."""
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
@@ -122,13 +122,13 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
         ratios = {c: pair for c, pair in pairs.items() if any(pair)}
         groups = dict[str, list[str]]()
         for c, (old, new) in ratios.items():
-            reference = next((r for r in groups if _in_proportion(ratios[r], (old, new))), c)
+            reference = next((r for r in groups if _scale_weights(ratios[r], (old, new))), c)
             groups.setdefault(reference, []).append(c)
         changed |= {*ratios} - {*max(groups.values(), key=len, default=[])}
     return changed
 
 
-def _in_proportion(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _scale_weights(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether two pairs of numbers have the same ratio."""
     a, b = one[0] * other[1], one[1] * other[0]
     return abs(a - b) <= SAME_WEIGHT * max(abs(a), abs(b))

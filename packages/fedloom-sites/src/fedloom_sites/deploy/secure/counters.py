@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedloom.errors import WireError
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken, Integers, Secrets, Session
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers, Secrets, Session
 
-ANSWERED, NEUTRAL, ABSENT = (1, 0), (0, 1), (0, 0)
-"""Counters of one site: it answers from its samples; it sends a neutral answer in their place; it has no samples."""
-COUNTERS = len(ANSWERED)
-WIDTH = SIGNATURE + 8 * COUNTERS
+ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS = (1, 0), (0, 1), (0, 0)
+"""Counters of one site: it answers from its samples. It sends a neutral answer in their place. It has no samples."""
+COUNTER_COUNT = len(ANSWERED_COUNTS)
+COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
 """Bytes of the message in which one site sends its counters."""
 
 
@@ -43,7 +43,7 @@ def write_counters(
     session: Session, bound: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey, peers: Collection[int],
     counters: Sequence[int],
 ) -> bytes:  # fmt: skip
-    """The masked counters of a site, behind its signature.
+    """Encode the masked counters of a site, with its signature in front.
 
     Args:
         session: all agree on.
@@ -61,25 +61,25 @@ def write_counters(
 
 
 def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> bytes:
-    """The message of one site, if it is that.
+    """Check the counter message of one site.
 
     Raises:
         WireError: it has another length, or the site has not signed it.
     """
-    if len(message) != WIDTH:
-        raise WireError(f"masked counters and their signature have {WIDTH} bytes, got {len(message)}")
+    if len(message) != COUNTERS_BYTES:
+        raise WireError(f"masked counters and their signature have {COUNTERS_BYTES} bytes, got {len(message)}")
     try:
-        public.verify(message[:SIGNATURE], _signed(bound, message[SIGNATURE:]))
+        public.verify(message[:SIGNATURE_BYTES], _signed(bound, message[SIGNATURE_BYTES:]))
     except InvalidSignature:
         raise WireError("the signature is not of these counters: the site was asked something else") from None
     return message
 
 
-def opened_counters(
+def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """The sums of the counters of all sites of a sum, and the sites whose shares are wrong.
+    """Open the sums of all sites' counters, and name the sites whose shares are wrong.
 
     Args:
         session: all agree on.
@@ -93,7 +93,7 @@ def opened_counters(
         Broken: messages are not the sites' own, shares are missing, or the sum cannot be one of counters.
     """
     try:
-        numbers = [read_counters(m, bound, public[c])[SIGNATURE:] for c, m in messages.items()]
+        numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
     except WireError as error:
         raise Broken(str(error)) from None
     secrets, wrong = shares.restored(session, peers, messages, answers, of_counters=True)
@@ -117,7 +117,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """What the masks of counters depend on: streams other than those of the vectors."""
+    """Return the label of the counters' masks. Their streams differ from the vectors' streams."""
     return secure.derived(bound, b"", b"counters")
 
 

@@ -8,32 +8,32 @@ import numpy as np
 
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
-BITS = 36
+RESOLUTION_BITS = 36
 """A number travels as a multiple of the resolution 2^-36."""
-RANGE = 2.0**14
-"""A number is clipped to -2^14..2^14. A change has twice that; the sum of 100 is below 2^58 steps, so none wraps."""
+MAX_NUMBER = 2.0**14
+"""A number is clipped to -2^14..2^14. A change has twice that. The sum of 100 is below 2^58 steps, so none wraps."""
 
 
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Clip numbers ``[D]`` to the range and round them to the grid; count those that were clipped.
+    """Clip numbers ``[D]`` to the range and round them to the grid. Count those that were clipped.
 
     A number that is not a number becomes zero and counts as clipped: an error would show the server that there was one.
     """
-    numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=RANGE, neginf=-RANGE)
-    clipped = np.clip(numbers, -RANGE, RANGE)
+    numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=MAX_NUMBER, neginf=-MAX_NUMBER)
+    clipped = np.clip(numbers, -MAX_NUMBER, MAX_NUMBER)
     count = int((clipped != values).sum())
-    steps = np.rint(np.ldexp(clipped, BITS, out=clipped), out=clipped).astype(np.int64)
+    steps = np.rint(np.ldexp(clipped, RESOLUTION_BITS, out=clipped), out=clipped).astype(np.int64)
     return steps.view(np.uint64), count
 
 
 def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The sum of ``count`` numbers or changes, ``[D]`` float64.
+    """Convert an integer sum of ``count`` numbers or changes to ``[D]`` float64.
 
     Raises:
         Broken: it is out of the range that ``count`` of them have.
     """
     steps = total.view(np.int64)
-    limit = int(2 * count * RANGE) << BITS
+    limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS
     if bool(((steps > limit) | (steps < -limit)).any()):
         raise Broken(f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it")
-    return np.ldexp(steps.astype(np.float64), -BITS)
+    return np.ldexp(steps.astype(np.float64), -RESOLUTION_BITS)

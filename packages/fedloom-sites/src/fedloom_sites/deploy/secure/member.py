@@ -1,7 +1,7 @@
 """Masking: a site's side of secure aggregation.
 
 A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
-with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
+with the answer of the last step. A message that comes again gets the same answer. Another one in its place is refused,
 since two vectors under one mask reveal their difference. A damaged file ends its session and nothing else.
 """
 
@@ -20,14 +20,14 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.schedule import Stream
-from fedloom_sites.deploy.noise import FINEST, released
+from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
 from fedloom_sites.deploy.protocol.envelope import Kind
 from fedloom_sites.deploy.protocol.identity import verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
-from fedloom_sites.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
+from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Broken, Integers
+from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, Progress, Stage, progress_of
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.settings import Site
 
@@ -56,7 +56,10 @@ def check_maskable(setting: Setting) -> None:
         why = f"sampler {setting.sampler.kind!r} looks at single clients"
     elif setting.sampler.repeats:
         why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
-    elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
+    elif (
+        isinstance(setting.aggregator, PrivateMean)
+        and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
+    ):
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if isinstance(setting.schedule, Stream):
         raise Refused(
@@ -108,7 +111,7 @@ class SessionMember:
             session, secrets = self._agreed_by(record, message), _secrets(record)
             parts = shares.share(session, self._client, secrets, self._key)
             record["own"] = parts.pop(self._client).hex()
-            record["shares"] = secure.write(parts).hex()
+            record["shares"] = secure.join_parts(parts).hex()
             self._save(record)
         return self._bytes(record, "shares")
 
@@ -127,7 +130,7 @@ class SessionMember:
             is_noisy: whether the sum has noise that is accounted for, so that it may be of other sites than the last.
 
         Returns:
-            Accusations by the accused, where a share does not decrypt; then the session is over here.
+            Accusations by the accused, where a share does not decrypt. Then the session is over here.
         """
         record = self._session(round, nonce, "masked")
         self._once(record, "inbox", message.hex())
@@ -140,7 +143,7 @@ class SessionMember:
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
-            sealed = _read(message, shares.SEALED)
+            sealed = _read(message, shares.SEALED_SHARE_BYTES)
             if not set(sealed) <= set(session.adverts) - {self._client}:
                 raise Broken("shares came of sites that did not advertise")
             if len(sealed) + 1 < session.threshold:
@@ -152,7 +155,7 @@ class SessionMember:
                 except shares.Unreadable:
                     accuses[c] = shares.accuse(session, self._client, c, self._key)
             if accuses:
-                record["accuses"] = secure.write(accuses).hex()
+                record["accuses"] = secure.join_parts(accuses).hex()
             else:
                 record["held"] = {str(c): part.hex() for c, part in held.items()}
                 self._check_change(record, held)
@@ -166,11 +169,11 @@ class SessionMember:
             round: of the run.
             nonce: of the session.
             vector: ``[D]``.
-            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors;
+            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors.
                 empty: the sum is opened without any.
         """
         record = self._session(round, nonce, "masked")
-        progress_of(record).at_least(Stage.RECEIVED)
+        progress_of(record).require_stage(Stage.RECEIVED)
         self._once(record, "counters", [*counts])
         self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
@@ -184,15 +187,15 @@ class SessionMember:
         return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
+        """Reveal the one-time keys of messages to this site that others accuse of being unreadable."""
         record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
-        for accuser, signature in _read(message, SIGNATURE).items():
+        for accuser, signature in _read(message, SIGNATURE_BYTES).items():
             if accuser not in session.adverts or not shares.is_accused(
                 session, accuser, self._client, signature, self._public[accuser]
             ):
                 raise Broken(f"client {accuser} does not accuse this site: the accusation is not signed by it")
-        return secure.write({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE)})
+        return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
@@ -211,10 +214,10 @@ class SessionMember:
         record = self._session(round, nonce, "count")
         if not record["counters"]:
             raise Broken("the sum of this session is opened without counters")
-        signed = _read(message, SIGNATURE)
+        signed = _read(message, SIGNATURE_BYTES)
         if "counted" not in record:
-            held, arrived = _held(record), self._enter(record, signed)
-            answer = secure.write(shares.reveal_shares(held, arrived, of_counters=True))
+            held, arrived = _held_shares(record), self._enter(record, signed)
+            answer = secure.join_parts(shares.reveal_shares(held, arrived, of_counters=True))
             record |= {"counted": answer.hex(), "survivors": _listed(signed)}
             self._save(record)
         self._once(record, "survivors", _listed(signed))
@@ -227,30 +230,30 @@ class SessionMember:
             round: of the run.
             nonce: of the session.
             message: signatures of the sites of the sum.
-            counted: masked counters of all of these sites; empty where the session has none.
+            counted: masked counters of all of these sites. Empty where the session has none.
             told: the shares that take the masks off the counters, by the site that gave them.
 
         Raises:
-            Broken: the sum may not be opened; where there are counters, as too few sites answered from their samples.
+            Broken: the sum may not be opened, where there are counters, as too few sites answered from their samples.
         """
         record = self._session(round, nonce, "unmask")
-        signed = _read(message, SIGNATURE)
+        signed = _read(message, SIGNATURE_BYTES)
         survivors = _listed(signed)
-        if REVEALED not in record:
-            held = _held(record)
+        if REVEALED_ENTRY not in record:
+            held = _held_shares(record)
             if record["counters"]:
                 self._check_counters(record, [*signed], counted, told)
             arrived = self._enter(record, signed)
-            answer = secure.write(shares.reveal_shares(held, arrived)).hex()
-            record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
+            answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
+            record = {"name": record["name"], REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._once(record, "survivors", survivors)
-        return self._bytes(record, REVEALED)
+        return self._bytes(record, REVEALED_ENTRY)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
-        """Enter that a sum is opened; its sites, each with its signature or without one.
+        """Enter that a sum is opened. Its sites, each with its signature or without one.
 
         Raises:
             Broken: it may not be opened.
@@ -282,23 +285,25 @@ class SessionMember:
         Raises:
             Broken: what is missing.
         """
-        sent, peers = _read(counted, counters.WIDTH), [int(c) for c in record["held"]]
+        sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
             raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
-        answers = {c: _read(part, secure.KEY) for c, part in _read(told, len(peers) * (4 + secure.KEY)).items()}
+        answers = {
+            c: _read(part, secure.KEY_BYTES) for c, part in _read(told, len(peers) * (4 + secure.KEY_BYTES)).items()
+        }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
             raise Broken("the shares of the counters' masks are not of the sites of the session")
         session, bound = self._agreed_by(record), self._bound(record)
-        counts, _ = counters.opened_counters(session, bound, peers, sent, answers, self._public)
+        counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
 
     @property
     def stays_neutral(self) -> bool:
-        """Whether the site's uploads stay neutral from here on; see `OpenedSums.stays_neutral`."""
+        """Whether the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
         return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
-        """The sites of a sum, if it may be one.
+        """Return the sites of a sum after checking that it may be opened.
 
         Raises:
             Broken: it may not.
@@ -323,12 +328,12 @@ class SessionMember:
         return record
 
     def _once(self, record: dict[str, Any], name: str, value: object) -> None:
-        """An answer once given in a session stays."""
+        """Store an answer once. A session never changes an answer."""
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
-        """The session, of those that advertised; checked when they arrive for the first time."""
+        """Return the session of the sites that advertised, checked when their adverts first arrive."""
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
@@ -352,19 +357,19 @@ class SessionMember:
 
 @lru_cache(maxsize=1)
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
-    """The session of a record, which its messages have in common."""
+    """Rebuild the session of a record from its messages."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
 
 
 def _listed(clients: Collection[int]) -> str:
     """Sites as hexadecimal digits."""
-    return secure.write(dict.fromkeys(clients, b"")).hex()
+    return secure.join_parts(dict.fromkeys(clients, b"")).hex()
 
 
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
-    """What every site counts in each sum of a session; None where the sum has noise of its own.
+    """What every site counts in each sum of a session. None where the sum has noise of its own.
 
-    An upload travels times its weight; all else is a sum of what the sites send.
+    An upload travels times its weight. All else is a sum of what the sites send.
     """
     if record["noisy"]:
         return None
@@ -373,8 +378,8 @@ def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]
     return {what: weights if what == "uploads" else alike for what in record["sums"]}
 
 
-def _held(record: dict[str, Any]) -> dict[int, bytes]:
-    """The shares of the others that a site holds, by their owner."""
+def _held_shares(record: dict[str, Any]) -> dict[int, bytes]:
+    """Return the other sites' shares that a site stores, by owner."""
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 
@@ -384,7 +389,7 @@ def _secrets(record: dict[str, Any]) -> secure.Secrets:
 
 def _read(message: bytes, width: int) -> dict[int, bytes]:
     try:
-        return secure.read(message, width)
+        return secure.split_parts(message, width)
     except WireError as error:
         raise Broken(str(error)) from None
 

@@ -22,16 +22,16 @@ from typing import Any
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import hold, release
-from fedloom_sites.deploy.audit import SENT, lines_of
-from fedloom_sites.deploy.secure.changes import CHANGES, LOST_RECORD, Changes
-from fedloom_sites.deploy.secure.counters import NEUTRAL
+from fedloom_sites.deploy.audit import SENT_FILE, lines_of
+from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes
+from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
-REMEMBERED = 64
-"""Newest sums of an experiment that a site remembers; it has no part in one of an older round."""
+REMEMBERED_SUMS = 64
+"""Newest sums of an experiment that a site remembers. It has no part in one of an older round."""
 EXPERIMENTS_REMEMBERED = 32
-"""Newest experiments of whose sums a site remembers the models; it remembers the sites of the newest sum of all."""
-FILE = "opened.json"
+"""Newest experiments of whose sums a site remembers the models. It remembers the sites of the newest sum of all."""
+OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
 """End of the name of a file in which a site enters the steps of an analysis before it answers them."""
 ANALYSES = "analyses"
@@ -43,14 +43,14 @@ class OpenedSums:
 
     Args:
         folder: of the site's state in this experiment.
-        memory: folder of what the site remembers of these data; None: of this experiment alone.
-        names: of the sites, by number; a site without a name goes by its number.
+        memory: folder of what the site remembers of these data. None: of this experiment alone.
+        names: of the sites, by number. A site without a name goes by its number.
         changes: how often a site may leave the sums or return, see `Changes`.
         steady: fewest sites of a sum that have never done so.
     """
 
     def __init__(
-        self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = CHANGES,
+        self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = MAX_CHANGES,
         steady: int = 0,
     ) -> None:  # fmt: skip
         self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
@@ -80,7 +80,7 @@ class OpenedSums:
 
         Args:
             clients: numbers of the sites.
-            weights: what each counts in the sum, by what is summed; see `reveal`.
+            weights: what each counts in the sum, by what is summed, see `reveal`.
 
         Raises:
             Broken: which site has.
@@ -107,11 +107,11 @@ class OpenedSums:
         Args:
             name: of the session, as hexadecimal digits.
             sums: the round of what is summed, by what that is.
-            models: digest of the models that it is of, by what it is; empty for none.
+            models: digest of the models that it is of, by what it is. Empty for none.
             bases: the round of the state that each of its sites answers from, by the site's number.
             threshold: fewest sites of a sum.
-            question: what the sum is of beside models; a round of it is a step, and steps have the same sites.
-            weights: what each site counts in the sum, by what is summed and the site's number; all zeros: what it sends
+            question: what the sum is of beside models. A round of it is a step, and steps have the same sites.
+            weights: what each site counts in the sum, by what is summed and the site's number. All zeros: what it sends
                 is known. None: the sum has noise of its own, so that it may be of any sites.
             counts: the site's own counters (`counters`), where the session has any.
 
@@ -143,7 +143,7 @@ class OpenedSums:
                             f"the {what} on these models were summed already, in another round, of sites of which "
                             f"{apart} differ; the two sums reveal their difference"
                         )
-                while len(opened) > REMEMBERED:
+                while len(opened) > REMEMBERED_SUMS:
                     oldest = min(opened, key=int)
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
@@ -151,7 +151,7 @@ class OpenedSums:
                 changes = self._changes(record).after(*self._counting(bases, weights))
                 record |= {"sites": changes.record}
             if is_new and any(counts):
-                is_neutral = tuple(counts) == NEUTRAL
+                is_neutral = tuple(counts) == NEUTRAL_COUNTS
                 record["turns"] += is_neutral != record["neutral"]
                 record["neutral"] = is_neutral
             _ended(experiment, name)
@@ -196,19 +196,19 @@ class OpenedSums:
         """
         had_folder = self._memory.is_dir()
         with in_turn(self._memory):
-            values = read_checked(self._memory / FILE)
+            values = read_checked(self._memory / OPENED_FILE)
             if values is None:
-                lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT}"))
+                lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT_FILE}"))
                 values = {"experiments": {}, "sites": LOST_RECORD if lost else {}, "neutral": False, "turns": 0}
             yield values
 
     def _write(self, record: dict[str, Any]) -> None:
         own_sums, other_sums = self._folder.name, record["experiments"]
         kept = [*(e for e in other_sums if e != own_sums), own_sums][-EXPERIMENTS_REMEMBERED:]
-        write_checked(self._memory / FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
+        write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The part of the record on this experiment; where there is none, all rounds up to the newest are summed.
+        """The part of the record on this experiment, where there is none, all rounds up to the newest are summed.
 
         The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
         left it. So are all steps of analyses, but where whole records show that the site has answered none:
@@ -249,21 +249,21 @@ def _summed_rounds(folder: Path) -> list[int]:
     """The rounds of the sessions of an experiment of which a site gave shares, by its log of what left it."""
     return [
         line["round"]
-        for line in lines_of(folder / SENT)
+        for line in lines_of(folder / SENT_FILE)
         if line.get("kind") in ("count", "unmask") and line.get("status") == "ok" and isinstance(line.get("round"), int)
     ]
 
 
 def _ended(record: dict[str, Any], name: str) -> bool:
-    """Enter a session that is over in the record; whether it was not there."""
+    """Enter a session that is over in the record. Whether it was not there."""
     new = name not in record["past"]
     if new:
-        record["past"] = [*record["past"], name][-REMEMBERED:]
+        record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]
     return new
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """The values of a file with its checksum; None where it is missing or damaged."""
+    """Read a file with a checksum. Return None if it is missing or damaged."""
     try:
         text, _, digest = regular(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:

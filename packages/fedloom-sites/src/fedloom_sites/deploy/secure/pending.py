@@ -19,8 +19,8 @@ from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Integers
 
-NAME = "unmasked.json"
-PARTS = ("signed", "counters", "shown")
+UNMASKED_FILE = "unmasked.json"
+BYTES_FIELDS = ("signed", "counters", "shown")
 """Fields with bytes by client."""
 
 
@@ -41,7 +41,7 @@ class PendingSum(NamedTuple):
         attempts: how often it was asked for.
         told: whether the masks are off.
         counters: masked counters by client, where sites read their sum before they open this one.
-        shown: shares that take the masks off the counters, by the site that gave them; empty before.
+        shown: shares that take the masks off the counters, by the site that gave them. Empty before.
     """
 
     round: int
@@ -71,7 +71,7 @@ class PendingSums:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """The sum of a kind that was asked for last; None where there was none, or its file is gone or damaged."""
+        """Return the most recent sum of a kind, or None if there was none, or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None
@@ -82,13 +82,13 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-            fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in PARTS}
+            fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in BYTES_FIELDS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def about(self, what: str) -> tuple[int, str]:
-        """The round and the models of the sum of a kind that was asked for last, which is not read; -1 for none."""
+        """Return round and models of the most recent sum of a kind without reading it. Round -1 if there was none."""
         try:
             entry = self._read()[what]
             return entry["sums"][what], entry["models"].get(what, "")
@@ -96,12 +96,12 @@ class PendingSums:
             return -1, ""
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """The sum of any of these, by kind and round."""
+        """Find a sum by kind and round among several candidates."""
         matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)
 
     def keep(self, pending: PendingSum) -> None:
-        """Make it last; it takes the place of the one before of its kind."""
+        """Make it last. It takes the place of the one before of its kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
         content = pending.total.astype("<u8", copy=False).data
@@ -109,13 +109,13 @@ class PendingSums:
             write_atomic(self._folder / name, content)
         entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
-        entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in PARTS}
+        entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in BYTES_FIELDS}
         del entry["total"]
         entries = self._read() | dict.fromkeys(pending.sums, entry)
-        write_checked(self._folder / NAME, entries)
+        write_checked(self._folder / UNMASKED_FILE, entries)
         kept = {one["file"] for one in entries.values()}
         old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]
         discard(*old)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        return read_checked(self._folder / NAME) or {}
+        return read_checked(self._folder / UNMASKED_FILE) or {}

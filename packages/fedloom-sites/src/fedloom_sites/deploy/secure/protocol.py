@@ -12,7 +12,7 @@ attempt at a sum, has four steps, and a fifth where a site drops out on the way.
    opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform whatever is in it. The
    masks depend on all that the sites were asked and on who shared with whom (`bound_to`), so they cancel between sites
    that got the same only. With its vector a site signs that the sum may be of all that shared (`statement`).
-4. Where a vector is missing, the sites sign the list of those that arrived; each signs one such list.
+4. Where a vector is missing, the sites sign the list of those that arrived. Each signs one such list.
 5. The sites say their shares of the seeds of those whose vector arrived, and of the masking keys of those whose did
    not, never both of one site, and only for a list that ``threshold`` sites have signed. With them the server takes
    the masks off the sum. Both secrets have a commitment, so wrong shares are found
@@ -21,7 +21,7 @@ attempt at a sum, has four steps, and a fifth where a site drops out on the way.
 Two lists can be opened only if each has ``threshold`` sites behind it. A site that has signed a list of step 4 opens no
 other, so both together need T - c honest sites twice: 2 T <= n + c.
 
-Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256; shares travel under AES-256-GCM with a key pair of the
+Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256. Shares travel under AES-256-GCM with a key pair of the
 sender's for each receiver, and the digest of all advertised keys as associated data, so an answer to other keys does
 not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``, shares those of
 PyCryptodome.
@@ -47,11 +47,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedloom.errors import Refused, WireError
 
-FEWEST, MOST = 3, 100
-"""Sites of a session, and of a sum at least `FEWEST`: of two, each would know the other's vector from the sum."""
-ACCUSES = b"accuses\n"
-"""How the answer of the third step begins where a share does not decrypt."""
-KEY, SIGNATURE = 32, 64
+MIN_SITES, MAX_SITES = 3, 100
+"""Sites of a session, and of a sum at least `MIN_SITES`: of two, each would know the other's vector from the sum."""
+ACCUSATION_PREFIX = b"accuses\n"
+"""Prefix of a third-step answer that accuses another site of an unreadable share."""
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
 MOST_STEPS = 1 << 16
 """Steps of an analysis at most, whatever is agreed on."""
 
@@ -60,11 +60,11 @@ Integers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Broken(Refused):
-    """A step of the protocol cannot be done; the sentence holds nothing of what is summed."""
+    """A step of the protocol cannot be done. The sentence holds nothing of what is summed."""
 
 
 class Secrets(NamedTuple):
-    """What a site draws for a session.
+    """Secrets that a site draws for a session.
 
     Attributes:
         sealing, masking: private keys of its shares' encryption and of its masks.
@@ -90,12 +90,12 @@ class Advert(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """What all sites of a session agree on.
+    """Agreement of all sites of a session.
 
     Attributes:
-        name: 32 bytes; never used twice.
-        threshold: sites without which nothing is unmasked, at least `least_threshold` of all.
-        adverts: by client, in rising order; the place of a site in it is the place of its shares.
+        name: 32 bytes. Never used twice.
+        threshold: sites without which nothing is unmasked, at least `min_threshold` of all.
+        adverts: by client, in rising order. The place of a site in it is the place of its shares.
     """
 
     name: bytes
@@ -111,17 +111,17 @@ class Session:
         return hashlib.sha256(self.name + self.threshold.to_bytes(4, "little") + b"".join(parts)).digest()
 
 
-def least_threshold(sites: int) -> int:
-    """The smallest threshold among so many sites: a majority, and at least `FEWEST`."""
-    return max(FEWEST, sites // 2 + 1)
+def min_threshold(sites: int) -> int:
+    """Return the smallest threshold for a number of sites: a majority, and at least `MIN_SITES`."""
+    return max(MIN_SITES, sites // 2 + 1)
 
 
 def safe_threshold(sites: int) -> int:
-    """The threshold of Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
+    """Return the threshold of Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
 
-    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5); this one leaves room for fewer than a third.
+    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This one leaves room for fewer than a third.
     """
-    return max(FEWEST, 2 * sites // 3 + 1)
+    return max(MIN_SITES, 2 * sites // 3 + 1)
 
 
 def colluders(sites: int, threshold: int) -> int:
@@ -133,7 +133,7 @@ def colluders(sites: int, threshold: int) -> int:
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
-    """The name of a session: of the agreement, the round, and 16 random bytes of the server."""
+    """Build the name of a session from the agreement, the round and 16 random bytes of the server."""
     return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
 
 
@@ -143,18 +143,18 @@ def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
 def new_secrets() -> Secrets:
     """Fresh random secrets."""
     sealing, masking = (X25519PrivateKey.generate().private_bytes_raw() for _ in range(2))
-    return Secrets(sealing, masking, os.urandom(KEY), os.urandom(KEY))
+    return Secrets(sealing, masking, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES))
 
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
-    """The public keys of a site, signed with its signing key."""
+    """Sign the public keys of a site with its signing key."""
     sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
     new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
     return new._replace(signature=key.sign(_advertised(session, new)))
 
 
 def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
-    """That every advertisement is a site's own, of this session.
+    """Check that every advertisement is a site's own and belongs to this session.
 
     Raises:
         Broken: one is forged, of another session, without an owner, or there twice.
@@ -178,22 +178,22 @@ def _advertised(session: bytes, a: Advert) -> bytes:
 
 
 def committed(seed: bytes) -> bytes:
-    """The commitment to a random seed of 256 bits, which hides it."""
+    """Commit to a random seed of 256 bits. The commitment hides the seed."""
     return hashlib.sha256(b"fedloom seed\n" + seed).digest()
 
 
 def public_of(private: bytes) -> bytes:
-    """The public key of a private one."""
+    """Derive a public key from a private key."""
     return private_key(private).public_key().public_bytes_raw()
 
 
 def private_key(private: bytes) -> X25519PrivateKey:
-    """A private key of X25519, of its bytes."""
+    """Load an X25519 private key from its bytes."""
     return X25519PrivateKey.from_private_bytes(private)
 
 
 def common(private: X25519PrivateKey, public: bytes) -> bytes:
-    """The secret that only the owners of two key pairs know.
+    """Compute the secret that only the owners of two key pairs share.
 
     Raises:
         Broken: the public key is no point with which there is a secret.
@@ -206,7 +206,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
     """256 bits of a secret for one use, by HKDF-SHA256."""
-    return HKDF(SHA256(), KEY, salt, b"fedloom " + use).derive(secret)
+    return HKDF(SHA256(), KEY_BYTES, salt, b"fedloom " + use).derive(secret)
 
 
 # --------------------------------------------------------------------------------------------------------- agreement
@@ -214,19 +214,19 @@ def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
 
 def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes:
     """Digest of a session, of what its sites were asked, and of those that have masks with each other."""
-    body = question + write(dict.fromkeys(peers, b""))
+    body = question + join_parts(dict.fromkeys(peers, b""))
     return hashlib.sha256(b"fedloom session\n" + session.digest + body).digest()
 
 
 def statement(bound: bytes, arrived: Collection[int]) -> bytes:
-    """What a site signs of the sites that a sum may be of."""
-    return b"fedloom sum\n" + bound + write(dict.fromkeys(arrived, b""))
+    """Encode the statement that a site signs about the sites of a sum."""
+    return b"fedloom sum\n" + bound + join_parts(dict.fromkeys(arrived, b""))
 
 
 def check_statement(
     session: Session, bound: bytes, signed: Mapping[int, bytes], keys: Mapping[int, Ed25519PublicKey]
 ) -> None:
-    """That so many sites as the threshold have signed that the sum is of these sites, after the same question.
+    """Check that at least the threshold of sites signed the same set of sites for the same question.
 
     Args:
         session: all agree on.
@@ -264,7 +264,7 @@ def stream(key: bytes, length: int) -> Integers:
 def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
-    """A site's vector ``[D]`` under its own mask and those that it has with the ``peers``, itself left out."""
+    """Mask a site's vector ``[D]`` with its own mask and the masks that it shares with the ``peers``."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     masking = private_key(secrets.masking)
     for peer in peers:
@@ -285,7 +285,7 @@ def _add_pair(
 def unmasked(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
-    """The sum of the vectors that arrived, without the masks.
+    """Remove the masks from the sum of the vectors that arrived.
 
     Args:
         session: all agree on.
@@ -308,20 +308,20 @@ def unmasked(
 # ----------------------------------------------------------------------------------------------------------- messages
 
 
-def write(parts: Mapping[int, bytes]) -> bytes:
+def join_parts(parts: Mapping[int, bytes]) -> bytes:
     """Parts of equal length by client."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 
-def read(message: bytes, width: int) -> dict[int, bytes]:
+def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     """Parts of ``width`` bytes by client.
 
     Raises:
         WireError: the bytes are not that.
     """
     step = 4 + width
-    if len(message) % step or len(message) > MOST * step:
-        raise WireError(f"{len(message)} bytes are no list of at most {MOST} parts of {width} bytes")
+    if len(message) % step or len(message) > MAX_SITES * step:
+        raise WireError(f"{len(message)} bytes are no list of at most {MAX_SITES} parts of {width} bytes")
     rows = [message[a : a + step] for a in range(0, len(message), step)]
     parts = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
     if [*parts] != sorted(parts) or len(parts) != len(rows):
@@ -331,7 +331,7 @@ def read(message: bytes, width: int) -> dict[int, bytes]:
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
     """Advertisements as a message."""
-    return write({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
+    return join_parts({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
 
 
 def read_adverts(message: bytes) -> list[Advert]:
@@ -340,11 +340,11 @@ def read_adverts(message: bytes) -> list[Advert]:
     Raises:
         WireError: the bytes are not that.
     """
-    parts = read(message, 4 * KEY + SIGNATURE)
-    cuts = (*(slice(k * KEY, (k + 1) * KEY) for k in range(4)), slice(4 * KEY, None))
+    parts = split_parts(message, 4 * KEY_BYTES + SIGNATURE_BYTES)
+    cuts = (*(slice(k * KEY_BYTES, (k + 1) * KEY_BYTES) for k in range(4)), slice(4 * KEY_BYTES, None))
     return [Advert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
-    """The session of the sites that advertised."""
+    """Build the session of the sites that advertised."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

@@ -1,8 +1,8 @@
-"""Shares of a site's secrets, and what shows who broke the protocol with them.
+"""Share a site's secrets, and prove who broke the protocol with them.
 
 A share that does not decrypt is shown to be its sender's fault by the sender's own signature: the receiver accuses, and
 the sender opens what it sent by the key pair that it made for this one message, or is left out. Who opens it shows one
-share, to those who accused; who accuses shows nothing, so neither a server nor a site gains by a false accusation.
+share, to those who accused. Who accuses shows nothing, so neither a server nor a site gains by a false accusation.
 
 A share that gives another secret is found by the commitments to the secrets: of the same fixed set of uploads, other
 subsets of the shares give the one that fits.
@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedloom.seeds import numpy_generator
 from fedloom_sites.deploy.secure.protocol import (
-    KEY,
-    SIGNATURE,
+    KEY_BYTES,
+    SIGNATURE_BYTES,
     Broken,
     Secrets,
     Session,
@@ -34,13 +34,13 @@ from fedloom_sites.deploy.secure.protocol import (
     public_of,
 )
 
-NONCE, _HALF = 12, KEY // 2
-_BITS = 8 * _HALF
-MODULUS = (1 << 128) | 0x87
-"""x^128 + x^7 + x^2 + x + 1, by which Shamir's scheme in PyCryptodome reduces; it gives shares, and no arithmetic."""
-SEALED = KEY + NONCE + 3 * KEY + 16 + SIGNATURE
+SHARE_NONCE_BYTES, _HALF_KEY_BYTES = 12, KEY_BYTES // 2
+_HALF_KEY_BITS = 8 * _HALF_KEY_BYTES
+FIELD_POLYNOMIAL = (1 << 128) | 0x87
+"""x^128 + x^7 + x^2 + x + 1, by which Shamir's scheme in PyCryptodome reduces. It gives shares, and no arithmetic."""
+SEALED_SHARE_BYTES = KEY_BYTES + SHARE_NONCE_BYTES + 3 * KEY_BYTES + 16 + SIGNATURE_BYTES
 """Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, a signature."""
-SUBSETS = 200
+MAX_SUBSETS = 200
 """Most subsets of the shares of a secret that are tried."""
 
 
@@ -49,10 +49,10 @@ class Unreadable(Broken):
 
 
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
-    """For every site of the session its share of this site's seeds and masking key; sealed, but for this site's own."""
+    """For every site of the session its share of this site's seeds and masking key. Sealed, but for this site's own."""
     n, shares = len(session.adverts), [b""] * len(session.adverts)
     all_secrets = secrets.seed + secrets.masking + secrets.counting
-    for half in (all_secrets[a : a + _HALF] for a in range(0, 3 * KEY, _HALF)):
+    for half in (all_secrets[a : a + _HALF_KEY_BYTES] for a in range(0, 3 * KEY_BYTES, _HALF_KEY_BYTES)):
         for k, (_, part) in enumerate(Shamir.split(session.threshold, n, half, ssss=False)):
             shares[k] += part
     sealed = {}
@@ -62,21 +62,21 @@ def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKe
 
 
 def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: bytes, key: Ed25519PrivateKey) -> bytes:
-    private, nonce = private_key(one_time_key(session, secrets, to)), os.urandom(NONCE)
+    private, nonce = private_key(one_time_key(session, secrets, to)), os.urandom(SHARE_NONCE_BYTES)
     way = _way(session, common(private, session.adverts[to].sealing), sender, to)
     body = private.public_key().public_bytes_raw() + nonce + AESGCM(way).encrypt(nonce, plain, session.digest)
-    return body + key.sign(_sent(session, sender, to, body))
+    return body + key.sign(_share_header(session, sender, to, body))
 
 
 def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
-    """The private key that a site seals its share for another one with; who has it can read that share only."""
+    """Derive the private key with which a site seals its share for one other site. It opens that share only."""
     return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
 
 
 def open_share(
     session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes, public: Ed25519PublicKey
 ) -> bytes:
-    """The share that another site sent to this one.
+    """Open the share that another site sent to this one.
 
     Args:
         session: all agree on.
@@ -92,32 +92,35 @@ def open_share(
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
-    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY]), sender, client, sealed)
+    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY_BYTES]), sender, client, sealed)
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
     """Whether the sender of a sealed share has signed it, for this receiver and session."""
     try:
-        public.verify(sealed[-SIGNATURE:], _sent(session, sender, to, sealed[:-SIGNATURE]))
+        public.verify(sealed[-SIGNATURE_BYTES:], _share_header(session, sender, to, sealed[:-SIGNATURE_BYTES]))
     except InvalidSignature:
         return False
     return True
 
 
 def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
-    """The share in a message, by the secret that its one-time key has in common with the receiver.
+    """Decrypt the share in a message with the secret that its one-time key shares with the receiver.
 
     Raises:
         Unreadable: it does not decrypt.
     """
-    nonce, text = sealed[KEY : KEY + NONCE], sealed[KEY + NONCE : -SIGNATURE]
+    nonce, text = (
+        sealed[KEY_BYTES : KEY_BYTES + SHARE_NONCE_BYTES],
+        sealed[KEY_BYTES + SHARE_NONCE_BYTES : -SIGNATURE_BYTES],
+    )
     try:
         return AESGCM(_way(session, common, sender, to)).decrypt(nonce, text, session.digest)
     except InvalidTag:
         raise Unreadable(f"the share of client {sender} for client {to} does not decrypt") from None
 
 
-def _sent(session: Session, sender: int, to: int, body: bytes) -> bytes:
+def _share_header(session: Session, sender: int, to: int, body: bytes) -> bytes:
     return b"fedloom share\n" + session.digest + sender.to_bytes(4, "little") + to.to_bytes(4, "little") + body
 
 
@@ -129,28 +132,30 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
 def reveal_shares(
     shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
 ) -> dict[int, bytes]:
-    """Of every site one share: of a seed where its vector arrived, of its masking key where it did not.
+    """Return one share per site: of its seed if its vector arrived, else of its masking key.
 
     Args:
         shares: three of every site.
         survivors: sites whose vector arrived.
         of_counters: the seed of the mask on a site's counters, in place of that on its vector.
     """
-    seed = slice(2 * KEY, None) if of_counters else slice(KEY)
-    return {owner: all_[seed if owner in survivors else slice(KEY, 2 * KEY)] for owner, all_ in shares.items()}
+    seed = slice(2 * KEY_BYTES, None) if of_counters else slice(KEY_BYTES)
+    return {
+        owner: all_[seed if owner in survivors else slice(KEY_BYTES, 2 * KEY_BYTES)] for owner, all_ in shares.items()
+    }
 
 
-def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """The secret of ``(place, share)``, as many as the threshold: what `Shamir.combine` gives.
+def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """Combine the shares ``(place, share)`` of a threshold of sites into the secret, as `Shamir.combine` does.
 
-    Each half is a weighted sum of the shares times a factor; `_weights` has them, the same for all secrets of these
+    Each half is a weighted sum of the shares times a factor. `_weights` has them, the same for all secrets of these
     places.
     """
     (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
         for k in (0, 1):
-            halves[k] ^= multiply(weight, int.from_bytes(both[k * _HALF : (k + 1) * _HALF]))
-    return b"".join(multiply(factor, half).to_bytes(_HALF) for half in halves)
+            halves[k] ^= multiply(weight, int.from_bytes(both[k * _HALF_KEY_BYTES : (k + 1) * _HALF_KEY_BYTES]))
+    return b"".join(multiply(factor, half).to_bytes(_HALF_KEY_BYTES) for half in halves)
 
 
 def multiply(a: int, b: int) -> int:
@@ -159,24 +164,24 @@ def multiply(a: int, b: int) -> int:
     while a:
         product ^= b if a & 1 else 0
         a, b = a >> 1, b << 1
-        b ^= MODULUS if b >> _BITS else 0
+        b ^= FIELD_POLYNOMIAL if b >> _HALF_KEY_BITS else 0
     return product
 
 
 def invert(a: int) -> int:
     """Find the inverse of an element of GF(2^128) that is not 0: its power 2^128 - 2."""
     inverse = 1
-    for _ in range(_BITS - 1):
+    for _ in range(_HALF_KEY_BITS - 1):
         a = multiply(a, a)
         inverse = multiply(inverse, a)
     return inverse
 
 
-@lru_cache(maxsize=2 * SUBSETS)
+@lru_cache(maxsize=2 * MAX_SUBSETS)
 def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
-    """What shares at these places are multiplied by, and their sum, so that it is the secret.
+    """Compute the factors of the shares at these places, and their sum.
 
-    These are Lagrange's polynomials at 0 and one; or, where they have fewer bits, for each of which a product takes a
+    These are Lagrange's polynomials at 0 and one. Or, where they have fewer bits, for each of which a product takes a
     step, these times all differences of the places, and the inverse of that.
     """
     weights = []
@@ -194,7 +199,7 @@ def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
-    """The signature of a site that another one's share for it does not decrypt."""
+    """Sign an accusation: another site's share for this site does not decrypt."""
     return key.sign(_accusation(session, accuser, accused))
 
 
@@ -208,7 +213,7 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 
 
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
-    """Whether a sealed share decrypts, by the one-time key that its sender opens it with; anybody can find that out.
+    """Whether a sealed share decrypts, by the one-time key that its sender opens it with. Anybody can find that out.
 
     Args:
         session: all agree on.
@@ -217,7 +222,7 @@ def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: 
         sealed: the message, whose signature has been checked.
         private: the sender's private key of this message (`one_time_key`).
     """
-    if public_of(private) != sealed[:KEY]:
+    if public_of(private) != sealed[:KEY_BYTES]:
         return False
     try:
         decrypted(session, common(private_key(private), session.adverts[to].sealing), sender, to, sealed)
@@ -234,7 +239,7 @@ def _accusation(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class Undecided(Broken):
-    """Shares of which none of the subsets that were tried gives the secret of their owner.
+    """Shares of which no tried subset gives their owner's secret.
 
     Args:
         owner: whose secret it is.
@@ -250,12 +255,12 @@ def restored(
     session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
     of_counters: bool = False,
 ) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
-    """The secrets that take the masks off a sum, by owner, and the sites whose shares are wrong.
+    """Restore the secrets that unmask a sum, by owner, and name the sites whose shares are wrong.
 
     Args:
         session: all agree on.
         peers: sites that have masks with each other.
-        arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
+        arrived: those of them whose vector arrived, whose seeds are restored, of the others it is the masking key.
         answers: by the site that gives them, shares by owner (`reveal_shares`).
         of_counters: see `reveal_shares`.
 
@@ -276,7 +281,9 @@ def restored(
     secrets, wrong = dict[int, bytes](), set[int]()
     for owner in peers:
         parts = {c: (place[c], shares[owner]) for c, shares in answers.items() if c not in wrong}
-        tried = ((joined([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold))
+        tried = (
+            (combine_shares([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold)
+        )
         first = next(tried, None)
         match = next((x for x in itertools.chain([first], tried) if x and fits(owner, x[0])), None)
         if match is None:
@@ -284,15 +291,15 @@ def restored(
         secrets[owner], subset = match
         if match is not first:
             rest = [parts[c] for c in subset[1:]]
-            wrong |= {c for c in parts if c not in subset and joined([parts[c], *rest]) != match[0]}
+            wrong |= {c for c in parts if c not in subset and combine_shares([parts[c], *rest]) != match[0]}
     return secrets, wrong
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
-    """Subsets of a size: the first, windows around the circle, then any; at most `SUBSETS`."""
+    """Subsets of a size: the first, windows around the circle, then any, at most `MAX_SUBSETS`."""
     m = len(clients)
     if m < size:
         return
     yield from ([clients[(k + a) % m] for a in range(size)] for k in range(m if m > size else 1))
     draws = numpy_generator(0, purpose="subsets")
-    yield from ([clients[k] for k in draws.permutation(m)[:size]] for _ in range(SUBSETS - m) if m > size + 1)
+    yield from ([clients[k] for k in draws.permutation(m)[:size]] for _ in range(MAX_SUBSETS - m) if m > size + 1)

@@ -14,12 +14,12 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom_sites.deploy.noise import SharedMean
-from fedloom_sites.deploy.protocol.envelope import STEPS, Envelope, Kind
+from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.deploy.protocol.public import publish_reasons
-from fedloom_sites.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
-from fedloom_sites.deploy.secure.protocol import ACCUSES, Broken, Integers
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Site, bound_of
@@ -54,11 +54,11 @@ class MaskedAnswers:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of messages that are answered."""
-        return (*STEPS, "fitted") if self._trainer.scoring == "masked" else (*STEPS, "score", "fitted")
+        return (*SESSION_STEPS, "fitted") if self._trainer.scoring == "masked" else (*SESSION_STEPS, "score", "fitted")
 
     @cached_property
     def figures(self) -> str:
-        """The figures and groups that the site's samples define, as bits in hexadecimal digits; none without sums."""
+        """The figures and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
             return ""
@@ -69,10 +69,10 @@ class MaskedAnswers:
         return f"{bits:x}" if bits else ""
 
     def answer(self, envelope: Envelope) -> Answer:
-        """The answer to a step of a session, or to a request for the site's own scores.
+        """Answer a step of a session, or a request for the site's own scores.
 
         Raises:
-            FedloomError: there is none; the sentence has the reason.
+            FedloomError: there is none. The sentence has the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -106,12 +106,12 @@ class MaskedAnswers:
 
     def _scores(self, envelope: Envelope) -> Answer:
         head, trainer = envelope.head, self._trainer
-        job, _ = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
+        job, _ = trainer.attach_local_data(head["accepted"], trainer.weighed(head["weight"]))
         scores = trainer.scores(job, envelope.arrays, head["round"], common=head["global"])
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
 
     def _masked(self, envelope: Envelope) -> bytes:
-        """What a site trained, its scores of the models that it received, or both, under its masks."""
+        """Mask the site's training result, its scores of the received models, or both."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
@@ -134,7 +134,7 @@ class MaskedAnswers:
                 t, head["session"], inbox, terms, weights_of_all, is_noisy=self._trainer.private
             )
         if accusations:
-            return ACCUSES + accusations
+            return ACCUSATION_PREFIX + accusations
         if terms.question is not None:
             with publish_reasons():
                 if terms.question.analysis != "cox":
@@ -142,7 +142,7 @@ class MaskedAnswers:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
             step, counters = self._cox.masked_vector(terms, first)
             return self._under_masks(envelope, step, counters)
-        job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
+        job, state = trainer.attach_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
@@ -173,8 +173,8 @@ class MaskedAnswers:
             )
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
-                counts = NEUTRAL if new.reply["neutral"] else ANSWERED
-                counts = counts if sizes[0] else ABSENT
+                counts = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
+                counts = counts if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
     def _under_masks(self, envelope: Envelope, vector: Integers, counts: Sequence[int]) -> bytes:
@@ -185,7 +185,7 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """The run with the shares of these terms, which stay as long as the numbers of samples do."""
+        """Return the run with the shares of these terms. The shares last while the numbers of samples stay the same."""
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
         return self._last[1]

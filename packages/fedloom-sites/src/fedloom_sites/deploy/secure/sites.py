@@ -1,4 +1,4 @@
-"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`sums`)."""
+"""Run sites under secure aggregation. The server gets sums only (`sums`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
-from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, open_sum
 from fedloom_sites.deploy.cox import CoxStep
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.noise import SharedMean
@@ -31,14 +31,14 @@ from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import CoxSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
-from fedloom_sites.deploy.site.cox import merged
+from fedloom_sites.deploy.site.cox import merge_bins
 
 Figure = tuple[float, float, int]
 """A score's mean over sites, over samples, and of how many sites."""
 
 
 class MaskedSites(Sites):
-    """The sites of a run whose uploads, and scores, are summed under masks; see `Sites`."""
+    """The sites of a run whose uploads, and scores, are summed under masks, see `Sites`."""
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
@@ -62,7 +62,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites and sum their uploads, of each of which nothing is known.
+        """Train at the sites and sum their uploads. Single uploads stay unknown.
 
         Raises:
             RunStopped: fewer sites than the threshold take part.
@@ -131,7 +131,7 @@ class MaskedSites(Sites):
         self._transport.note("neutral uploads", t, clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
-        """The round whose models are scored with the training, and its request: where all sites train.
+        """Return the round to score with the training, and its request, if all sites train.
 
         Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
         sum of the training that was asked for already has the scores or has them not.
@@ -140,7 +140,10 @@ class MaskedSites(Sites):
         if pending is None:
             return -1, {}
         self._scores = pending.round, {}
-        before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": pending.round})
+        before, alone = (
+            self._sessions.find_repeated({"uploads": t}),
+            self._sessions.find_repeated({"scores": pending.round}),
+        )
         rides = set(self._transport.nodes) <= set(cohort) and alone is None
         if rides if before is None else before.sums.get("scores") == pending.round:
             return pending.round, self._score_letters(pending)
@@ -151,7 +154,7 @@ class MaskedSites(Sites):
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """The sums of all sites' scores, which `sums` then gives; of a single client nothing is known."""
+        """Request the sums of all sites' scores, which `sums` then returns. Scores of single clients stay unknown."""
         if not self._tallies:
             yield from super().score(request)
             return
@@ -164,14 +167,14 @@ class MaskedSites(Sites):
             self._cox = self._cox_terms()
         question = AnalysisStep.of("cox", step.step, step.encode())
         terms, first = self._cox.with_(question=question), len(self._figures.figures) + len(self.group_sums.groups)
-        bins = merged(agreed, terms, first, self._agreed.threshold)
+        bins = merge_bins(agreed, terms, first, self._agreed.threshold)
         beta = np.array(step.beta)
 
         def letter(c: int, inbox: bytes) -> Request:
             return Request("tally", c, [terms.encode(), inbox], {"accepted": terms.bases[c]})
 
         def read(total: Integers, count: int) -> Ring:
-            opened(total, bins, beta, count)
+            open_sum(total, bins, beta, count)
             return total
 
         session = self._sessions.sum(
@@ -181,7 +184,7 @@ class MaskedSites(Sites):
         return CoxSum(session.value, session.clients, bins, session.counts)
 
     def _cox_terms(self) -> Terms:
-        """What all steps of the Cox regression have in common; kept, so that a restarted server sends the same."""
+        """Return the terms that all steps of the Cox regression share. A restarted server sends the same terms."""
         path = self._settings.checkpoints / "cox-terms.json"
         kept = read_checked(path)
         if kept is not None:
@@ -194,7 +197,7 @@ class MaskedSites(Sites):
         return terms
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all sites that are there, in a session of its own; without a sum the run continues."""
+        """Sum the scores of all sites that are there, in a session of its own, without a sum the run continues."""
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
@@ -218,7 +221,7 @@ class MaskedSites(Sites):
     def _terms(
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
-        """What all sites of a session are asked."""
+        """Build the terms of a session."""
         first = next(iter(asks.values()), None)
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
@@ -235,11 +238,11 @@ class MaskedSites(Sites):
         )
 
     def _weights(self, terms: Terms) -> Weights:
-        """What every site counts in the sums of a session, as the sites find it."""
+        """Return the weights of every site in the sums of a session, as the sites compute them."""
         return terms.weights(terms.weighed(self._job, self._settings.samples))
 
     def _check_cohort(self, terms: Terms) -> Weights:
-        """The same, of a cohort that was drawn; the next one is another.
+        """Check the terms of a drawn cohort. A failure leads to another cohort.
 
         Raises:
             GivenUp: the sites would open no sum of this cohort, but may open that of another.
@@ -256,7 +259,7 @@ class MaskedSites(Sites):
         return {"accepted": int(self.accepted[client])}
 
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
-        """That differences are no longer than they can be together; a change of a kept row is one of two.
+        """Check that summed differences are no longer than they can be. A change of a kept row counts twice.
 
         Raises:
             Broken: they are.

@@ -1,13 +1,13 @@
-"""Stages of a session of secure aggregation, and the message that leads from one to the next; both ends go by them.
+"""Stages of a session of secure aggregation, and the message that leads from one to the next. Both ends go by them.
 
     kind             answered from    leads to    carries to the site, and back
-    keys             (any)            ADVERTISED  nothing; public keys and a commitment
-    shares           ADVERTISED       SHARED      all keys; sealed shares of this site's secrets
-    masked, tally    SHARED           MASKED      terms and the others' shares; a masked vector, or accusations
-    open             SHARED           (same)      accusations; the one-time keys of the shares they are about
-    agree            MASKED           AGREED      the sites whose vector arrived; a signature
-    count            MASKED           COUNTED     signatures of the sum's sites; masked counters (`counters`)
-    unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all; shares of secrets
+    keys             (any)            ADVERTISED  nothing. Public keys and a commitment
+    shares           ADVERTISED       SHARED      all keys. Sealed shares of this site's secrets
+    masked, tally    SHARED           MASKED      terms and the others' shares. A masked vector, or accusations
+    open             SHARED           (same)      accusations. The one-time keys of the shares they are about
+    agree            MASKED           AGREED      the sites whose vector arrived. A signature
+    count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
+    unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
 Between SHARED and MASKED a site is at RECEIVED, once it has read the others' shares. A message that comes again gets
 the same answer. At REVEALED a site's secrets are gone, and `unmask` alone is still answered.
@@ -24,7 +24,7 @@ from fedloom_sites.deploy.secure.protocol import Broken
 
 
 class Stage(IntEnum):
-    """How far a session has come, at either end."""
+    """Progress of a session, at either end."""
 
     NEW = 0
     ADVERTISED = 1
@@ -36,7 +36,7 @@ class Stage(IntEnum):
     REVEALED = 7
 
 
-MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
+STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "keys": (Stage.NEW, Stage.ADVERTISED),
     "shares": (Stage.ADVERTISED, Stage.SHARED),
     "masked": (Stage.SHARED, Stage.MASKED),
@@ -48,11 +48,11 @@ MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
 }
 """The earliest stage from which a message is answered, and the stage that it leads to."""
 
-REVEALED = "told"
+REVEALED_ENTRY = "told"
 """Entry of a site's record of a session: the shares that it has revealed."""
-ENTRIES = {
+ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
-    "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED: Stage.REVEALED,
+    "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
 }  # fmt: skip
 """The stage that each entry of a site's record shows."""
 
@@ -62,8 +62,8 @@ class Progress(NamedTuple):
 
     stage: Stage = Stage.NEW
 
-    def at_least(self, stage: Stage) -> Progress:
-        """The same, where the session has come to a stage and its secrets are there.
+    def require_stage(self, stage: Stage) -> Progress:
+        """Require that the session has reached a stage and still has its secrets.
 
         Raises:
             Broken: it has not, or is over.
@@ -73,17 +73,17 @@ class Progress(NamedTuple):
         return self
 
     def after(self, kind: Kind) -> Progress:
-        """The stage after a message of a kind.
+        """Return the stage after a message of a kind.
 
         Raises:
             Broken: the session has not come to it, or is over.
         """
-        earliest, stage = MOVES[kind]
+        earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:
             return self
-        return Progress(max(self.at_least(earliest).stage, stage))
+        return Progress(max(self.require_stage(earliest).stage, stage))
 
 
 def progress_of(record: Mapping[str, object]) -> Progress:
-    """The stage that a site's record shows."""
-    return Progress(max((stage for entry, stage in ENTRIES.items() if entry in record), default=Stage.NEW))
+    """Return the stage that a site's record has reached."""
+    return Progress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

@@ -1,8 +1,8 @@
 """Sessions: the server's side of secure aggregation, from the sites' keys to a sum that makes sense.
 
 A site that is shown to have broken the protocol is named, and left out of sessions until the server is started again. A
-round's uploads are asked for in a new session only as long as no share of the session before has been asked for;
-after that the sum is of these sites, or the round is lost.
+round's uploads are asked for in a new session only as long as no share of the session before has been asked for.
+After that the sum is of these sites, or the round is lost.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import numpy as np
 
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom_sites.deploy.protocol.envelope import Kind, Request
-from fedloom_sites.deploy.protocol.identity import NONCE, verifying_key
+from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
 from fedloom_sites.deploy.secure.changes import Changes
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
-from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken, Integers
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.stages import Progress, Stage
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
-ATTEMPTS = 3
-"""How often the shares of a sum are asked for before it is given up."""
+MAX_ATTEMPTS = 3
+"""Number of requests for the shares of a sum before it is given up."""
 
 Ask = Callable[[int, bytes], Request]
 """(client, sealed shares of the others) -> the request for the client's vector."""
 
 
 Weights = Mapping[int, Sequence[float]]
-"""What every site of a session counts in its sums, see `Terms.weights`."""
+"""Weights of every site in a session's sums, see `Terms.weights`."""
 
 
 class Sum(NamedTuple):
     """A sum of a session.
 
     Attributes:
-        value: what it was read as; None where the counters kept it closed.
+        value: what it was read as. None where the counters kept it closed.
         clients: sites that it is of.
         traffic: bytes per site up and down.
-        counts: sums of the sites' counters (`counters`); None in a session without any.
+        counts: sums of the sites' counters (`counters`). None in a session without any.
     """
 
     value: Any
@@ -83,22 +83,22 @@ class SecureSums:
         agreed = settings.secure
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
-    def asked_for(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """The sum of any of these, by kind and round, if it was asked for before."""
+    def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
+        """Find a sum by kind and round that was requested before."""
         return self._unmasked.of(sums)
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
         counted: bool = False, all_answer: bool = False,
     ) -> Sum:  # fmt: skip
-        """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
+        """Sum the sites' vectors. A sum that was requested before a stop is revealed now.
 
         Args:
             terms: what the sites are asked.
             weights: what every site counts in the sum, see `Terms.weights`.
-            request: makes the request for a client's vector; takes the shares of the others too.
+            request: makes the request for a client's vector. Takes the shares of the others too.
             length: of a vector.
-            read: what a sum of so many vectors is; Refused where it makes no sense.
+            read: what a sum of so many vectors is. Refused where it makes no sense.
             counted: whether the sites read the sum of their counters before they open that of their vectors.
             all_answer: whether a sum with a neutral answer in it is of no use, so that it stays closed.
 
@@ -116,15 +116,15 @@ class SecureSums:
             if (all_answer and counts.neutral) or counts.answered < self._agreed.threshold:
                 return Sum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
-        n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
-        up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
-        down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
+        n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES
+        up = len(pending.adverts) // n + n * part + SIGNATURE_BYTES + 8 * length + n * (4 + secure.KEY_BYTES)
+        down = len(pending.adverts) + n * (part + 4 + SIGNATURE_BYTES) + len(terms.encode())
         return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
+        """Run all steps but the last and return the masked sum. Nothing is revealed yet."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._same_sites(terms, weights, cohort)
@@ -136,8 +136,8 @@ class SecureSums:
     def _begun(
         self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
     ) -> PendingSum | None:
-        """A session; None if a site was left out of it, so that another one is to begin."""
-        t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
+        """Begin a session. Return None if a site dropped out, so that another session must begin."""
+        t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
         name = secure.session_name(self._agreement, t, course.nonce)
         ask = {c: Request("keys", c) for c in cohort}
@@ -149,7 +149,7 @@ class SecureSums:
             course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]), wanted=wanted
         )
         self._check_leaving(terms, weights, sealed)
-        inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
+        inbox = {c: secure.join_parts({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
         bound = secure.bound_to(session, terms.digest, [*sealed])
         text = secure.statement(bound, [*sealed])
         ask = {c: request(c, inbox[c]) for c in sealed}
@@ -158,7 +158,7 @@ class SecureSums:
             "masked" if terms.trains else "tally",
             ask,
             lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
-            most=SIGNATURE + 8 * length + counters.WIDTH + secure.MOST * (4 + SIGNATURE),
+            most=SIGNATURE_BYTES + 8 * length + counters.COUNTERS_BYTES + secure.MAX_SITES * (4 + SIGNATURE_BYTES),
             wanted=wanted,
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
@@ -173,7 +173,7 @@ class SecureSums:
         signed = {c: signature for c, (signature, _, _) in vectors.items()}
         masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
         if vectors.keys() != sealed.keys():
-            arrived = secure.write(dict.fromkeys(vectors, b""))
+            arrived = secure.join_parts(dict.fromkeys(vectors, b""))
             text = secure.statement(bound, vectors)
             ask = {c: Request("agree", c, [arrived]) for c in vectors}
             _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
@@ -198,7 +198,7 @@ class SecureSums:
         accusations: Mapping[int, Mapping[int, bytes]],
         sealed: Mapping[int, Mapping[int, bytes]],
     ) -> bool:
-        """Leave out whoever is shown to have broken the session; whether anybody is.
+        """Leave out whoever is shown to have broken the session. Whether anybody is.
 
         Args:
             course: of the session.
@@ -212,10 +212,10 @@ class SecureSums:
                 valid = accused in sealed and accuser != accused
                 if valid and shares.is_accused(session, accuser, accused, signature, self._public[accuser]):
                     against.setdefault(accused, {})[accuser] = signature
-        ask = {c: Request("open", c, [secure.write(signed)]) for c, signed in against.items()}
+        ask = {c: Request("open", c, [secure.join_parts(signed)]) for c, signed in against.items()}
         opened = dict[int, Any]()
         if ask:
-            _, opened = self._step(course, "open", ask, lambda _, m: secure.read(m, secure.KEY), need=0)
+            _, opened = self._step(course, "open", ask, lambda _, m: secure.split_parts(m, secure.KEY_BYTES), need=0)
         before = len(self._out)
         for accused, accusers in against.items():
             keys = opened.get(accused, {})
@@ -237,7 +237,7 @@ class SecureSums:
         return len(self._out) > before
 
     def _apart(self, terms: Terms, clients: Collection[int]) -> list[int]:
-        """The sites that may be summed; if models were asked for before in another round, those of that sum.
+        """Return the sites that may be summed. After a sum of the same models in another round, the sites of that sum.
 
         Sites refuse any but these, or so many others that the difference of both sums is itself of enough sites.
 
@@ -328,9 +328,9 @@ class SecureSums:
     # ------------------------------------------------------------------------------------------------- the last step
 
     def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
-        """The last step: any threshold of the sites of a sum take its masks off; it is kept once it makes sense."""
+        """Unmask a sum with the shares of any threshold of its sites. A plausible sum is stored."""
         t, why = pending.round, "it was never revealed"
-        while pending.attempts < ATTEMPTS:
+        while pending.attempts < MAX_ATTEMPTS:
             self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
             try:
                 total = self._open(pending)
@@ -342,7 +342,7 @@ class SecureSums:
                 read(total, len(pending.clients))
             except Refused as error:
                 why = f"{error}; which site's vector is wrong cannot be known from a sum"
-                self._unmasked.keep(pending := pending._replace(attempts=ATTEMPTS))
+                self._unmasked.keep(pending := pending._replace(attempts=MAX_ATTEMPTS))
                 continue
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
@@ -352,7 +352,7 @@ class SecureSums:
         )
 
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
-        """The sum under its masks with the shares that open its counters, and the sums of the counters.
+        """Open the counters of a masked sum and return the sum with their shares, and the totals of the counters.
 
         Raises:
             RunStopped: fewer than the threshold answer.
@@ -361,16 +361,16 @@ class SecureSums:
         session, t, why = self._session_of(pending), pending.round, "they were never revealed"
         bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
         peers = pending.shared
-        while pending.shown or pending.attempts < ATTEMPTS:
+        while pending.shown or pending.attempts < MAX_ATTEMPTS:
             if not pending.shown:
                 self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
                 ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
                 course = _Course(t, pending.nonce, Progress(Stage.MASKED))
                 _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
-                pending = pending._replace(shown={c: secure.write(one) for c, one in shown.items()})
-            answers = {c: secure.read(one, secure.KEY) for c, one in pending.shown.items()}
+                pending = pending._replace(shown={c: secure.join_parts(one) for c, one in shown.items()})
+            answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in pending.shown.items()}
             try:
-                counts, wrong = counters.opened_counters(session, bound, peers, pending.counters, answers, self._public)
+                counts, wrong = counters.open_counters(session, bound, peers, pending.counters, answers, self._public)
             except Broken as error:
                 why, is_new, pending = str(error), True, pending._replace(shown={})
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
@@ -383,12 +383,12 @@ class SecureSums:
         raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
-        """The session of a sum that was asked for."""
+        """Rebuild the session of a requested sum."""
         name = secure.session_name(self._agreement, pending.round, pending.nonce)
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> Integers:
-        """The sum without its masks.
+        """Remove the masks of a sum.
 
         Raises:
             RunStopped: fewer than the threshold answer.
@@ -396,7 +396,7 @@ class SecureSums:
         """
         session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
-        counted = [secure.write(pending.counters), secure.write(pending.shown)] if pending.counters else []
+        counted = [secure.join_parts(pending.counters), secure.join_parts(pending.shown)] if pending.counters else []
         message = [_signatures(pending), *counted]
         ask = {c: Request("unmask", c, message) for c in pending.clients}
         course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
@@ -415,7 +415,7 @@ class SecureSums:
         requests: dict[int, Request],
         read: Callable[[int, bytes], Any],
         need: int | None = None,
-        most: int = secure.MOST * (4 + shares.SEALED),
+        most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
         """Take a step of a session: how far it has come then, and the sites' answers by client in rising order."""
@@ -462,5 +462,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """The sites of a sum, each with its signature, or zeros in place of one."""
-    return secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})
+    """Encode the sites of a sum with their signatures, or zeros stand for a missing signature."""
+    return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

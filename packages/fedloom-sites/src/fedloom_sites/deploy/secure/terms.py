@@ -1,7 +1,7 @@
-"""Terms: what all sites of a session are asked alike; masks cancel, and shares open, for the same terms only.
+"""Terms: what all sites of a session are asked alike. Masks cancel, and shares open, for the same terms only.
 
-A site checks what it can see of them: its own numbers of samples, from which everybody finds all shares of the sum;
-the models that came with them; the rounds of the experiment.
+A site checks what it can see of them: its own numbers of samples, from which everybody finds all shares of the sum.
+The models that came with them. The rounds of the experiment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from fedloom.choose.shares import shares_of
-from fedloom.data.federation import PARTS
+from fedloom.data.federation import DATA_PARTS
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.uploads import weights_of
 from fedloom.engine.job import Job
@@ -26,10 +26,10 @@ from fedloom.errors import WireError
 from fedloom.local import Nothing
 from fedloom.values import Value
 from fedloom_sites.deploy.noise import SharedMean
-from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, MOST_STEPS, Broken
+from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEPS, Broken
 from fedloom_sites.deploy.site.local_data import federation_of
 
-LONGEST = 1 << 18
+MAX_TERMS_BYTES = 1 << 18
 """Most bytes of terms."""
 
 Count = Annotated[int, Field(ge=0)]
@@ -43,7 +43,7 @@ class AnalysisStep(Value):
     analysis: str = Field(pattern=r"^[a-z][a-z0-9-]{0,39}$", description="name of the analysis")
     step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
     content: str = Field(
-        pattern=r"^([0-9a-f]{2})*$", max_length=LONGEST, description="the bytes, in hexadecimal digits"
+        pattern=r"^([0-9a-f]{2})*$", max_length=MAX_TERMS_BYTES, description="the bytes, in hexadecimal digits"
     )
 
     @classmethod
@@ -58,21 +58,21 @@ class AnalysisStep(Value):
 
 
 class Terms(Value):
-    """What all sites of a session are asked."""
+    """Request to all sites of a session."""
 
-    round: int = Field(ge=0, description="round that is trained, or whose models are scored alone")
-    trains: bool = Field(description="whether the sites train")
+    round: int = Field(ge=0, description="round to train, or whose models are scored alone")
+    trains: bool = Field(description="the sites train")
     sizes: tuple[tuple[Count, Count, Count], ...] = Field(
-        max_length=MOST, description="training, validation and test samples of every site"
+        max_length=MAX_SITES, description="training, validation and test samples of every site"
     )
-    cohort: tuple[Count, ...] = Field(max_length=MOST, description="sites that are asked, in rising order")
-    accepted: tuple[Count, ...] = Field(max_length=MOST, description="last accepted round of each of these")
-    download: str = Field("", description="SHA-256 of what every site of the cohort receives to train")
-    scored: int = Field(-1, ge=-1, description="round whose models are scored; -1 for none")
-    common: bool = Field(False, description="whether the global model is scored")
-    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to be scored")
+    cohort: tuple[Count, ...] = Field(max_length=MAX_SITES, description="requested sites, in ascending order")
+    accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of each requested site")
+    download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
+    scored: int = Field(-1, ge=-1, description="round whose models are scored. -1 for none")
+    common: bool = Field(False, description="the global model is scored")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to score")
     figures: tuple[Bits, ...] = Field(
-        (), max_length=MOST, description="figures and bins that the samples of every site define, where any are summed"
+        (), max_length=MAX_SITES, description="figures and bins defined by the samples of every site, if any are summed"
     )
 
     question: AnalysisStep | None = Field(None, description="step of an analysis that is summed, and nothing else")
@@ -87,7 +87,7 @@ class Terms(Value):
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the models of what is summed, by what that is; empty where none is received.
+        """Digest of the models of what is summed, by what that is. Empty where none is received.
 
         All steps of an analysis have the same, so that all their sums are of the same sites.
         """
@@ -100,7 +100,7 @@ class Terms(Value):
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
-        """As a message."""
+        """Encode as a message."""
         return self.model_dump_json().encode()
 
     @property
@@ -109,10 +109,10 @@ class Terms(Value):
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Which figures are summed.
+        """Figures that are summed.
 
-        A figure is summed if `FEWEST` of any threshold of these sites have it, so that no sum is of one or two, and if
-        its part is not one that a site can dominate (`is_dominated`).
+        A figure is summed if `MIN_SITES` of any threshold of these sites have it, so that no sum is of one or two, and
+        if its part is not one that a site can dominate (`is_dominated`).
 
         Args:
             threshold: fewest sites of a sum.
@@ -121,15 +121,17 @@ class Terms(Value):
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
         dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
-        return [threshold - lack >= FEWEST and not dominated[part] for lack, part in zip(lacking, parts, strict=True)]
+        return [
+            threshold - lack >= MIN_SITES and not dominated[part] for lack, part in zip(lacking, parts, strict=True)
+        ]
 
     def is_dominated(self, part: str, threshold: int, most: float) -> bool:
         """Whether one site can have more than a share of a part's samples in a sum of some threshold of these sites."""
-        counts = sorted(self.sizes[c][PARTS.index(part)] for c in self.cohort)
+        counts = sorted(self.sizes[c][DATA_PARTS.index(part)] for c in self.cohort)
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
-        """What every site of the cohort counts in the sums of the session; zeros without training samples.
+        """Return the weights of every site of the cohort in the session's sums, or zeros without training samples.
 
         Of uploads these are its weight in the mean and, if rows are kept or added up over rounds, its share of the
         objective. An analysis has rows. Scores count alike: `summed` looks at their samples.
@@ -149,20 +151,20 @@ class Terms(Value):
         return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
-        """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""
+        """Encode what the samples of every site define, as bits from ``first`` on: figures, then groups."""
         return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
 
     def bins(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Which of ``count`` bits from ``first`` on every site of the cohort has, ``[n, count]``."""
+        """Return the ``count`` bits from ``first`` on of every site of the cohort, ``[n, count]``."""
         return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
-        """A site's run with the shares of the objective that follow from all numbers of samples."""
+        """Return a site's run with the shares of the objective that follow from all numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.weights, fed).to(job.oracle.dtype))
 
     def share(self, job: Job, client: int) -> float:
-        """What a site counts in the mean of the cohort, over the largest, in a run of `weighed`."""
+        """Return a site's weight in the mean of the cohort, relative to the largest, in a run of `weighed`."""
         weights = self._weights(job)
         return float(weights[self.cohort.index(client)] / weights.max())
 
@@ -173,13 +175,13 @@ class Terms(Value):
 
 
 def read_terms(message: bytes) -> Terms:
-    """The terms of a message.
+    """Decode the terms of a message.
 
     Raises:
         WireError: the bytes are no terms.
     """
     try:
-        if len(message) > LONGEST:
+        if len(message) > MAX_TERMS_BYTES:
             raise ValueError("too long")
         return Terms.model_validate_json(message, strict=False)
     except (ValidationError, ValueError) as error:
@@ -215,7 +217,7 @@ def check_summands(
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
-    """Refuse terms that are not those of this experiment, or wrong about this site.
+    """Refuse terms of another experiment, or terms that are wrong about this site.
 
     Args:
         terms: what came, of the round of its message.
@@ -250,7 +252,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
-    """That the models that came are those of the terms, and so those of every site.
+    """Check that the received models are the models of the terms, and so the same for every site.
 
     Raises:
         Broken: they are others.

@@ -1,4 +1,4 @@
-"""Vectors: the integers that a site masks, and what both sides know of them.
+"""Convert results to the integer vectors that sites mask, with the facts that both sides know.
 
 A vector has the fields of an upload side by side and counts of work, or the site's scores, or both.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.federation import PARTS
+from fedloom.data.federation import DATA_PARTS
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
@@ -24,12 +24,12 @@ from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
-WORK = 3
+WORK_COUNTS = 3
 """Counts of work at the end of an upload."""
-UNIT = 2.0**-20
+SCORE_UNIT = 2.0**-20
 """A score times this and times the number of samples is what is summed for a weighted mean."""
-APART = 2.0
-"""How far probing outputs are moved towards one prediction; their own spread is below 1."""
+PROBE_DISTANCE = 2.0
+"""Distance by which probing outputs are moved towards one prediction. Their own spread is below 1."""
 
 
 class UploadVector:
@@ -47,20 +47,20 @@ class UploadVector:
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
         aggregator = job.setting.aggregator
         self.is_counted = accounted(job.setting.channel, aggregator) is None  # a counter has no noise
-        self.length = sum(self._widths.values()) + WORK + self.is_counted
+        self.length = sum(self._widths.values()) + WORK_COUNTS + self.is_counted
         self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
 
     def encode(
         self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
         is_neutral: bool = False, is_cut: bool = False,
     ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
-        """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
+        """Encode a site's vector. Return it with the rows that the server's sum now has of it and the clipped count.
 
         Args:
             output: the output of the site.
             share: in the mean of the cohort, -1 to 1.
             mass: in what is kept or added up over rounds, 0 to 1.
-            before: the rows that the sum has of it now, as integers; None: those before a first upload.
+            before: the rows that the sum has of it now, as integers. None: those before a first upload.
             is_neutral: whether the site keeps its state, so that nothing that follows a state changes.
             is_cut: whether the upload was too long and is shortened.
         """
@@ -91,7 +91,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """What the server's sum has of a client of this mass before its first upload, as integers."""
+        """Return, as integers, what the server's sum has of a client of this mass before its first upload."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -101,7 +101,7 @@ class UploadVector:
         return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
-        """The sums of ``count`` sites by field, float64 ``[d]``, of their work ``[3]``, and how many were clipped.
+        """Decode the sums of ``count`` sites by field ``[d]`` float64, of their work ``[3]``, and the clipped count.
 
         Args:
             total: without masks.
@@ -114,8 +114,10 @@ class UploadVector:
         noise, clipped = self._noise, 0
         if self.is_counted:
             total, clipped = total[:-1], int(total[-1])
-        numbers = integers.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
-        work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
+        numbers = (
+            integers.decode(total[:-WORK_COUNTS], count) if noise is None else noise.total(total[:-WORK_COUNTS], count)
+        )
+        work = torch.from_numpy(total[-WORK_COUNTS:].view(np.int64).copy())
         if bool((work < 0).any()):
             raise Broken("the sum of work is below zero: a mask is still on it")
         if clipped > count:
@@ -132,7 +134,7 @@ class UploadVector:
         return sums, work, clipped
 
     def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """The coordinates of a field that travel."""
+        """Select the coordinates of a field that travel."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers
@@ -152,7 +154,7 @@ class ScoreVector:
         self.length = 4 * len(self._names)
 
     def definable(self, client: int) -> int:
-        """The `figures` that a site's samples define whatever a model predicts, as bits.
+        """Return, as bits, the `figures` that a site's samples define for any model's predictions.
 
         Two outputs are scored, that predict the first class everywhere, and the last: AUROC needs both classes, recall
         of a class a sample of it. The precision of a class depends on what is predicted, so no samples define it.
@@ -164,8 +166,8 @@ class ScoreVector:
             draws = generator(0, purpose="definable")
             first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
             last = first.clone()
-            first[:, 0] += APART if task.outputs > 1 else -APART
-            last[:, -1] += APART
+            first[:, 0] += PROBE_DISTANCE if task.outputs > 1 else -PROBE_DISTANCE
+            last[:, -1] += PROBE_DISTANCE
             probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
             for k, (where, name) in enumerate(self.figures):
                 defined = where == part and all(name in probe and bool(probe[name].isfinite()) for probe in probes)
@@ -176,7 +178,7 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> Integers:  # fmt: skip
-        """A site's scores; one that is not asked for, not there or not finite is zero in all four.
+        """Encode a site's scores. A score that was not requested, is missing or not finite is zero in all four numbers.
 
         Args:
             scores: values ``[1]``.
@@ -189,12 +191,12 @@ class ScoreVector:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
             has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
             samples = self._samples(part, sizes)
-            numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if has_score else [0.0, 0.0]))
+            numbers, _ = integers.encode(np.array([value, value * samples * SCORE_UNIT] if has_score else [0.0, 0.0]))
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
         return np.concatenate(columns)
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
-        """Of every score that at least `FEWEST` sites have: the mean over sites, over samples, and of how many sites.
+        """Return every score that at least `MIN_SITES` sites have: means over sites and samples, and the sites' number.
 
         Raises:
             Broken: a sum is out of range.
@@ -204,10 +206,10 @@ class ScoreVector:
         if bool(((counts < 0) | (counts[:, :1] > count)).any()):
             raise Broken("the sum of scores is out of range: a mask is still on it")
         return {
-            key: (value / sites, weighted / UNIT / samples if samples else np.nan, int(sites))
+            key: (value / sites, weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
             for key, (value, weighted), (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
-            if sites >= secure.FEWEST
+            if sites >= secure.MIN_SITES
         }
 
     def _samples(self, part: str, sizes: Sequence[int]) -> int:
-        return sizes[PARTS.index(part)] if part in PARTS else sizes[0]
+        return sizes[DATA_PARTS.index(part)] if part in DATA_PARTS else sizes[0]

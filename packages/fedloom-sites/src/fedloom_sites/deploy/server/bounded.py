@@ -1,4 +1,4 @@
-"""Bounded: replies are pulled object by object, none beyond what its kind may have; calls are repeated for a time.
+"""Bounded: replies are pulled object by object, none beyond what its kind may have. Calls are repeated for a time.
 
 Flower sends equal parts of a message once and puts them together as often as the message claims. So the bytes of the
 objects are counted as often as the message has them, while they come, and a reply beyond its limit is given up there.
@@ -35,9 +35,9 @@ from fedloom_sites.flwr_adapter import (
 
 T = TypeVar("T")
 
-POLL = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two looks at the replies."""
-PAUSE = 30.0
+MAX_RETRY_SECONDS = 30.0
 """Most seconds between two attempts to reach Flower's server when it does not answer."""
 
 
@@ -46,7 +46,7 @@ class TooLong(FedloomError):
 
 
 def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
-    """The replies that have arrived; in the place of one that is too long or incomplete, an error.
+    """Fetch the replies that arrived. An error replaces a reply that is too long or incomplete.
 
     Args:
         grid: Flower's.
@@ -70,7 +70,7 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
 
 
 def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
-    """A reply, put together.
+    """Reassemble a reply from its objects.
 
     Raises:
         TooLong: it has more bytes than the limit.
@@ -102,13 +102,13 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
     return make_message(metadata=metadata, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))
 
 
-def with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
-    """The answer of Flower's server; while there is none, it is asked again for so many seconds.
+def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
+    """Call Flower's server and return its answer. Repeat the call for some seconds while there is no answer.
 
     Raises:
         RunStopped: it does not answer.
     """
-    end, pause = time.monotonic() + seconds, POLL
+    end, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:
         try:
             return list(call())
@@ -118,4 +118,4 @@ def with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
             if time.monotonic() > end:
                 raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
             time.sleep(pause)
-            pause = min(2 * pause, PAUSE)
+            pause = min(2 * pause, MAX_RETRY_SECONDS)

@@ -15,7 +15,7 @@ from fedloom.errors import DataError, GivenUp
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring
 from fedloom.tasks.penalty import Floats
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
-from fedloom_sites.deploy.cox import STEPS, CoxFound, CoxStep
+from fedloom_sites.deploy.cox import MAX_SUMS, CoxFound, CoxStep
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.server.sites import Sites
 
@@ -39,10 +39,10 @@ class CoxServer:
         self._incomplete = list[int]()
 
     def fit(self) -> SecureCoxFit:
-        """The regression, after which the sites have its coefficients.
+        """Fit the regression. Afterwards the sites have its coefficients.
 
         Raises:
-            RunStopped: sites are missing; the steps so far are kept.
+            RunStopped: sites are missing. The steps so far are kept.
             GivenUp: a sum is never revealed.
             DataError: there is no finite fit, or sites cannot answer.
             Refused: too few sites have events, or a site's vector is wrong.
@@ -65,14 +65,15 @@ class CoxServer:
         return fit
 
     def _next(self, beta: Floats) -> Ring | None:
-        """The sum at the next coefficients, from the disk where it is there; None where sites cannot answer."""
-        if self._step == STEPS:
+        """Return the sum at the next coefficients, from disk if it is there, or None if sites cannot answer."""
+        if self._step == MAX_SUMS:
             lacking = (
                 f"; in {len(self._incomplete)} of them sites could not answer, as where one row has more than half of "
                 "the weight of its site"
             )
             raise DataError(
-                f"the Cox regression has not converged after {STEPS} steps{lacking if self._incomplete else ''}; look "
+                f"the Cox regression has not converged after {MAX_SUMS} "
+                f"steps{lacking if self._incomplete else ''}; look "
                 f"at {', '.join(self._names)}"
             )
         step = CoxStep(step=self._step, beta=tuple(beta.tolist()))

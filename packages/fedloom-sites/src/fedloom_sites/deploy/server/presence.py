@@ -19,8 +19,8 @@ import torch
 from fedloom_sites.deploy.protocol.rejected import Rejected
 from fedloom_sites.deploy.settings import Member
 
-SLOW = 3.0
-"""How many times the median seconds of the others a node takes that is named as slow."""
+SLOW_RATIO = 3.0
+"""Multiple of the other nodes' median seconds from which a node is named as slow."""
 LEAST_SECONDS = 30.0
 """Seconds that a node has in any case: where others answer at once, nodes that look for messages every few seconds, or
 read their data first, would be late by chance."""
@@ -39,7 +39,7 @@ class NodePresence:
 
     Attributes:
         nodes: Flower's number of the node of every site that is there, by client.
-        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 before its first answer.
+        sizes: ``[n, 3]`` training, validation and test samples of every site. 0 before its first answer.
         round: of the run, the latest that a message was of.
     """
 
@@ -57,11 +57,11 @@ class NodePresence:
         self._fixed = False
 
     def fix(self) -> None:
-        """From here on, a site with other numbers of samples than it had is refused."""
+        """Fix the sites' numbers of samples: later changes are refused."""
         self._fixed = True
 
     def strangers(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes to greet, of those that are there; what has gone or was asked in vain too often is forgotten."""
+        """Return the connected nodes to greet, and forget nodes that have left or were asked in vain too often."""
         here, now = set(nodes), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
         self._mute = {n: since for n, since in self._mute.items() if n in here}
@@ -93,7 +93,7 @@ class NodePresence:
         self._mute.pop(node, None)
 
     def silent(self, node: int) -> bool:
-        """Wait no more for a node that has not answered in time; whether it did before."""
+        """Wait no more for a node that has not answered in time. Whether it did before."""
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
         return new
@@ -107,26 +107,26 @@ class NodePresence:
         return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
-        """The client whose answer held a round up, and the median of the others' seconds; None if no answer did.
+        """Return the client that delayed a round and the median seconds of the others, or None if nobody delayed it.
 
         Args:
             took: seconds of every client that answered.
         """
         client = max(took, key=lambda c: took[c], default=-1)
         rest = [seconds for c, seconds in took.items() if c != client]
-        is_slow = bool(rest) and took[client] > max(LEAST_SECONDS, SLOW * median(rest))
+        is_slow = bool(rest) and took[client] > max(LEAST_SECONDS, SLOW_RATIO * median(rest))
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
-        """Whether a node's answer is awaited so many seconds after its message was sent; see `longest_wait`."""
+        """Whether a node's answer is awaited so many seconds after its message was sent, see `longest_wait`."""
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def client(self, node: int) -> int | None:
-        """The client that the node is, or was by its last answer."""
+        """Return the client at a node, by the node's last answer."""
         return self._who.get(node)
 
     def name(self, node: int) -> str:
-        """The site at a node, or the node's number where it never answered."""
+        """Return the site's name at a node, or the node's number if it never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 

@@ -19,14 +19,14 @@ from fedloom.lab.experiment.outputs import (
     write_parquet,
     write_settings,
 )
-from fedloom.rundir import GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary, analysis_file
+from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.tasks.secure_cox import SecureCoxFit
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.status import counted, tallies
+from fedloom_sites.deploy.ops.status import summarize_counters, tallies
 from fedloom_sites.deploy.settings import Server
 
 
@@ -51,17 +51,17 @@ class Results:
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
-        """What was measured, the public sizes of the sites, and the global model."""
+        """Write the measured figures, the public sizes of the sites, and the global model."""
         self.hold(job, state)
         out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
         make_folder(out)
         write_settings(out, self._experiment)
-        seconds = (state.times.without_startup(), state.times.startup())
+        seconds = (state.times.steady_seconds(), state.times.startup())
         write_measured(out, [(method.label, seed, state.records.table(), seconds)])
         members = {m.client: m.site for m in self._settings.sites}
         names = [members.get(c, str(c)) for c in range(job.n)]
         sizes = job.fed.sizes("train").numpy()
-        write_parquet(out / PARTITION, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
+        write_parquet(out / PARTITION_FILE, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
         shared = job.algorithm.global_model(state.server)
         if shared is not None:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
@@ -70,17 +70,19 @@ class Results:
     def groups(self, scores: Sequence[GroupScore]) -> None:
         """Scores of groups after the last round."""
         label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
-        write_parquet(self._settings.results / GROUPS, [labelled(group_table(scores), label, seed)] if scores else [])
+        write_parquet(
+            self._settings.results / GROUPS_FILE, [labelled(group_table(scores), label, seed)] if scores else []
+        )
 
     def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
-        """The Cox regression over the rows of all sites."""
+        """Write the Cox regression over the rows of all sites."""
         write_parquet(self._settings.results / analysis_file("cox"), [cox_table(fit, names, terms)])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
-        """How far the run is, or how it ended, and how every site did.
+        """Summarize the run's progress or end, and every site's part in it.
 
         Args:
-            stop: why it ended; None while it runs.
+            stop: why it ended. None while it runs.
             detail: of the end.
             here: clients that are there.
             diverged: by which round the run had diverged, if it went on to its end.
@@ -100,10 +102,10 @@ class Results:
         rows = tallies(log, members, self._rounds)
         summary = Summary(
             name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
-            select_on=self._experiment.common.evaluate.select_on, warnings=(*self._notes, *counted(log)),
+            select_on=self._experiment.common.evaluate.select_on, warnings=(*self._notes, *summarize_counters(log)),
             metrics=self._experiment.methods[0].setting.task.directions,
             stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
             sites={members[c]: SiteSummary(here=c in here, **tally) for c, tally in rows.items()},
         )  # fmt: skip
         make_folder(settings.results)
-        write_atomic(settings.results / SUMMARY, summary.content())
+        write_atomic(settings.results / SUMMARY_FILE, summary.content())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
-from fedloom.choose.shares import by_clusters, column_of_shares
+from fedloom.choose.shares import column_of_shares, uses_clusters
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
@@ -25,12 +25,12 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.check import check_stream
-from fedloom.engine.virtual.clock import CLIENT, VERSION
+from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
 from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channel import GaussianNoise
-from fedloom.rundir import SUMMARY
+from fedloom.rundir import SUMMARY_FILE
 from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.locks import lock
@@ -38,8 +38,8 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.cox import agreed_cox
-from fedloom_sites.deploy.groups import GroupSums, agreed_groups, least_of
-from fedloom_sites.deploy.noise import SharedMean, deployed, left_to_sites
+from fedloom_sites.deploy.groups import GroupSums, agreed_groups, min_rows
+from fedloom_sites.deploy.noise import SharedMean, deployed, remaining_noise
 from fedloom_sites.deploy.ops.status import serve_metrics
 from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.secure.member import check_maskable
@@ -54,14 +54,14 @@ from fedloom_sites.deploy.site.local_data import federation_of
 
 Say = Callable[[str], None]
 
-STOPS = "fedloom: stops: "
+STOP_PREFIX = "fedloom: stops: "
 """Begin of the line with the reason why a run ended early."""
-FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
+FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
 @undisturbed()
 def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
-    """Train at the sites until all rounds are done; after a stop or a crash, the same call resumes.
+    """Train at the sites until all rounds are done. After a stop or a crash, the same call resumes.
 
     Args:
         grid: Flower's.
@@ -83,14 +83,14 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     with lock(settings.checkpoints):
         ended = finished(settings)
         if ended is not None:
-            say(f"fedloom: {FINISHED if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
+            say(f"fedloom: {FINISHED_HINT if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
             return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
 
 
 def finished(settings: Server) -> Stop | None:
-    """How a run ended that cannot be resumed and whose results are written, so that no site is needed any more.
+    """Describe the end of a run that cannot be resumed and has written its results. No site is needed any more.
 
     Raises:
         CheckpointError: no checkpoint can be read.
@@ -98,7 +98,7 @@ def finished(settings: Server) -> Stop | None:
     """
     newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     try:
-        recorded = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
+        recorded = json.loads((settings.results / SUMMARY_FILE).read_bytes())["stop"]
         stop = Stop[recorded]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -109,16 +109,16 @@ def finished(settings: Server) -> Stop | None:
 def check_deployable(
     experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
 ) -> None:
-    """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
+    """Refuse settings that only a simulation can use, and, if ``masked``, settings that need single uploads.
 
     Args:
         experiment: to be deployed.
         masked: by secure aggregation.
         start: whether the file of the initial model is agreed on by its digest.
-        clients: sites of the experiment; None where they are not known yet.
+        clients: sites of the experiment. None where they are not known yet.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
         ConfigError: the schedule needs more sites than there are.
     """
     method = experiment.methods[0]
@@ -136,7 +136,7 @@ def check_deployable(
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
-    if by_clusters(method.setting.weights):
+    if uses_clusters(method.setting.weights):
         raise Refused(
             f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there. "
             "Give a number for each site, or weigher 'equitable', which finds them in every round"
@@ -165,13 +165,13 @@ def check_deployable(
 
 
 def counts_samples(setting: Setting) -> str:
-    """What of a run needs the numbers of samples of all sites; empty where nothing does."""
+    """Explain why a run needs the numbers of samples of all sites. Return "" if it does not."""
     plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
     return "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
 
 
 class _Run(Hooks):
-    """One run: what it has, and what it does around its rounds."""
+    """One run: its state, and the work around its rounds."""
 
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
@@ -198,7 +198,7 @@ class _Run(Hooks):
         else:
             _, stop, detail, diverged = end
         if stop is not Stop.DONE and diverged is None:
-            self._say(f"{STOPS}{RunStopped(stop, detail)}")
+            self._say(f"{STOP_PREFIX}{RunStopped(stop, detail)}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._results.summary(stop, detail, self._transport.nodes, diverged)
         return stop
@@ -208,7 +208,7 @@ class _Run(Hooks):
         settings, audit = self._settings, self._audit
         job, server, forms = self._make_job()
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
-        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples), least_of(self._experiment))
+        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples), min_rows(self._experiment))
         sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
         self._job, self._sites = job, sites
         state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
@@ -226,10 +226,10 @@ class _Run(Hooks):
         return end
 
     def _fit_cox(self) -> None:
-        """Fit the Cox regression that was agreed on; one that cannot be is a note.
+        """Fit the Cox regression that was agreed on. One that cannot be is a note.
 
         Raises:
-            RunStopped: sites are missing; the same call continues.
+            RunStopped: sites are missing. The same call continues.
         """
         settings, agreed = self._settings, agreed_cox(self._experiment, self._settings.samples)
         if agreed is None:
@@ -244,7 +244,7 @@ class _Run(Hooks):
         self._say(f"fedloom: Cox regression of {fit.fit.rows} rows with {fit.fit.events} events")
         self._audit.write("cox", rows=fit.fit.rows, events=fit.fit.events, lost=fit.losses._asdict())
 
-    def before_round(self, state: State) -> RunStopped | None:
+    def prepare_round(self, state: State) -> RunStopped | None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
@@ -268,7 +268,9 @@ class _Run(Hooks):
     def evaluate(self, state: State) -> tuple[State, str]:
         records = [*records_of(self._job, state, scores_of(self._job, self._sites, state))]
         sums = self._sites.sums(state.round)
-        records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
+        records += [
+            Record.make_federation_record(state.round, model, part, name, value) for model, part, name, value in sums
+        ]
         state = state.with_(records=state.records.plus(records))
         self._results.tables(self._job, state)
         if state.round == self._job.setting.rounds:
@@ -285,16 +287,16 @@ class _Run(Hooks):
             self._sites.accepted[state.cohort] = state.round
             return ()
         log = state.clock.used_in(state.round)
-        clients, versions = (torch.from_numpy(log[:, k].astype("int64")) for k in (CLIENT, VERSION))
+        clients, versions = (torch.from_numpy(log[:, k].astype("int64")) for k in (CLIENT_COLUMN, VERSION_COLUMN))
         self._sites.accepted[clients] = versions + 1
         staleness = dict(zip(clients.tolist(), (state.round - 1 - versions).tolist(), strict=True))
         self._transport.step(state.round, staleness)
         return ()
 
-    def given_up(self, state: State, error: GivenUp) -> None:
+    def record_failure(self, state: State, error: GivenUp) -> None:
         self._transport.note("given up", state.round, error.clients, str(error))
 
-    def after_round(self, state: State) -> str | None:
+    def review_round(self, state: State) -> str | None:
         self._say(self._line(state))
         return None
 
@@ -303,26 +305,26 @@ class _Run(Hooks):
         noise = accounted(setting.channel, setting.aggregator)
         costs = {
             name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
-            for name, one in {"epsilon": noise, "epsilon_sites": left_to_sites(noise)}.items()
+            for name, one in {"epsilon": noise, "epsilon_sites": remaining_noise(noise)}.items()
         }
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
-        """Wait for the sites; numbers of samples that the run began with hold."""
-        sizes = self._known_sizes()
+        """Wait for the sites. Numbers of samples that the run began with hold."""
+        sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
             self._transport.presence.fix()
         by = counts_samples(self._experiment.methods[0].setting.resolved())
         self._transport.gather(by if sizes is None else "")
 
-    def _known_sizes(self) -> Tensor | None:
-        """The facts of the newest checkpoint."""
+    def _checkpoint_sizes(self) -> Tensor | None:
+        """Read the sizes of the newest checkpoint."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 
     def _make_job(self) -> tuple[Job, Any, Forms]:
-        """The run without samples or client state; a round needs the quorum of the settings."""
+        """Build the run without samples and client state. A round needs the quorum of the settings."""
         fed = federation_of(self._settings.samples, self._transport.sizes)
         experiment = self._experiment
         setting = experiment.methods[0].setting
@@ -334,7 +336,7 @@ class _Run(Hooks):
         forms = Forms(job, server)
         noisy = deployed(job.setting, self._settings.survivors)
         job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
-        return job.without_states(), server, forms
+        return job.drop_states(), server, forms
 
     def _line(self, state: State) -> str:
         text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "

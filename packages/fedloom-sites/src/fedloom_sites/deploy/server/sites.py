@@ -18,12 +18,18 @@ from fedloom.engine.job import Job
 from fedloom.errors import Refused, WireError
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
-from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, open_sum
 from fedloom_sites.deploy.cox import CoxFound, CoxStep
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Reply, Request
 from fedloom_sites.deploy.protocol.forms import Forms, for_client, is_common, output_of
-from fedloom_sites.deploy.secure.counters import ABSENT, ANSWERED, COUNTERS, NEUTRAL, AnswerCounts
+from fedloom_sites.deploy.secure.counters import (
+    ABSENT_COUNTS,
+    ANSWERED_COUNTS,
+    COUNTER_COUNT,
+    NEUTRAL_COUNTS,
+    AnswerCounts,
+)
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
@@ -32,7 +38,7 @@ class CoxSum(NamedTuple):
     """The sum of a step of a Cox regression.
 
     Attributes:
-        total: of the vectors of all sites; None where a site could not answer.
+        total: of the vectors of all sites. None where a site could not answer.
         clients: sites that were asked and sent a vector.
         terms: the agreement, with the bins that the sum has.
         counts: how many of them answered from their rows, and how many could not.
@@ -45,7 +51,7 @@ class CoxSum(NamedTuple):
 
 
 class Sites(StreamedClients):
-    """The sites of a run; see `RemoteClients` and, of a buffered run, `StreamedClients`.
+    """The sites of a run, see `RemoteClients` and, of a buffered run, `StreamedClients`.
 
     Args:
         job: the run, as the server has it.
@@ -68,7 +74,7 @@ class Sites(StreamedClients):
         transport.begin(job, forms, group_sums.names)
 
     def score_with_training(self, request: ScoreRequest) -> None:
-        """Ask for scores in the messages of the training that comes next; `score` has them then."""
+        """Ask for scores in the messages of the training that comes next. `score` has them then."""
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
@@ -135,7 +141,7 @@ class Sites(StreamedClients):
         self._transport.give_up(client)
 
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Scores that came with the training, or else are asked for now; of a buffered run, from whom does not train.
+        """Scores that came with the training, or else are asked for now, of a buffered run, from whom does not train.
 
         After the last round, every site scores.
         """
@@ -148,12 +154,12 @@ class Sites(StreamedClients):
         return self._scores[1]
 
     def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
-        """The sum of the vectors of a step.
+        """Sum the sites' vectors of a step.
 
         Args:
             step: what is asked.
             agreed: on by all.
-            clients: the sites of the steps before; none before the first.
+            clients: the sites of the steps before. None before the first.
 
         Raises:
             RunStopped: one of these does not answer, or fewer than the quorum.
@@ -163,16 +169,16 @@ class Sites(StreamedClients):
         def read(message: bytes) -> tuple[Ring, AnswerCounts]:
             try:
                 numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
-                vector, counts = numbers[:-COUNTERS], tuple(numbers[-COUNTERS:].tolist())
-                opened(vector, agreed, beta, 1)
-                if counts not in (ABSENT, ANSWERED, NEUTRAL):
+                vector, counts = numbers[:-COUNTER_COUNT], tuple(numbers[-COUNTER_COUNT:].tolist())
+                open_sum(vector, agreed, beta, 1)
+                if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS):
                     raise ValueError(f"the counters of a site cannot be {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
             return vector, AnswerCounts(*counts)
 
         asks = {
-            c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTERS))
+            c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTER_COUNT))
             for c in (clients or self._transport.nodes)
         }
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
@@ -187,7 +193,7 @@ class Sites(StreamedClients):
         self._transport.collect_replies(self._job.setting.rounds, asks, 0)
 
     def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
-        """Requests that ask every site that is there for scores."""
+        """Build requests for scores to every connected site."""
         forms, down, model = self._forms, request.down, request.model
         common = forms.write_models(down, model) if down is None or is_common(down) else None
         return {

@@ -1,7 +1,7 @@
 """Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
 
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
-answered, or at the soft deadline if there are enough replies that count; with these, the server does not wait for a
+answered, or at the soft deadline if there are enough replies that count, with these, the server does not wait for a
 mute node (`fedloom_sites.deploy.server.presence`). A greeting that is answered after its deadline still counts.
 
 Flower's `Grid.send_and_receive` (1.41) does not do here: it waits for every node or its time-out, looks every three
@@ -27,7 +27,7 @@ from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, mess
 from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.identity import verifying_key
 from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
-from fedloom_sites.deploy.server.bounded import POLL, pull, with_retry
+from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
 from fedloom_sites.deploy.server.presence import NodePresence
 from fedloom_sites.deploy.settings import Server
 
@@ -44,7 +44,7 @@ class Transport:
     Attributes:
         members: the sites that may take part, by client.
         presence: which of them are there.
-        figures: that the samples of every site define; empty where scores are not summed.
+        figures: that the samples of every site define. Empty where scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class Transport:
         self._posted: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
-        """The client of every node that the log has a reply of, so that a site is named before its first answer."""
+        """Map each node with a logged reply to its client, so that a site has a name before its first answer."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
         return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
@@ -72,7 +72,7 @@ class Transport:
 
     @property
     def sizes(self) -> Tensor:
-        """``[n, 3]`` training, validation and test samples of every site; 0 before its first answer."""
+        """``[n, 3]`` training, validation and test samples of every site. 0 before its first answer."""
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
@@ -90,7 +90,7 @@ class Transport:
         """Greet nodes until all sites are there, or the quorum is when the patience ends.
 
         Args:
-            everyone: what needs the number of samples of all sites; empty: the quorum is enough.
+            everyone: what needs the number of samples of all sites. empty: the quorum is enough.
 
         Raises:
             RunStopped: too few sites.
@@ -107,7 +107,7 @@ class Transport:
             if not waits:
                 self._say(f"fedloom: waits for {', '.join(missing)}, at most {patience:g} s")
                 waits = True
-            time.sleep(min(5 * POLL, patience / 10))
+            time.sleep(min(5 * POLL_SECONDS, patience / 10))
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
@@ -134,15 +134,15 @@ class Transport:
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
     def _greetings(self) -> list[Request]:
-        """Requests to nodes that are not known and have no greeting to answer."""
-        nodes = with_retry(self._grid.get_node_ids, self._settings.ttl)
+        """Build greetings for unknown nodes without a pending greeting."""
+        nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
     def collect_replies(
         self, round: int, requests: dict[int, Request], need: int, wanted: Collection[int] = ()
     ) -> dict[int, Reply]:
-        """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
+        """Collect accepted replies by client. Repeat unanswered requests until ``need`` replies are there.
 
         A reply to a request for scores only does not count to ``need``.
 
@@ -166,7 +166,7 @@ class Transport:
                 break
             if time.monotonic() > end or not requests:
                 break
-            time.sleep(min(5 * POLL, self._settings.patience / 10))
+            time.sleep(min(5 * POLL_SECONDS, self._settings.patience / 10))
         for c in open_:
             self._missed(round, c)
         self.checks.quorum(round, _counting(replies), sum(r.kind != "score" for r in requests.values()), need)
@@ -202,7 +202,7 @@ class Transport:
             if waited > self._settings.ttl or (is_over and _counting(good) >= need):
                 break
             if open_requests and not arrived:
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
         for kind, seconds in took.items():
             self._name_slow(round, kind, seconds)
         waited = time.monotonic() - start
@@ -231,10 +231,10 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests; what is open of them, by the message."""
+        """Send requests, what is open of them, by the message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
-        pushed = with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
+        pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
         longest = self.checks.longest
         return {
             id_: pending._replace(most=longest(pending.kind, pending.most))
@@ -253,9 +253,9 @@ class Transport:
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:
-        """The replies to posted requests since the last call, and the clients whose reply was rejected or lost.
+        """Return the replies to posted requests since the last call, and the clients whose reply was rejected or lost.
 
-        New nodes are greeted; a greeting is waited for as long as any other, but holds nothing.
+        New nodes are greeted. A greeting is waited for as long as any other, but holds nothing.
         """
         self.post(0, self._greetings())
         replies, failed = dict[int, Reply](), set[int]()
@@ -289,17 +289,17 @@ class Transport:
     @staticmethod
     def pause() -> None:
         """Wait a moment."""
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
-        """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
+        """Judge what has arrived, also to messages that are not waited for any more. How many replies there were."""
         now = time.monotonic()
         self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}
         limits = {
             id_: pending.most
             for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
-        arrived = with_retry(lambda: pull(self._grid, limits), self._settings.ttl) if limits else []
+        arrived = call_with_retry(lambda: pull(self._grid, limits), self._settings.ttl) if limits else []
         for reply in arrived:
             self._accept_or_reject(reply, open_requests, good, bad)
         return len(arrived)
@@ -309,7 +309,7 @@ class Transport:
         self._audit.write("missed", round=round, client=client, site=site)
 
     def _mark_mute(self, pending: Pending, why: str) -> None:
-        """A node has not answered in time, or its answer was lost: from now on the server does not wait for it."""
+        """Mark a node that did not answer in time, or whose answer was lost. The server no longer waits for it."""
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
             self._say(
@@ -318,7 +318,7 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """The log's facts on a message: its site, if only from the node's earlier answers."""
+        """Return the log's facts on a message: its site, if only from the node's earlier answers."""
         client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
@@ -351,7 +351,7 @@ class Transport:
         )  # fmt: skip
 
     def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
-        """Log a reply that does not count; its client, if it is not asked again in this round."""
+        """Log a reply that does not count. Its client, if it is not asked again in this round."""
         facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
         if pending is None:
             self._audit.write("rejected", **facts)

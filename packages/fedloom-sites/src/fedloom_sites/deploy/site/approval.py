@@ -1,4 +1,4 @@
-"""Approval of a run at a site, by the digest of all that is agreed on; where it is asked for, nothing trains before."""
+"""Approval of a run at a site, by the digest of all that is agreed on, where it is asked for, nothing trains before."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom_sites.deploy.settings import Site
 
-NAME = "approved.json"
+APPROVAL_FILE = "approved.json"
 
 
 def approve(site: Site, digest: str) -> Path:
-    """Approve the run of a site's settings; the file that records it.
+    """Approve the run of a site's settings. The file that records it.
 
     Raises:
         ConfigError: the digest is of another run.
     """
-    check_digest(site, digest)
-    path = site.folder / NAME
+    check_approved_digest(site, digest)
+    path = site.folder / APPROVAL_FILE
     make_folder(path.parent)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     write_atomic(path, json.dumps({"digest": site.digest, "time": time}).encode())
     return path
 
 
-def check_digest(site: Site, digest: str) -> None:
-    """Refuse the digest of another run than that of a site's settings.
+def check_approved_digest(site: Site, digest: str) -> None:
+    """Refuse a digest other than the digest of the site's settings.
 
     Raises:
         ConfigError: both are named.
@@ -47,7 +47,7 @@ def check_approved(site: Site) -> None:
     if not site.approval:
         return
     try:
-        approved = json.loads(regular(site.folder / NAME).read_bytes())["digest"]
+        approved = json.loads(regular(site.folder / APPROVAL_FILE).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         approved = None
     if approved != site.digest:

@@ -18,8 +18,8 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
-KINDS = ("ask", "train", "score")
-"""Kinds of messages with models that a site answers on its own; under masks they are `masked` and `tally`."""
+MODEL_MESSAGES = ("ask", "train", "score")
+"""Kinds of messages with models that a site answers on its own. Under masks they are `masked` and `tally`."""
 IN_RUN = "in the whole run"
 """Entry of the record with the number of models of every kind that were answered in the experiment."""
 

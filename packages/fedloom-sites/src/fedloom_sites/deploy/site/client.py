@@ -1,4 +1,4 @@
-"""A site's answers to the server: who it is, what it computed (`trainer`); an error is an answer too."""
+"""Answer the server as a site: identity, results of `trainer`, and errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedloom.data.input_spec import compared
 from fedloom.errors import CheckpointError, Refused, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
-from fedloom_sites.deploy.audit import SENT, Audit
+from fedloom_sites.deploy.audit import SENT_FILE, Audit
 from fedloom_sites.deploy.protocol.envelope import (
-    PROTOCOL,
-    REASON,
+    MAX_REASON_CHARACTERS,
+    PROTOCOL_VERSION,
     REQUEST_FIELDS,
     Envelope,
     common_head,
@@ -28,7 +28,7 @@ from fedloom_sites.deploy.protocol.public import PublicReason, publish_reasons
 from fedloom_sites.deploy.secure.site import MaskedAnswers
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import check_approved
-from fedloom_sites.deploy.site.asked import KINDS, AskedModels
+from fedloom_sites.deploy.site.asked import MODEL_MESSAGES, AskedModels
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
 from fedloom_sites.deploy.site.state import Rewound, SiteState
@@ -70,14 +70,14 @@ class Client:
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """The message with the `reply`."""
+        """Answer a message with the `reply`."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """The signed reply to the content of any message from the server; a refusal has the reason.
+        """Return the signed reply to the content of a message from the server. A refusal contains the reason.
 
         It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
-        where it was made without any sample (`PublicReason`); else it is in the site's own log.
+        where it was made without any sample (`PublicReason`). Else it is in the site's own log.
         """
         head: dict[str, Any] = {}
         secret = False
@@ -92,18 +92,18 @@ class Client:
                     held.enter_context(self._memory.open())
                 self._watch_samples()
                 more, arrays, metrics = self._act(envelope)
-            more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
+            more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the server gets the sentence, and logs it
             reason = sentence_of(error)
             if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
                 reason = self.trainer.log_privately(reason)
-            more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
+            more, arrays, metrics = {"status": "refused", "reason": reason[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
         more["digest"] = digest_of(arrays)
         try:
             self._note_sent(head, more, arrays, metrics)
         except CheckpointError as error:  # what cannot be noted does not leave
-            more, arrays, metrics = {"status": "refused", "reason": str(error)[:REASON]}, [], None
+            more, arrays, metrics = {"status": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
         return self._signed(head, more, arrays, metrics)
 
@@ -119,7 +119,7 @@ class Client:
         parameters = self.answers.count_parameters(str(about.get("kind")), arrays)
         sizes = {"bytes": sum(map(len, arrays)), "parameters": parameters, "numbers": len(metrics or {})}
         sizes["digest"] = more["digest"]
-        Audit(self._memory.folder / SENT).write("sent", **facts, **sizes)
+        Audit(self._memory.folder / SENT_FILE).write("sent", **facts, **sizes)
 
     def _signed(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
@@ -129,7 +129,7 @@ class Client:
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
     def _check(self, envelope: Envelope) -> None:
-        """Refuse another release or experiment, and what did not arrive as it was sent.
+        """Refuse another release or experiment, and a damaged message.
 
         Raises:
             Refused: both sides are named.
@@ -137,7 +137,7 @@ class Client:
         head, site = envelope.head, self.site
         for what, got, here in (
             ("fedloom", head["release"], __version__),
-            ("protocol", head["protocol"], PROTOCOL),
+            ("protocol", head["protocol"], PROTOCOL_VERSION),
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
             if got != here:
@@ -180,7 +180,7 @@ class Client:
             raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
 
     def _watch_samples(self) -> None:
-        """Report, or refuse by the agreement, samples that are not those of the message before.
+        """Report samples that changed since the last message, or refuse them if the agreement says so.
 
         Raises:
             Refused: they are others, and they are not to change.
@@ -202,7 +202,7 @@ class Client:
             described = compared(self.trainer.fed.data)
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
-        if envelope.head["kind"] in KINDS:
+        if envelope.head["kind"] in MODEL_MESSAGES:
             with publish_reasons():
                 self._asked.enter(envelope)
         return self.answers.answer(envelope)

@@ -1,4 +1,4 @@
-"""Cox regression at a site: its vector of a step, and what it keeps of the steps.
+"""Answer the steps of a Cox regression at a site, and remember them.
 
 A site answers a step at one vector of coefficients, on the rows of the first step. Where it cannot, it sends zeros, as
 where one of its rows has more than half of all weight at the coefficients of the step. It enters the step first, so a
@@ -21,25 +21,25 @@ from fedloom.tasks.cox_sites import rows_of, survival_site, table_of, within
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
 from fedloom.tasks.penalty import Floats
 from fedloom.values import Value
-from fedloom_sites.deploy.cox import LONGEST, STEPS_FILE, CoxFound, CoxStep, agreed_cox
+from fedloom_sites.deploy.cox import MAX_QUESTION_BYTES, STEPS_FILE, CoxFound, CoxStep, agreed_cox
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
-from fedloom_sites.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import FEWEST, Broken
+from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.site.local_data import part_sizes, read_data
 from fedloom_sites.deploy.site.trainer import Trainer
 
 FIT_FILE = "cox.json"
 """The file in the folder of a site's state with what the regression found."""
-HEAVIEST = 0.5
+MAX_ROW_SHARE = 0.5
 """Largest share of one row in the weights of a site's rows: beyond, the sums of the site are mostly this row's."""
 V = TypeVar("V", bound=Value)
 
 
 class CoxAnswer(NamedTuple):
-    """What a site sends of a step.
+    """Answer of a site to a step.
 
     Attributes:
         vector: its sums, or zeros.
@@ -63,7 +63,7 @@ class SiteCox:
 
     @cached_property
     def agreed(self) -> CoxAgreement | None:
-        """What was agreed on; None where the site sends nothing of a regression."""
+        """Agreement on a regression, or None if the site takes no part in one."""
         agreed = agreed_cox(self._trainer.experiment, self._trainer.site.samples)
         return None if agreed is None or self._trainer.private else agreed[0]
 
@@ -95,11 +95,11 @@ class SiteCox:
         return used, len(rows) - len(used.time)
 
     def vector(self, step: CoxStep, terms: CoxAgreement | None = None) -> CoxAnswer:
-        """The site's sums at the coefficients of a step; zeros where it cannot answer, for which its own log has why.
+        """Compute the site's sums at the coefficients of a step, or zeros if it cannot, with the reason in its own log.
 
         Args:
             step: what is asked.
-            terms: with bins that are merged; None: as agreed.
+            terms: with bins that are merged. None: as agreed.
 
         Raises:
             PublicReason: nothing was agreed on, the step was answered at other coefficients, or the site has
@@ -116,10 +116,10 @@ class SiteCox:
             return self._sums(step, terms, same_rows)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step.step} of the Cox regression: {sentence_of(error)}")
-            return CoxAnswer(np.zeros(terms.length, dtype=np.uint64), NEUTRAL)
+            return CoxAnswer(np.zeros(terms.length, dtype=np.uint64), NEUTRAL_COUNTS)
 
     def _sums(self, step: CoxStep, terms: CoxAgreement, same_rows: bool) -> CoxAnswer:
-        """The site's sums.
+        """Compute the site's sums.
 
         Raises:
             DataError: a row has too much weight, a sum is too large, or the rows are not those of the first step.
@@ -128,28 +128,30 @@ class SiteCox:
             raise DataError("the rows of this site are not those of the first step")
         beta: Floats = np.array(step.beta)
         vectors = SiteVectors(self._rows[0], terms, self._rows[1])
-        if len(self._rows[0].time) > 1 and not vectors.largest_share(beta) <= HEAVIEST:
-            raise DataError(f"at these coefficients one row has more than {HEAVIEST:.0%} of the weight of this site's")
-        return CoxAnswer(vectors.at(beta), ANSWERED if vectors.rows else ABSENT)
+        if len(self._rows[0].time) > 1 and not vectors.largest_share(beta) <= MAX_ROW_SHARE:
+            raise DataError(
+                f"at these coefficients one row has more than {MAX_ROW_SHARE:.0%} of the weight of this site's"
+            )
+        return CoxAnswer(vectors.at(beta), ANSWERED_COUNTS if vectors.rows else ABSENT_COUNTS)
 
     def masked_vector(self, terms: Terms, first: int) -> CoxAnswer:
-        """The vector of a step that is summed under masks, whose bins are those of enough sites.
+        """Compute the vector of a step for a masked sum, with the bins of enough sites.
 
         Args:
             terms: of the session.
             first: place of the first bin among the bits of a site.
         """
         assert terms.question is not None
-        threshold = self._trainer.site.survivors or FEWEST
+        threshold = self._trainer.site.survivors or MIN_SITES
         with publish_reasons():
-            agreed = merged(self._terms(), terms, first, threshold)
+            agreed = merge_bins(self._terms(), terms, first, threshold)
             step = _read(CoxStep, terms.question.message, "a step of the Cox regression")
             if step.step != terms.question.step:
                 raise Broken(f"the terms are of step {terms.question.step}, the question is of step {step.step}")
         return self.vector(step, agreed)
 
     def answer(self, message: bytes) -> bytes:
-        """The vector that a server without secure aggregation requests, and then the site's counters.
+        """Answer a plain server's request with the vector, and then with the site's counters.
 
         Raises:
             WireError: the message is no step.
@@ -174,7 +176,7 @@ class SiteCox:
         return self.agreed
 
     def _enter(self, step: CoxStep, rows: str) -> bool:
-        """Enter a step before it is answered; whether the rows are those of the first step.
+        """Record a step before answering it. Return whether the rows are still the first step's.
 
         Args:
             step: what is asked.
@@ -199,7 +201,7 @@ class SiteCox:
         return rows == first
 
     def _rows_digest(self) -> str:
-        """Digest of the rows; where they cannot be read, of nothing."""
+        """Digest of the rows, where they cannot be read, of nothing."""
         try:
             return digest_of([part.tobytes() for part in self._rows[0]])
         except Exception as error:  # as in `vector`
@@ -208,17 +210,17 @@ class SiteCox:
 
 
 def _read(kind: type[V], message: bytes, what: str) -> V:
-    """What a message holds."""
+    """Decode a message."""
     try:
-        if len(message) > LONGEST:
+        if len(message) > MAX_QUESTION_BYTES:
             raise ValueError("it is too long")
         return kind.model_validate_json(message)
     except (ValidationError, ValueError) as error:
         raise WireError(f"{what} cannot be read: {str(error)[:200]}") from None
 
 
-def merged(agreed: CoxAgreement, terms: Terms, first: int, threshold: int) -> CoxAgreement:
-    """The agreement with bins of events of enough sites, as all sites of a session and the server find them.
+def merge_bins(agreed: CoxAgreement, terms: Terms, first: int, threshold: int) -> CoxAgreement:
+    """Merge bins with too few sites, in the same way at the server and at every site of a session.
 
     Args:
         agreed: on by all.
@@ -227,4 +229,4 @@ def merged(agreed: CoxAgreement, terms: Terms, first: int, threshold: int) -> Co
         threshold: fewest sites of a sum.
     """
     filled = terms.bins(first, 1 if agreed.stratify else len(agreed.ends))
-    return merged_ends(agreed, filled, len(filled) - threshold, FEWEST)
+    return merged_ends(agreed, filled, len(filled) - threshold, MIN_SITES)

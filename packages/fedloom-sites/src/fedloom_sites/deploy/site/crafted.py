@@ -18,7 +18,7 @@ class RefusedModel(RunDirError):
 
 
 def norms_of(job: Job, down: Any) -> list[float]:
-    """Return the norms of the received model's layers and of the whole; none where no whole model is received."""
+    """Return the norms of the received model's layers and of the whole. None where no whole model is received."""
     layout = job.oracle.layout
     model = down[0].reshape(-1) if len(down) else torch.zeros(0)
     if len(model) != layout.d:
@@ -27,12 +27,12 @@ def norms_of(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Refuse a model that is far from the last one; it reads no samples.
+    """Refuse a model that is far from the last one. It reads no samples.
 
     Args:
-        most: factor by which a norm may change; None for any.
+        most: factor by which a norm may change. None for any.
         norms: of the received model.
-        before: of the last model; empty where there was none.
+        before: of the last model. Empty where there was none.
         where: the site and the round, for the sentence.
 
     Raises:
@@ -49,17 +49,17 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
 
 
 def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
-    """Refuse a model of which many units get no gradient from any of the site's samples.
+    """Refuse a model with many units that get no gradient from any of the site's samples.
 
     The sentence has no share of units: with a crafted layer that share is the largest value of a pixel at this site.
 
     Args:
-        most: largest share of such units in a layer; None for any.
+        most: largest share of such units in a layer. None for any.
         job: the run of the site.
         down: what the site received.
         t: round.
         ids: number of the site ``[1]``.
-        tokens: size of the vocabulary; a layer with a column for each token is not looked at.
+        tokens: size of the vocabulary. A layer with a column for each token is not looked at.
 
     Raises:
         RefusedModel: a layer has more.

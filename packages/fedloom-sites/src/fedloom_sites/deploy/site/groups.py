@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.scores import Pass, choose_model, outputs_of, personal_models
+from fedloom.engine.clients.scores import Pass, choose_model, part_outputs, personal_models
 from fedloom.engine.job import Job
 from fedloom.processes.clients import Scores
-from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups, least_of
+from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups, min_rows
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
@@ -28,23 +28,23 @@ class SiteGroups:
 
     @cached_property
     def sums(self) -> GroupSums:
-        """How they are summed."""
+        """Encoding of the sums."""
         trainer = self._trainer
         agreed = agreed_groups(trainer.experiment, trainer.site.samples)
-        return GroupSums(trainer.job, agreed, least_of(trainer.experiment))
+        return GroupSums(trainer.job, agreed, min_rows(trainer.experiment))
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:
-        """Which test samples are in each group that the site publishes; see `GroupSums.members`."""
+        """Return which test samples are in each published group, see `GroupSums.members`."""
         trainer, client = self._trainer, int(self._trainer.ids)
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
 
     def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells:
-        """Sums and metrics of the groups after the last round; none before, and none where they cannot be found.
+        """Compute sums and metrics of the groups after the last round. Return none before, or after a failure.
 
         Args:
-            job: the run, as `Trainer.with_local_data` gives it.
+            job: the run, as `Trainer.attach_local_data` gives it.
             models: messages of the server.
             t: round.
             scores: of the site's own parts, by which the hybrid model is chosen.
@@ -58,9 +58,9 @@ class SiteGroups:
         trainer, ids, passes = self._trainer, self._trainer.ids, dict[str, Pass]()
         down, shared = trainer.received(models, common=common)
         if shared is not None:
-            passes["global"] = outputs_of(job, shared.to(job.oracle.device), ids, ids)("test")
+            passes["global"] = part_outputs(job, shared.to(job.oracle.device), ids, ids)("test")
         if down is not None:
-            passes["personal"] = outputs_of(job, personal_models(job, down, t, ids)[0], ids, ids)("test")
+            passes["personal"] = part_outputs(job, personal_models(job, down, t, ids)[0], ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             takes_global = bool(choose_model(scores, part)[0])

@@ -1,11 +1,11 @@
 """Handover: Flower's process for a message gives it to the site's own process, which stays from message to message.
 
-Flower starts a process per message; this one imports neither PyTorch nor the experiment. It opens a Unix socket for
+Flower starts a process per message. This one imports neither PyTorch nor the experiment. It opens a Unix socket for
 the process that stays (`warm`), starts that if there is none, and passes one message. Who holds the lock
 of `warm.lock` is the site's process: it is inherited with the socket, so there is one however many messages race.
 
-Both sides compare the user of the other, and a digest of version and settings; a process with others ends. Then eight
-bytes of length and a message go each way; nothing is answered that did not arrive whole.
+Both sides compare the user of the other, and a digest of version and settings. A process with others ends. Then eight
+bytes of length and a message go each way. Nothing is answered that did not arrive whole.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import content_of
 from fedloom.storage.locks import hold
 from fedloom.version import __version__
-from fedloom_sites.deploy.site.pinned import SECRET, run_network
+from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
-SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
-LONGEST = 100
-"""Most bytes of the path of a Unix socket; systems take 104 and more."""
-MAGIC = b"fedloom1"
-SAME_SITE, OTHER, ANSWER, ERROR = b"y", b"n", b"a", b"e"
-OWNER = "FEDLOOM_SITE_PROCESS"
+SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.log"
+MAX_SOCKET_PATH_BYTES = 100
+"""Most bytes of the path of a Unix socket. Systems take 104 and more."""
+HANDOVER_MAGIC = b"fedloom1"
+SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
+OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
 """Variable of the environment with the id of the site's network process, which all that it starts have."""
-PATIENCE = 10.0
+START_SECONDS = 10.0
 """Seconds within which the process is found, or started, or an error is the answer."""
-PAUSE = 0.05
-FULL = 1 << 20
+CONNECT_INTERVAL_SECONDS = 0.05
+MAX_LOG_BYTES = 1 << 20
 """Bytes of the log from which a new process begins another."""
 
 
 class NoAnswer(FedloomError):
-    """The site's process ended, or could not be started; the state on its disk is as before the message."""
+    """The site's process ended, or could not be started. The state on its disk is as before the message."""
 
 
 def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> bytes:
-    """The answer of the site's process.
+    """Pass a message to the site's process and return the answer.
 
     Args:
         site_file: the site's settings.
         content: of the message.
-        owner: process that the site's process ends with; None: the site's network process, which `main` became, or
+        owner: process that the site's process ends with. None: the site's network process, which `main` became, or
             the one that started this.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder is not the site's own.
         RunDirError: the disk of the site's state has no file locks.
-        NoAnswer: there is none; a new process has been started where the one before ended.
+        NoAnswer: there is none. A new process has been started where the one before ended.
     """
-    key, state = key_of(site_file), folder_of(site_file)
+    key, state = key_of(site_file), state_folder(site_file)
     begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + START_SECONDS
     while True:
         line = _connected(begin.path)
         if line is not None:
@@ -71,39 +71,39 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
                 if _is_taken(line, key):
                     return _exchanged(line, content, begin)
         if time.monotonic() > end:
-            raise NoAnswer(f"the process of the site cannot be started; {state / LOG} has the reason")
+            raise NoAnswer(f"the process of the site cannot be started; {state / SITE_LOG_FILE} has the reason")
         if line is None:
             begin.attempt()
-        time.sleep(PAUSE)
+        time.sleep(CONNECT_INTERVAL_SECONDS)
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process, and what starts its tasks, then become its network process, which both end with.
+    """Start a site's process and its task starter, then become its network process. Both end with it.
 
     Args:
         words: the site's TOML file, and the command of its network process, or any other.
     """
-    os.environ[OWNER] = str(os.getpid())  # of the command too, which takes the place of this program
+    os.environ[OWNER_VARIABLE] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
         file = Path(words[0]).resolve()
-        _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
+        _Begin(file, state_folder(file), os.getpid()).attempt(wait=START_SECONDS)
     except (FedloomError, OSError) as error:  # the first message reports it too
         sys.stderr.write(f"fedloom: {error}\n")
-    if SECRET in words:
-        run_network(words[1:], folder_of(Path(words[0]).resolve()))
+    if SECRET_OPTION in words:
+        run_network(words[1:], state_folder(Path(words[0]).resolve()))
     os.execv(words[1], words[1:])
 
 
 def _owner() -> int:
-    """The process that a site's process ends with: never one that took this one over when its parent had died."""
-    named = os.environ.get(OWNER, "")
+    """Return the process that ends the site's process with it. Never a process that adopted this one."""
+    named = os.environ.get(OWNER_VARIABLE, "")
     if named.isdigit():
         return int(named)
     return os.getppid() if os.getppid() > 1 else os.getpid()
 
 
 def key_of(site_file: Path) -> bytes:
-    """SHA-256 of version and settings, with the experiment's fingerprint in them; both sides must have the same.
+    """SHA-256 of version and settings, with the experiment's fingerprint in them. Both sides must have the same.
 
     Raises:
         ConfigError: the settings cannot be read.
@@ -112,7 +112,7 @@ def key_of(site_file: Path) -> bytes:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Whether the other side is a process of this user, by the system's report; elsewhere the socket's mode decides."""
+    """Whether the other side is a process of this user, by the system's report. Elsewhere the socket's mode decides."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     user: int = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
@@ -151,25 +151,25 @@ def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None
 
 
 def place(state: Path) -> Path:
-    """The socket in the folder of the state, or in a short private folder of the system where that path is too long.
+    """Return the path of the socket: in the state's folder, or in a short private folder if that path is too long.
 
     Raises:
         ConfigError: a folder is of another user, or others may write there.
     """
     _check_own(state.resolve(), stat.S_IWOTH)
-    path = state / SOCKET
-    if len(os.fsencode(path)) <= LONGEST:
+    path = state / SOCKET_FILE
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
         return path
     short = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     short /= f"fedloom-{os.getuid()}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:16]}"
     with suppress(FileExistsError):
         short.mkdir(mode=0o700)
     _check_own(short, stat.S_IRWXG | stat.S_IRWXO)
-    return short / SOCKET
+    return short / SOCKET_FILE
 
 
 class _Begin:
-    """How the site's process is started."""
+    """Command that starts the site's process."""
 
     def __init__(self, site_file: Path, state: Path, owner: int) -> None:
         self._file, self._state, self._owner = site_file, state, owner
@@ -177,19 +177,19 @@ class _Begin:
         self.path = place(state)
 
     def attempt(self, wait: float = 0.0) -> None:
-        """Start it, unless one is there or being started; its socket takes messages from this moment on.
+        """Start it, unless one is there or being started. Its socket takes messages from this moment on.
 
         Raises:
             RunDirError: the disk of the state has no file locks.
         """
         end = time.monotonic() + wait
-        path = self._state / LOCK
-        lock = _opened(path, os.O_RDWR)
+        path = self._state / SOCKET_LOCK_FILE
+        lock = _open_descriptor(path, os.O_RDWR)
         try:
             while not hold(lock, path):
                 if time.monotonic() >= end:
                     return
-                time.sleep(PAUSE)
+                time.sleep(CONNECT_INTERVAL_SECONDS)
             self.path.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 before = os.umask(0o177)
@@ -203,11 +203,11 @@ class _Begin:
             os.close(lock)
 
     def _start(self, listener: int, lock: int) -> None:
-        log = self._state / LOG
+        log = self._state / SITE_LOG_FILE
         with suppress(FileNotFoundError):
-            if log.stat().st_size > FULL:
+            if log.stat().st_size > MAX_LOG_BYTES:
                 log.replace(log.with_suffix(".log.old"))
-        output = _opened(log, os.O_WRONLY | os.O_APPEND)
+        output = _open_descriptor(log, os.O_WRONLY | os.O_APPEND)
         words = [sys.executable, "-P", "-m", "fedloom_sites.deploy.site.warm", str(self._file)]
         words += map(str, (listener, lock, self._owner))
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
@@ -220,8 +220,8 @@ class _Begin:
             os.close(output)
 
 
-def _opened(path: Path, flags: int) -> int:
-    """The descriptor of a file of the state, made where it is missing.
+def _open_descriptor(path: Path, flags: int) -> int:
+    """Open a file of the state, creating it if it is missing, and return its descriptor.
 
     Raises:
         ConfigError: it is no regular file, or cannot be written.
@@ -233,7 +233,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """A line to the process, None without a listener."""
+    """Connect to the process. Return None without a listener."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.connect(str(path))
@@ -247,9 +247,9 @@ def _connected(path: Path) -> socket.socket | None:
 
 
 def _is_taken(line: socket.socket, key: bytes) -> bool:
-    """Whether the process takes a message of these settings; one that has others, or ends, does not."""
+    """Whether the process takes a message of these settings. One that has others, or ends, does not."""
     try:
-        line.sendall(MAGIC + key)
+        line.sendall(HANDOVER_MAGIC + key)
         return line.recv(1) == SAME_SITE
     except OSError:
         return False
@@ -260,15 +260,15 @@ def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
         send_sized(line, content)
         kind, answer = receive(line, 1), receive_sized(line)
     except OSError as error:
-        begin.attempt(wait=PATIENCE / 2)
+        begin.attempt(wait=START_SECONDS / 2)
         raise NoAnswer("the process of the site ended before it answered; a new one has been started") from error
-    if kind != ANSWER:
+    if kind != ANSWER_REPLY:
         raise NoAnswer(answer.decode(errors="replace"))
     return answer
 
 
-def folder_of(site_file: Path) -> Path:
-    """The folder of the experiment's state at the site, which also has socket, lock and log.
+def state_folder(site_file: Path) -> Path:
+    """Return the state folder of the experiment at the site. It also has socket, lock and log.
 
     Raises:
         ConfigError: the settings cannot be read.

@@ -1,7 +1,7 @@
-"""Ledger: what was released under differential privacy; written before the noise is drawn, never after.
+"""Ledger: what was released under differential privacy. Written before the noise is drawn, never after.
 
 A crash between the entry and the release costs budget and releases nothing. A round that is asked again of a site is
-answered with the reply that is kept, so it is neither noised nor counted again; one that has to be computed anew,
+answered with the reply that is kept, so it is neither noised nor counted again. One that has to be computed anew,
 because the download is another, is counted again.
 
 Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
@@ -24,15 +24,15 @@ from fedloom.errors import Refused
 from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file, make_folder
 from fedloom_sites.deploy.audit import entry_of
-from fedloom_sites.deploy.noise import left_to_sites
+from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
 
-NAME, SPENT_FILE = "ledger.jsonl", "epsilon.json"
+LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
 """Files with the releases of an experiment, and with the epsilon of every experiment on the same data."""
 
 
 class Spent(Refused):
-    """A release that the budget does not allow; the sentence holds nothing of the samples."""
+    """A release that the budget does not allow. The sentence holds nothing of the samples."""
 
 
 class Ledger:
@@ -40,11 +40,11 @@ class Ledger:
 
     Args:
         folder: where the ledger lies.
-        noise: what is accounted for; None without a delta.
-        limit: epsilon that is never exceeded; None: none.
+        noise: what is accounted for. None without a delta.
+        limit: epsilon that is never exceeded. None: none.
         who: whose budget it is, for messages.
         least: releases in the state beside the ledger.
-        accepted: a round whose release the server has; 0 for none.
+        accepted: a round whose release the server has. 0 for none.
         memory: folder of what is remembered of the data over experiments, where the limit is one of all of them.
     """
 
@@ -52,11 +52,11 @@ class Ledger:
         self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0, accepted: int = 0,
         memory: Path | None = None,
     ) -> None:  # fmt: skip
-        self._path, self._noise, self._limit, self._who = folder / NAME, noise, limit, who
+        self._path, self._noise, self._limit, self._who = folder / LEDGER_FILE, noise, limit, who
         self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
-        """The number of entries; one that a crash cut short counts.
+        """Count the entries, including an entry that a crash cut short.
 
         Raises:
             Spent: the file is damaged, or entries are missing.
@@ -107,7 +107,7 @@ class Ledger:
         """Enter one release, with further facts of it: the digest of the samples that it is of.
 
         Returns:
-            The number of the release; 0 where nothing is accounted for.
+            The number of the release. 0 where nothing is accounted for.
 
         Raises:
             Spent: the limit would be exceeded, or what is spent cannot be known.
@@ -135,7 +135,7 @@ class Ledger:
             "epsilon": spent,
             **facts,
         }
-        alone = left_to_sites(self._noise)
+        alone = remaining_noise(self._noise)
         if alone is not None:
             entry["epsilon_sites"] = epsilon(alone, count)
         line = json.dumps(entry).encode()

@@ -1,4 +1,4 @@
-"""The samples of one site, as client i of a federation of n; and that federation at the server, without any."""
+"""The samples of one site, as client i of a federation of n. And that federation at the server, without any."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data import DATA_PARTS, Dataset, Federation, Split
 from fedloom.data.groups import keeping
 from fedloom.data.input_spec import InputSpec, compared
-from fedloom.data.new_data import AGREED
+from fedloom.data.new_data import FIXED_TABLE_OPTIONS
 from fedloom.data.partition import Iid
 from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources.table.designs import DesignOptions
 from fedloom.data.subjects.design import count_subjects
-from fedloom.data.text import UNKNOWN, recoded
+from fedloom.data.text import UNKNOWN_TOKEN, recoded
 from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
 
-CUTS = ("test", "validation", "keep", "folds", "pool")
+SPLIT_FIELDS = ("test", "validation", "keep", "folds", "pool")
 """Fields of a partition that say how one client's samples become its parts."""
-CHUNK = 4096
+HASHED_SAMPLES = 4096
 """Samples that are hashed at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
-    """The site's samples as client ``site.client`` of ``site.clients``; the other clients have none of their own.
+    """Build the federation in which the site's samples are client ``site.client`` and all other clients are empty.
 
     A site whose source has no sample at all gets a federation without samples: it trains nothing, and gets the model.
 
@@ -44,7 +44,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     try:
         data = read_data(experiment, site)
     except NoSamples:
-        return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
+        return federation_of(site.samples, torch.zeros(site.clients, len(DATA_PARTS), dtype=torch.long))
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -54,15 +54,15 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
                 'data of its own, a site has share = "all"'
             )
     else:
-        fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
+        fields = {name: getattr(cut, name) for name in SPLIT_FIELDS if name in cut.model_fields_set}
         fed, client = Iid(clients=1, **fields)(data, seed), 0
-    fed = replace(fed, data=_in_order(fed.data, site.samples))
+    fed = replace(fed, data=_reorder_classes(fed.data, site.samples))
     check_samples(site, fed.data)
     return seated(fed, client, site.client, torch.ones(site.clients, dtype=torch.long))
 
 
 def read_data(experiment: Experiment, site: Site) -> Dataset:
-    """The site's samples as its source has them, of a table raw columns.
+    """Read the site's samples from its source. A table stays in raw columns.
 
     Raises:
         NoSamples: there is none.
@@ -85,11 +85,11 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
-    """A federation of which only the numbers of samples are known: there is one blank sample, and all are that one.
+    """Build a federation whose sizes are known and whose samples are all one blank sample.
 
     Args:
         samples: what a sample looks like.
-        sizes: ``[n, 3]`` training, validation and test samples of every client; a client without training samples
+        sizes: ``[n, 3]`` training, validation and test samples of every client. A client without training samples
             counts as one with a single one.
     """
     target = torch.zeros(1, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
@@ -105,7 +105,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {  # one number that stands for all: a site may claim as many samples as it likes
         part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets(column))
-        for part, column in zip(PARTS, counts.T, strict=True)
+        for part, column in zip(DATA_PARTS, counts.T, strict=True)
     }
     return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
 
@@ -114,7 +114,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Refuse data other than the experiment's.
 
     Raises:
-        DataError: the data contradict the experiment; both are named.
+        DataError: the data contradict the experiment. Both are named.
         Refused: the same, of what holds no value of a sample, so that the server may read it.
     """
     here = compared(data)
@@ -126,7 +126,7 @@ def check_samples(site: Site, data: Dataset) -> None:
                 "columns, labels and options of the source must be the same at every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
-        scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
+        scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.create(data), site.samples))
         if scaling != wanted:
             raise DataError(
                 f"{site.site}: mean and std of [data] are {scaling}, those of the experiment {wanted}; give the same"
@@ -136,7 +136,7 @@ def check_samples(site: Site, data: Dataset) -> None:
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
-    """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on.
+    """Return the site's table ``[data]`` with the location of its samples. The meaning of columns was agreed on.
 
     The columns of subjects, order and strata are the experiment's where the site names no others: it cannot do without.
     """
@@ -145,7 +145,7 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
     kind = SOURCES.get(site.data["source"])
     if agreed is None or (kind is not None and "agreement" not in kind.model_fields):
         return designed | site.data
-    options = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
+    options = {key: value for key, value in site.data.items() if key not in FIXED_TABLE_OPTIONS or key == "missing"}
     return {**designed, **options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
 
 
@@ -165,17 +165,17 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:
-    """Training, validation and test samples of a client; all 0 at a site without samples."""
+    """Training, validation and test samples of a client. All 0 at a site without samples."""
     if fed.data.name == "blank":
-        return [0] * len(PARTS)
-    return [int(fed.sizes(part)[client]) for part in PARTS]
+        return [0] * len(DATA_PARTS)
+    return [int(fed.sizes(part)[client]) for part in DATA_PARTS]
 
 
 def samples_digest(fed: Federation, client: int) -> str:
     """SHA-256 of a client's samples, part by part in their order, as the training reads them."""
     digest = hashlib.sha256()
-    for part in PARTS:
-        index = [] if fed.data.name == "blank" else fed.indices(part, client).split(CHUNK)
+    for part in DATA_PARTS:
+        index = [] if fed.data.name == "blank" else fed.indices(part, client).split(HASHED_SAMPLES)
         digest.update(f"{part} {sum(map(len, index))} {fed.data.shape} {fed.data.classes}\n".encode())
         for some in index:
             for values in (fed.fetch(some), fed.targets(some)):
@@ -183,10 +183,10 @@ def samples_digest(fed: Federation, client: int) -> str:
     return digest.hexdigest()
 
 
-def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
-    """The data with the experiment's tokens, and its class numbers where its own classes are among them."""
+def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
+    """Map the data to the experiment's tokens and to its class numbers, if its own classes are among them."""
     classes, vocabulary = samples.classes, samples.vocabulary
-    if data.vocabulary and vocabulary[1:2] == (UNKNOWN,):
+    if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
     if not data.classed or data.classes == classes or not set(data.classes) <= set(classes):
         return data
@@ -195,7 +195,7 @@ def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
 
 
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
-    """Client ``client`` of a federation as client ``seat`` of n; its samples stand for those of the others.
+    """Return a federation of n clients with client ``client`` as client ``seat``. Its samples stand for the others'.
 
     Args:
         fed: the federation.
@@ -204,7 +204,7 @@ def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Fede
         train_sizes: ``[n]`` training samples of the others, of which no more is known.
     """
     parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
-    for part in PARTS:
+    for part in DATA_PARTS:
         rows = fed.indices(part, client)
         sizes = train_sizes.clone() if part == "train" else torch.zeros_like(train_sizes)
         sizes[seat] = len(rows)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedloom.analyses.importance import FEWEST, Scored, permuted
+from fedloom.analyses.importance import MIN_IMPORTANCE_SAMPLES, Scored, permuted
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
 from fedloom.errors import ConfigError
@@ -18,7 +18,7 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles import make_oracle
 from fedloom.outputs import check_output_folder
-from fedloom.storage.checkpoint import check_digest, save_tensors
+from fedloom.storage.checkpoint import check_file_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.trained.files import check_model_file
@@ -29,7 +29,7 @@ from fedloom_sites.deploy.settings import Site, read_site
 from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.state import SiteModel, models
 
-PREFERRED = ("hybrid", "personal", "global")
+PREFERRED_KINDS = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
 
 
@@ -41,7 +41,7 @@ class Owned(NamedTuple):
 
 
 def owned(folder: Path) -> list[Owned]:
-    """The models of a site's folder, or of all sites of a deployment's directory; sites without one are left out.
+    """List the models in a site's folder, or of all sites of a deployment. Sites without a model are left out.
 
     Raises:
         ConfigError: there is no site.
@@ -57,11 +57,11 @@ def owned(folder: Path) -> list[Owned]:
 
 
 def used(folder: Path, kind: str | None = None) -> TrainedModel:
-    """A site's model as the site uses it: on raw rows, with the scaling of its own training part.
+    """Load a site's model for raw rows, with the scaling of its own training part.
 
     Args:
         folder: of the site.
-        kind: "global", "personal" or "hybrid"; None: the first of `PREFERRED` that is there.
+        kind: "global", "personal" or "hybrid". None: the first of `PREFERRED_KINDS` that is there.
 
     Raises:
         ConfigError: there is no such model.
@@ -84,7 +84,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
 
 
 def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
-    """A site's model on samples that are scaled; its batch statistics are those of the site's training part.
+    """Load a site's model for scaled samples, with batch statistics of the site's training part.
 
     A site scores a round so too: no statistics travel.
 
@@ -116,12 +116,12 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
 
 
 def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
-    """The site's samples in the numbers of its model."""
+    """Read the site's samples in the numbers of its model."""
     return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
 
 
 def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
-    """A site's model with the line that recalibrates it there, where the experiment has one."""
+    """Apply the site's recalibration line to its model, if the experiment has one."""
     part = trained.recipe.objective.line_part
     if part is None or fed.data.name == "blank":
         return trained
@@ -129,7 +129,7 @@ def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedM
 
 
 def _chosen(folder: Path, kind: str | None) -> Owned:
-    """The model of a kind in a site's folder, or the first of `PREFERRED`.
+    """Select the model of a kind in a site's folder, or the first of `PREFERRED_KINDS`.
 
     Raises:
         ConfigError: there is no such model.
@@ -139,29 +139,31 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
     models_there = {one.model.kind: one for one in owned(folder)}
     if not models_there:
         raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
-    chosen = kind or min(models_there, key=lambda name: PREFERRED.index(name) if name in PREFERRED else len(PREFERRED))
+    chosen = kind or min(
+        models_there, key=lambda name: PREFERRED_KINDS.index(name) if name in PREFERRED_KINDS else len(PREFERRED_KINDS)
+    )
     if chosen not in models_there:
         raise unknown("model", chosen, models_there, str(folder))
     return models_there[chosen]
 
 
 def _row(one: Owned) -> Tensor:
-    """A site's model ``[d]``, from its disk.
+    """Load a site's model ``[d]`` from disk.
 
     Raises:
         LayoutError: the file is damaged, or no regular file.
     """
-    check_digest(one.model.path)
+    check_file_digest(one.model.path)
     return load_file(one.model.path)["rows"][0]
 
 
 def new_rows(folder: Path) -> NewData:
-    """How new rows at a site are read: as its own data are."""
+    """Return the options for new rows at a site: the options of its own data."""
     return NewData(read_site(folder / "site.toml").data)
 
 
 def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
-    """The sentence on a model whose batch statistics a simulation would take elsewhere; of any other model none.
+    """Return a note on a model whose batch statistics a simulation would compute differently, or [] for other models.
 
     Args:
         folder: of the site.
@@ -179,13 +181,13 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
 
 
 def module_of(one: Owned) -> nn.Module:
-    """A site's model as a plain module in evaluation mode; errors as `_trained`."""
+    """Build a site's model as a plain module in evaluation mode. Raises the errors of `_trained`."""
     return _trained(one, read_agreed(one.site)).module()
 
 
 @torch.no_grad()
 def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Importance of every column for a site's model on its own test part; see `permuted`.
+    """Compute the importance of every column for a site's model on its own test part, see `permuted`.
 
     Args:
         folder: of the site.
@@ -201,15 +203,17 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
     trained = _trained(one, experiment)
     fed = _samples(one, experiment, trained)
     index = fed.indices("test", site.client)
-    if len(index) < FEWEST:
-        raise ConfigError(f"{site.site} has {len(index)} test samples, importance needs at least {FEWEST}")
+    if len(index) < MIN_IMPORTANCE_SAMPLES:
+        raise ConfigError(
+            f"{site.site} has {len(index)} test samples, importance needs at least {MIN_IMPORTANCE_SAMPLES}"
+        )
     module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
     scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)
     return permuted(scored, experiment.head.seeds[0], site.client)
 
 
-def figures(one: Owned) -> dict[str, float]:
-    """Metrics of a site's model, from its disk, on the site's own test part; empty where there is no test sample.
+def score_site_model(one: Owned) -> dict[str, float]:
+    """Compute the metrics of a site's model from disk on the site's own test part, or {} without test samples.
 
     Raises:
         ConfigError: see `_trained`.
@@ -221,12 +225,12 @@ def figures(one: Owned) -> dict[str, float]:
     return _calibrated(trained, fed, client).score_part(fed, "test", client)
 
 
-def export(one: Owned, out: Path, *, force: bool = False) -> Path:
-    """Write a site's model as a state dict, ``<site>.safetensors``; the plain module loads it.
+def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
+    """Write a site's model as a state dict, ``<site>.safetensors``. The plain module loads it.
 
     Args:
         one: the site and its model.
-        out: the folder; a model that fedloom wrote there before is replaced.
+        out: the folder. A model that fedloom wrote there before is replaced.
         force: replace a file of another kind too.
 
     Returns:

@@ -18,7 +18,7 @@ from fedloom.processes.clients import TrainTask
 
 
 def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: Fields) -> Fields:
-    """Return what a client uploads that takes no step and has neither samples nor a state of its own.
+    """Return the upload of a client that takes no step, without samples or a state.
 
     Args:
         blank: the run on blank samples.
@@ -29,11 +29,11 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
         idle: an upload, for the shapes.
 
     Returns:
-        The upload, with zeros in place of numbers that are not finite; all zeros if the method needs samples for it.
+        The upload, with zeros in place of numbers that are not finite. All zeros if the method needs samples for it.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:
-        inputs = inputs_of(blank.with_shares(job.alpha), down, task)
+        inputs = inputs_of(blank.replace_shares(job.alpha), down, task)
         upload: Fields = client_step(blank, inputs, inputs.work.idle())[0]
     except Exception:  # the message alone decides: no sample was read
         upload = remade(idle, [torch.zeros_like(field) for field in idle])

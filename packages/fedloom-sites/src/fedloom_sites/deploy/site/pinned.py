@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-SECRET = "--superexec-auth-secret-file"
-PROGRAM = "flwr-clientapp"
+SECRET_OPTION = "--superexec-auth-secret-file"
+CLIENT_PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
 NOT_LET_IN = (
     "fedloom: the server has not let this site in. Unless the line above names a fault of TLS, it does not know the "
@@ -34,7 +34,7 @@ NOT_LET_IN = (
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:
-    """Start the process that starts a site's tasks, which ends with this one; its id.
+    """Start the process that starts a site's tasks, which ends with this one. Its id.
 
     Args:
         words: command of the site's network process, which names the port and the file of the secret.
@@ -43,11 +43,11 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
     shared, port = secrets.token_bytes(32), words[words.index("--port") + 1]
-    _write(Path(words[words.index(SECRET) + 1]), shared, 0o600)
+    _write(Path(words[words.index(SECRET_OPTION) + 1]), shared, 0o600)
     programs = folder / "bin"
     programs.mkdir(mode=0o700, exist_ok=True)
     interpreter = f"exec {shlex.quote(sys.executable)} -P -m {__name__}"
-    _write(programs / PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
+    _write(programs / CLIENT_PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
     parent = os.getpid()
     gc.freeze()  # the collector touches no page of what is there now
     if (child := os.fork()) > 0:
@@ -63,7 +63,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
-    """Become a site's network process, with the process that starts its tasks; arguments as of `start_executor`."""
+    """Become a site's network process, with the process that starts its tasks. Arguments as of `start_executor`."""
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
     EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
@@ -80,7 +80,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 
 def main() -> None:
-    """Run a task of Flower with the app that is installed here; what the server sent is not installed, nor loaded."""
+    """Run a task of Flower with the app that is installed here, what the server sent is not installed, nor loaded."""
     from fedloom_sites.deploy.apps import client_app
     from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 

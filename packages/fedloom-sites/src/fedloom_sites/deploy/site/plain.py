@@ -43,10 +43,10 @@ class PlainAnswers:
         self._trainer, self._groups, self._cox = trainer, SiteGroups(trainer), SiteCox(trainer, folder)
 
     def answer(self, envelope: Envelope) -> Answer:
-        """The answer to a message of a round.
+        """Answer a message of a round.
 
         Raises:
-            FedloomError: there is none; the sentence has the reason.
+            FedloomError: there is none. The sentence has the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "cox":
@@ -59,7 +59,7 @@ class PlainAnswers:
             task = AskTask(head["round"], trainer.ids)
             answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
             return samples | {"work": counts[0, :3].tolist()}, [trainer.forms.write_answer(answer)], None
-        job, state = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
+        job, state = trainer.attach_local_data(head["accepted"], trainer.weighed(head["weight"]))
         if head["kind"] == "train":
             scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])
             new = trainer.train(job, state, head["round"], arrays[0], self._send)
@@ -86,7 +86,7 @@ class PlainAnswers:
 
 
 def single(arrays: list[bytes]) -> bytes:
-    """The one array of a message.
+    """Return the only array of a message.
 
     Raises:
         WireError: there is none, or are several.

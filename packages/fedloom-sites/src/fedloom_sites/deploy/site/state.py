@@ -1,7 +1,7 @@
-"""Memory: what a site keeps on its own disk between rounds; every file is written whole, with its checksum.
+"""Memory: what a site keeps on its own disk between rounds. Every file is written whole, with its checksum.
 
 A generation is the state after one round, with the reply that was sent: ``round-000012.state``. It is pending until
-the server's next message names it as accepted; ``accepted.json`` has which generation that is and which one was
+the server's next message names it as accepted. ``accepted.json`` has which generation that is and which one was
 before, so that the site follows a server that went back by one. A second request for a round gets the reply
 that is kept, so nothing is trained, noised or released twice.
 """
@@ -26,9 +26,9 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import discard, explained, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
-DIGEST = hashlib.sha256().digest_size
-MODEL = "model.safetensors"
-ACCEPTED, SAMPLES = "accepted.json", "samples.json"
+DIGEST_BYTES = hashlib.sha256().digest_size
+MODEL_FILE = "model.safetensors"
+ACCEPTED_FILE, SAMPLES_FILE = "accepted.json", "samples.json"
 """Files with the rounds that the server has named as accepted, and with the digest of the samples."""
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Generation(NamedTuple):
 
     Attributes:
         round: the round that made it.
-        base: the accepted round that it was made from; 0 is the template.
+        base: the accepted round that it was made from. 0 is the template.
         digest: of the download that it was made from.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
@@ -56,7 +56,7 @@ class Generation(NamedTuple):
     reply: Mapping[str, Any]
 
     def group(self, name: str) -> dict[str, Tensor]:
-        """The tensors ``<name>.<field>`` by field."""
+        """Return the tensors ``<name>.<field>`` by field."""
         return group_of(self.tensors, name)
 
 
@@ -65,7 +65,7 @@ class SiteState:
 
     Args:
         folder: of the site's state.
-        experiment: fingerprint of the experiment; the state of another is never read.
+        experiment: fingerprint of the experiment. The state of another is never read.
         client: number of the site.
 
     Attributes:
@@ -81,15 +81,15 @@ class SiteState:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keeps other processes out while a message is answered."""
+        """Keep other processes out while a message is answered."""
         with lock(self.folder):
             yield
 
     def settle(self, accepted: int) -> Generation | None:
-        """The generation that the server names as accepted; None is the template, for a client never accepted.
+        """Return the generation that the server accepted, or None, the template, for a client never accepted.
 
-        It becomes the site's state; whatever was pending beside it is as if it had not been computed. Where it is not
-        there (a damaged file, a lost disk), the last one that was stands in, and without that the template; both are
+        It becomes the site's state. Whatever was pending beside it is as if it had not been computed. Where it is not
+        there (a damaged file, a lost disk), the last one that was stands in, and without that the template. Both are
         noted. The last accepted state that was there, and its model, stay on the disk.
 
         Raises:
@@ -113,15 +113,15 @@ class SiteState:
                 self.notes.append(f"the server went back: round {current} was accepted here, now it is {accepted}")
             before = current if accepted > current else 0
             held = held if state is None else state.round
-            self._note(ACCEPTED, accepted=accepted, previous=before, held=held)
+            self._note(ACCEPTED_FILE, accepted=accepted, previous=before, held=held)
         return state
 
     def accepted(self) -> tuple[int, int]:
-        """The last accepted round, and the one before; 0 is none."""
+        """Return the last accepted round and the accepted round before it, or 0 stands for none."""
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:
-        """The oldest round that the server can still go back to, or have scored."""
+        """Return the oldest round that the server can still return to or have scored."""
         accepted, previous = self.accepted()
         return (previous or accepted) - 1
 
@@ -132,8 +132,8 @@ class SiteState:
         return 0 if state is None else int(state.reply.get("releases", 0))
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
-        """The last accepted round, the one before, and the last of which a state was there; 0 is none."""
-        accepted, previous, held = self._noted(ACCEPTED, int, "accepted", "previous", "held") or (0, 0, 0)
+        """Return the last two accepted rounds, and the last accepted round with a state, or 0 stands for none."""
+        accepted, previous, held = self._noted(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
         return accepted, previous, held
 
     def _note(self, name: str, **facts: object) -> None:
@@ -142,7 +142,7 @@ class SiteState:
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """The facts of a file of `_note`; None where it is missing, damaged or of another experiment."""
+        """Read a file that `_note` wrote, or None if it is missing, damaged or of another experiment."""
         try:
             entry = json.loads(regular(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -151,30 +151,30 @@ class SiteState:
 
     def _set_model_aside(self) -> None:
         """Keep the model of a state that is lost, which the next one would take the place of."""
-        path = self.folder / MODEL
+        path = self.folder / MODEL_FILE
         if path.exists() and not (aside := path.with_suffix(".lost")).exists():
             with explained(path):
                 path.replace(aside)
             self.notes.append(f"the model of the state that is lost is kept as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
-        """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
-        noted = self._noted(SAMPLES, str, "samples")
+        """Return the noted digest of the site's samples if it differs from the new one. Note the first digest."""
+        noted = self._noted(SAMPLES_FILE, str, "samples")
         if noted is None:
             self.note_samples(samples)
         return None if noted in (None, (samples,)) else noted[0]
 
     def note_samples(self, samples: str) -> None:
-        """Keeps the digest of the site's samples, for `changed`."""
-        self._note(SAMPLES, samples=samples)
+        """Store the digest of the site's samples for `changed`."""
+        self._note(SAMPLES_FILE, samples=samples)
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
-        """The generation of a round that was asked before with the same download, from the same state."""
+        """Find the generation of an earlier request for the same round with the same download and state."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
-        """Makes a pending generation last; forgets all but it, the accepted one, the one before and the last held."""
+        """Store a pending generation durably. Delete all generations but those that may still be needed."""
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
         data = save({k: t.contiguous() for k, t in new.tensors.items()}, {"about": json.dumps(about)})
@@ -188,7 +188,7 @@ class SiteState:
         discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
     def read(self, round: int) -> Generation | None:
-        """The generation of a round; None where there is none, or it is damaged or of another experiment."""
+        """Load the generation of a round, or None if it is missing, damaged or of another experiment."""
         path = self._path(round)
         try:
             content = regular(path).read_bytes()
@@ -196,7 +196,7 @@ class SiteState:
             return None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
-        data, digest = content[:-DIGEST], content[-DIGEST:]
+        data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             with explained(path):
                 path.replace(path.with_suffix(".damaged"))
@@ -209,10 +209,10 @@ class SiteState:
         return Generation(round, about["base"], about["digest"], load(data), about["reply"])
 
     def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
-        """Makes the site's newest model last: ``rows [1, d]``, as in a run's ``models/personal.safetensors``."""
+        """Store the site's newest model ``rows [1, d]`` durably, in the format of ``models/personal.safetensors``."""
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
-        save_tensors(self.folder / MODEL, {"rows": row[None]}, {**header, "about": json.dumps(about)})
+        save_tensors(self.folder / MODEL_FILE, {"rows": row[None]}, {**header, "about": json.dumps(about)})
 
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}.state"
@@ -237,13 +237,13 @@ class SiteModel(NamedTuple):
 
 
 def models(state: Path) -> list[SiteModel]:
-    """The newest model of every experiment in a site's state folder.
+    """List the newest model of every experiment in a site's state folder.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     newest = []
-    for path in sorted(state.glob(f"*/{MODEL}")):
+    for path in sorted(state.glob(f"*/{MODEL_FILE}")):
         try:
             with safe_open(regular(path), framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
@@ -254,7 +254,7 @@ def models(state: Path) -> list[SiteModel]:
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any] | None:
-    """The metadata of a state file: the safetensors header is JSON behind its length."""
+    """Read the metadata of a state file: the safetensors header is JSON behind its length."""
     try:
         length = int.from_bytes(data[:8], "little")
         about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])

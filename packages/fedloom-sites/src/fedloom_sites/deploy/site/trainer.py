@@ -20,7 +20,7 @@ from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
 from fedloom.lab.experiment import Experiment
-from fedloom.local.rows import for_everyone, named, remade
+from fedloom.local.rows import for_everyone, name_tensors, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Trained(NamedTuple):
-    """What a site has computed in a round.
+    """Result of a site's round.
 
     Attributes:
         output: what it sends and keeps.
@@ -52,10 +52,10 @@ class Trained(NamedTuple):
 
 
 Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
-"""(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
+"""(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload. Rows to keep."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one.
+"""Errors whose sentence has no value of a sample. Others may quote a cell, or a text of the user's code on one.
 
 They leave a site that sends single uploads. Under masks or a delta only `PublicReason` leaves.
 """
@@ -107,7 +107,7 @@ class Trainer:
 
     @cached_property
     def samples(self) -> str:
-        """Digest of the samples; it does not leave the site."""
+        """Digest of the samples. It does not leave the site."""
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
@@ -122,12 +122,12 @@ class Trainer:
 
     @cached_property
     def forms(self) -> Forms:
-        """How its messages are written."""
+        """Encoding of the site's messages."""
         return Forms(*self._run, self.site.client)
 
     @property
     def noise(self) -> Noise | None:
-        """What this site's epsilon is of; see `noise_of_site`."""
+        """Noise behind this site's epsilon, see `noise_of_site`."""
         return noise_of_site(self.job.setting)
 
     @property
@@ -136,11 +136,11 @@ class Trainer:
         return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
-        """The run with the share of the objective that the server gives the site."""
+        """Return the run with the share of the objective that the server assigned to the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
-    def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
-        """The run, with its shares of the objective, with the state that the server names as accepted."""
+    def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
+        """Return the run with its shares of the objective, and the state that the server accepted."""
         with publish_reasons():
             ids, state = self.ids, self._memory.settle(accepted)
         for name, store in job.state_stores.items():
@@ -161,10 +161,10 @@ class Trainer:
         *,
         stays_neutral: bool = False,
     ) -> Generation:
-        """A round of training; one that was asked for before is answered with what is kept.
+        """Train for a round. Answer a repeated request with the stored generation.
 
         Args:
-            job: the run, as `with_local_data` gives it.
+            job: the run, as `attach_local_data` gives it.
             state: of the site.
             t: round.
             download: message of the server.
@@ -193,7 +193,7 @@ class Trainer:
             check_change(site.model_change, norms, before, f"site {site.site}, round {t}")
             releases = self._ledger.release(t, samples=samples)
         trained = self._trained(job, down, t, stays_neutral)
-        state_rows = {name: rows[0] for name, rows in named(trained.output.state).items()}
+        state_rows = {name: rows[0] for name, rows in name_tensors(trained.output.state).items()}
         tensors = state_rows | send(job, state, trained, down)
         facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
         new = Generation(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
@@ -203,7 +203,7 @@ class Trainer:
 
     @property
     def _ledger(self) -> Ledger:
-        """The site's releases; its limit is that of all agreed rounds where `site.toml` has none."""
+        """Return the site's ledger of releases, without a limit in `site.toml`, all agreed rounds are the limit."""
         noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
@@ -212,7 +212,7 @@ class Trainer:
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
     def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
-        """Train in a round; under masks or noise of the site's own, a failure shows in no answer.
+        """Train in a round. Under masks or noise of the site's own, a failure shows in no answer.
 
         The state stays as it was then. Under noise the site sends noise alone, under masks its neutral upload.
         """
@@ -231,14 +231,14 @@ class Trainer:
             if self.noise is not None:
                 return Trained(self._noise_alone(job, down))
             upload = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
-            return Trained(ClientOutput(upload, self._own_state(job), work), is_neutral=True)
+            return Trained(ClientOutput(upload, self._site_state(job), work), is_neutral=True)
         return Trained(output)
 
     def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
         """Refuse a result that nobody could use.
 
         Raises:
-            Refused: it is not finite; or, under masks, a row of the site's state is longer than
+            Refused: it is not finite. Or, under masks, a row of the site's state is longer than
                 ``engine.norm_bound``, or a weight is below zero.
         """
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
@@ -258,8 +258,8 @@ class Trainer:
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
         return make_job(setting, federation_of(self.site.samples, sizes))[0]
 
-    def _own_state(self, job: Job) -> ClientState:
-        """The state that the site has."""
+    def _site_state(self, job: Job) -> ClientState:
+        """Return the site's own state."""
         return ClientState(**{name: store.read(self.ids) for name, store in job.state_stores.items()})
 
     def _noise_alone(self, job: Job, down: object) -> ClientOutput:
@@ -267,14 +267,14 @@ class Trainer:
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
-            up = job.messages.absolute(job.messages.with_update(up, sent), job.algorithm.received(down, up))
-        return ClientOutput(up, self._own_state(job), torch.zeros(1, 3).long())
+            up = job.messages.absolute(job.messages.replace_update(up, sent), job.algorithm.received(down, up))
+        return ClientOutput(up, self._site_state(job), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
-        """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
+        """Compute the scores of round ``t``, none below 0. A failure becomes a note.
 
         Args:
-            job: the run, as `with_local_data` gives it.
+            job: the run, as `attach_local_data` gives it.
             models: messages of the server.
             t: round.
             common: whether the global model is scored.
@@ -282,7 +282,7 @@ class Trainer:
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """What a scoring gives; where it fails, that is a note, and None."""
+        """Call a scoring function, on failure write a note and return None."""
         try:
             return score()
         except Exception as error:  # under a delta, the failure may reveal samples
@@ -312,7 +312,7 @@ class Trainer:
         return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
 
     def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
-        """The download, as if every client had received it, and the global model ``[d]``; either may be None."""
+        """Return the download as if every client had received it, and the global model ``[d]``. Either may be None."""
         down, shared = self.forms.read_models([*models], global_there=common)
         return None if down is None else for_everyone(down, self.job.n), shared
 
@@ -323,17 +323,17 @@ class Trainer:
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """How the site's scores leave it: summed under masks, on their own, or, as they have no noise, not at all."""
+        """Way in which the site's scores leave it: summed under masks, alone, or not at all if they have no noise."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
-        """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
+        """Log a reason in the site's own log, and return the neutral sentence for the server."""
         sys.stderr.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {reason}\n")
         return f"site {self.site.site} could not answer; the reason is in its own log"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:
-    """Digest of a round's request: of the download and of the weights, where there are any."""
+    """Compute the digest of a round's request: the download, and the weights if there are any."""
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])

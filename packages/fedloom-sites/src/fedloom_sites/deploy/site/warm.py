@@ -1,7 +1,7 @@
 """The process of a site that stays: it answers messages one after the other and keeps data and model between them.
 
 `handover` starts it with a listening socket and the lock that excludes another. It ends with the
-process that owns it, or when the site's settings or the version change; a kill at any moment loses nothing, since all
+process that owns it, or when the site's settings or the version change. A kill at any moment loses nothing, since all
 that counts is on the disk before an answer leaves. What it has read is read anew once a file of it has changed.
 """
 
@@ -20,18 +20,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fedloom.data.sources import SOURCES
-from fedloom.data.sources._base import ENV, FileSource
+from fedloom.data.sources._base import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.errors import ConfigError
-from fedloom_sites.deploy.code import FOLDER
+from fedloom_sites.deploy.code import CODE_FOLDER
 from fedloom_sites.deploy.settings import Site, read_site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.handover import (
-    ANSWER,
-    ERROR,
-    MAGIC,
-    OTHER,
-    PATIENCE,
+    ANSWER_REPLY,
+    ERROR_REPLY,
+    HANDOVER_MAGIC,
+    OTHER_REPLY,
     SAME_SITE,
+    START_SECONDS,
     is_own,
     key_of,
     receive,
@@ -39,13 +39,13 @@ from fedloom_sites.deploy.site.handover import (
 )
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
-HEADS = 1 << 20
+MAX_HEAD_BYTES = 1 << 20
 """Bytes of a message beside its arrays."""
-MOST = 10_000
-"""Files of a data set that are looked at; a larger one is read anew for every message."""
-LOOK = 5
+MAX_WATCHED_FILES = 10_000
+"""Files of a data set that are looked at. A larger one is read anew for every message."""
+LOOK_INTERVAL_SECONDS = 5
 """Seconds between two looks at the settings."""
-FRESH = 2_000_000_000
+FRESH_NANOSECONDS = 2_000_000_000
 """Nanoseconds for which a changed file may change again without its time showing it."""
 
 
@@ -62,7 +62,7 @@ class Warm:
         self._read: Stamp | None = None
 
     def answer(self, content: bytes) -> bytes:
-        """The signed reply.
+        """Return the signed reply.
 
         Raises:
             ConfigError: the signing key cannot be read.
@@ -71,41 +71,41 @@ class Warm:
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
-        """Read and make what every answer needs; an error is in the first answer."""
+        """Read and make what every answer needs. An error is in the first answer."""
         with suppress(Exception):
             self._fresh().prepare()
 
     def _fresh(self) -> Client:
-        """The client, which has read the files as they are now."""
+        """Return the client after rereading changed files."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
-        unchanged = now is not None and all(at - max(times) > FRESH for *_, times in now)
+        unchanged = now is not None and all(at - max(times) > FRESH_NANOSECONDS for *_, times in now)
         self._read = now if unchanged else None
         return self._client
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
-"""Of every file: path, inode, bytes, and when its content and its inode changed, in nanoseconds."""
+"""Path, inode, size, and times of content and inode changes in nanoseconds, of every file."""
 
 
 def stamp(site: Site) -> Stamp | None:
-    """The files that a site has read, as they are now; None where that cannot be known."""
+    """Return the current state of the files that a site has read, or None if it cannot be known."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
-    roots = [site.experiment, site.signing_key, site.experiment.parent / FOLDER, *map(Path, modules)]
+    roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
     source = site.data["source"]
     named = [Path(site.data["path"])] if "path" in site.data else [Path(source)] if os.path.isabs(source) else []
     kind = SOURCES.get(source)
     if not named and kind is None:
         return None  # user code, or a hub
     if not named and kind is not None and issubclass(kind, FileSource):
-        folder = site.data_dir or os.environ.get(ENV)
+        folder = site.data_dir or os.environ.get(DATA_FOLDER_VARIABLE)
         if folder is None:
             return None
         named = [Path(folder)]
     stamps: list[tuple[str, int, int, tuple[int, int]]] = []
     for path in (path for root in (*roots, *named) for path in _files(root)):
-        if len(stamps) == MOST:
+        if len(stamps) == MAX_WATCHED_FILES:
             return None
         try:
             about = path.stat()
@@ -129,15 +129,15 @@ def serve(listener: socket.socket, site_file: Path) -> None:
     while True:
         line, _ = listener.accept()
         with line:
-            line.settimeout(PATIENCE)
+            line.settimeout(START_SECONDS)
             try:
-                if not is_own(line) or receive(line, len(MAGIC)) != MAGIC:
+                if not is_own(line) or receive(line, len(HANDOVER_MAGIC)) != HANDOVER_MAGIC:
                     continue
                 if receive(line, len(key)) != key:
-                    line.sendall(OTHER)
+                    line.sendall(OTHER_REPLY)
                     return
                 line.sendall(SAME_SITE)
-                _answer(line, warm, site.message_limit + HEADS)
+                _answer(line, warm, site.message_limit + MAX_HEAD_BYTES)
             except OSError:
                 continue  # the caller has gone, and will call again
 
@@ -145,13 +145,13 @@ def serve(listener: socket.socket, site_file: Path) -> None:
 def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
     size = int.from_bytes(receive(line, 8), "big")
     if size > limit:
-        send_sized(line, f"a message of {size} bytes, at most {limit} are read".encode(), ERROR)
+        send_sized(line, f"a message of {size} bytes, at most {limit} are read".encode(), ERROR_REPLY)
         return
     content = receive(line, size)
     try:
-        kind, answer = ANSWER, warm.answer(content)
+        kind, answer = ANSWER_REPLY, warm.answer(content)
     except Exception as error:  # the caller gets the error, and the process stays
-        kind, answer = ERROR, f"{type(error).__name__}: {error}".encode()
+        kind, answer = ERROR_REPLY, f"{type(error).__name__}: {error}".encode()
     send_sized(line, answer, kind)
 
 
@@ -164,7 +164,7 @@ def end_with(owner: int, site_file: Path) -> None:
         try:
             if hasattr(os, "pidfd_open"):
                 poll.register(os.pidfd_open(owner), select.POLLIN)
-            while not poll.poll(1000 * LOOK):
+            while not poll.poll(1000 * LOOK_INTERVAL_SECONDS):
                 os.kill(owner, 0)
                 if key_of(site_file) != key:
                     break

@@ -15,7 +15,7 @@ from fedloom.values import Value
 
 
 class Sampler(Value, ABC):
-    """Chooses the cohort of every round; its state is a NamedTuple of tensors, explicit and checkpointed.
+    """Chooses the cohort of every round. Its state is a NamedTuple of tensors, explicit and checkpointed.
 
     In `query`, `apply` and `init`, ``ctx.ids`` are all clients.
     """
@@ -24,7 +24,7 @@ class Sampler(Value, ABC):
 
     @property
     def probes(self) -> bool:
-        """The server queries candidates before the round; the answers count in work and bytes."""
+        """The server queries candidates before the round. The answers count in work and bytes."""
         return False
 
     @property
@@ -39,11 +39,11 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """Clients with more samples are drawn more often, so that those of a cohort count alike in the mean."""
+        """Whether clients with more samples are drawn more often, so that a cohort's clients count equally."""
         return False
 
     def adapted(self, n: int) -> Self:
-        """The sampler with defaults that n clients allow."""
+        """Return the sampler with defaults that n clients allow."""
         return self
 
     def init(self, ctx: Ctx) -> Any:
@@ -55,12 +55,12 @@ class Sampler(Value, ABC):
         return ctx.ids[:0]
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
-        """A candidate's answer ``[m, k]`` about the global model ``[d]``; runs at the client."""
+        """Compute a candidate's answer ``[m, k]`` about the global model ``[d]``. Runs at the client."""
         raise AssertionError("this sampler has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """The cohort and the new state.
+        """Draw the cohort and return it with the new state.
 
         Args:
             state: as the last round left it.
@@ -68,8 +68,8 @@ class Sampler(Value, ABC):
             ctx: all clients.
 
         Returns:
-            Ids, ascending. A client that is there twice (`repeats`) trains once, and its share of the mean is doubled;
-            not in fields that accumulate or are kept, which have one term per client.
+            Ids, ascending. A client that is there twice (`repeats`) trains once, and its share of the mean is doubled.
+            Not in fields that accumulate or are kept, which have one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
@@ -80,7 +80,7 @@ class Sampler(Value, ABC):
         return None
 
     def learn(self, state: Any, replies: Tensor, ctx: Ctx) -> Any:
-        """The new state from the accepted replies.
+        """Return the new state after the accepted replies.
 
         Args:
             state: as `apply` left it.
@@ -102,11 +102,11 @@ class Sampler(Value, ABC):
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Fewest different clients in a round of a federation of ``n``; None where that depends on the draws."""
+        """Fewest different clients in a round of a federation of ``n``. None where that depends on the draws."""
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """This sampler with the cohort size of another, if it can have one and none was given."""
+        """Return this sampler with another sampler's cohort size, unless its own size was given."""
         return self
 
 
@@ -136,7 +136,7 @@ class SizedSampler(Sampler, ABC):
             )
 
     def smallest(self, n: int) -> int | None:
-        """As many as are drawn."""
+        """Return the number of drawn clients."""
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
@@ -149,7 +149,7 @@ class SizedSampler(Sampler, ABC):
 
 
 Masses = Literal["samples", "uniform"]
-"""What a client's probability p_i is: n_i / n, or 1 / n."""
+"""Probability p_i of a client: n_i / n, or 1 / n."""
 
 
 def masses(ctx: Ctx, by: Masses) -> Tensor:
@@ -158,7 +158,7 @@ def masses(ctx: Ctx, by: Masses) -> Tensor:
 
 
 def some(n: int, k: int, generator: torch.Generator) -> Tensor:
-    """The first ``k`` of ``torch.randperm(n)``, by no more steps of its shuffle where they are few among many."""
+    """Return the first ``k`` of ``torch.randperm(n)``, without shuffling all n if k is small."""
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)

@@ -23,10 +23,12 @@ class Availability(SizedSampler):
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="rounds x clients, 1 where a client is there"
+        None, min_length=1, description="rounds x clients, 1 if a client is present"
     )
-    period: int = Field(2, ge=1, description="rounds of a turn, without a table; if not given, at most the clients")
-    on: int = Field(1, ge=1, description="rounds of a turn that a client is there, without a table")
+    period: int = Field(
+        2, ge=1, description="rounds of a turn, without a table (default: at most the number of clients)"
+    )
+    on: int = Field(1, ge=1, description="rounds of a turn in which a client is present, without a table")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -37,12 +39,12 @@ class Availability(SizedSampler):
         return self
 
     def adapted(self, n: int) -> Self:
-        """Turns of as many rounds as there are clients, where neither turns nor a table is given."""
+        """Set the turns to one round per client, if neither turns nor a table is given."""
         turns = self.model_fields_set.intersection(("table", "period", "on"))
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Who is there in a round, bool ``[n]``."""
+        """Return who is present in a round, bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on
@@ -66,11 +68,11 @@ class Availability(SizedSampler):
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Those who are there in the emptiest round, if fewer than are drawn."""
+        """Return the clients present in the emptiest round, if fewer than the drawn ones."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
-        """How many are there in every round of a turn."""
+        """Count the present clients in every round of a turn."""
         turn = self.period if self.table is None else len(self.table)
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 

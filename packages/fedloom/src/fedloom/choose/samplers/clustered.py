@@ -51,7 +51,7 @@ class Clustered(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """From two distributions."""
+        """Whether a client may be drawn twice: from two distributions, it may."""
         return True
 
     @property
@@ -60,7 +60,7 @@ class Clustered(SizedSampler):
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """That there is no draw where everyone takes part with equal masses."""
+        """Note that nothing is drawn if everyone takes part with equal masses."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
@@ -89,7 +89,7 @@ class Clustered(SizedSampler):
         return torch.multinomial(w, 1, generator=ctx.rng("cohort"))[:, 0].sort().values, state
 
     def learn(self, state: Gradients | Nothing, replies: Tensor, ctx: Ctx) -> Gradients | Nothing:
-        """The cohort's new representative gradients."""
+        """Store the cohort's new representative gradients."""
         if not isinstance(state, Gradients):
             return state
         g = state.g.clone()
@@ -98,7 +98,7 @@ class Clustered(SizedSampler):
 
 
 def distances(g: Tensor, distance: Distance) -> Tensor:
-    """Pairwise distances ``[n, n]`` of the rows of ``g [n, d]``, float64; an angle with a zero row is 0."""
+    """Pairwise distances ``[n, n]`` of the rows of ``g [n, d]``, float64. An angle with a zero row is 0."""
     g = g.double().cpu()
     if distance == "l1":
         return torch.cdist(g, g, p=1.0)
@@ -111,7 +111,7 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
-    """The largest subtrees of Ward's tree on the rows of ``distance [n, n]`` whose mass is at most the limit.
+    """Return the largest subtrees, of mass at most the limit, of Ward's tree on the rows of ``distance [n, n]``.
 
     Args:
         distance: its rows are the points, as in the paper's code.

@@ -20,7 +20,7 @@ class Losses(NamedTuple):
 
 
 class PowerOfChoice(SizedSampler):
-    """Of d candidates, drawn without replacement with probabilities n_i / n, the m with the largest losses.
+    """Sampler that takes the m largest losses of d candidates drawn without replacement with probabilities n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples
@@ -31,9 +31,9 @@ class PowerOfChoice(SizedSampler):
     """
 
     kind: ClassVar[str] = "power-of-choice"
-    candidates: int | None = Field(None, ge=1, description="d; twice the clients of a round when not given")
+    candidates: int | None = Field(None, ge=1, description="d (default: twice the clients of a round)")
     estimate: Literal["loss", "batch", "last"] = Field(
-        "loss", description="loss over all samples (pow-d), one mini-batch (cpow-d), or as last seen (rpow-d)"
+        "loss", description="loss over all samples (pow-d), over one mini-batch (cpow-d), or as last seen (rpow-d)"
     )
 
     @property
@@ -61,7 +61,7 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """That there is no choice where everyone takes part."""
+        """Note that nothing is chosen if everyone takes part."""
         if self.size(ctx.n) < ctx.n:
             return []
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
@@ -71,7 +71,7 @@ class PowerOfChoice(SizedSampler):
         return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
     def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:
-        """The d candidates."""
+        """Draw the d candidates."""
         d = min(2 * self.size(ctx.n), ctx.n) if self.candidates is None else self.candidates
         return draw(masses(ctx, "samples"), d, ctx.rng("candidates")).sort().values
 
@@ -82,7 +82,7 @@ class PowerOfChoice(SizedSampler):
         return work.loss(model, work.plan("power-of-choice", torch.ones(work.m, dtype=torch.long)).batch(0))
 
     def apply(self, state: Losses | Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Losses | Nothing]:
-        """The m candidates with the largest losses."""
+        """Choose the m candidates with the largest losses."""
         candidates = self.query(state, ctx)
         if isinstance(state, Losses):
             loss = state.loss[candidates]
@@ -94,11 +94,11 @@ class PowerOfChoice(SizedSampler):
         return candidates[largest].sort().values, state
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """The loss of the trained model on the last mini-batch."""
+        """Compute the loss of the trained model on the last mini-batch."""
         return work.loss(model, work.last_batch())
 
     def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
-        """The losses of the cohort."""
+        """Store the losses of the cohort."""
         loss = state.loss.clone()
         loss[ctx.ids] = replies[:, 0].to(loss)
         return Losses(loss)

@@ -24,13 +24,13 @@ class Uniform(SizedSampler):
 
 
 class Bernoulli(Sampler):
-    """Every client by itself with the same probability; an empty cohort is replaced by one client drawn uniformly."""
+    """Every client by itself with the same probability. An empty cohort is replaced by one client drawn uniformly."""
 
     kind: ClassVar[str] = "bernoulli"
     probability: float = Field(0.5, gt=0, le=1, description="probability that a client takes part in a round")
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Some clients, at least one."""
+        """Draw some clients, at least one."""
         g = ctx.rng("cohort")
         present = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
         if not bool(present.any()):
@@ -41,7 +41,7 @@ class Bernoulli(Sampler):
 class SizeWeighted(SizedSampler):
     """Clients drawn with probabilities p_i = n_i / n, and their uniform mean.
 
-    References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2;
+    References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2.
     X. Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
 
     With replacement a client may be drawn more than once: it trains once and its share of the mean is multiplied (but
@@ -49,11 +49,11 @@ class SizeWeighted(SizedSampler):
     """
 
     kind: ClassVar[str] = "size-weighted"
-    replacement: bool = Field(True, description="draw with replacement (Scheme I); without, large clients count less")
+    replacement: bool = Field(True, description="draw with replacement (Scheme I). Otherwise large clients count less")
 
     @property
     def repeats(self) -> bool:
-        """With replacement."""
+        """Whether a client may be drawn twice: with replacement, it may."""
         return self.replacement
 
     @property
@@ -77,6 +77,6 @@ class RoundRobin(SizedSampler):
     kind: ClassVar[str] = "round-robin"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """The m clients after those of the round before."""
+        """Return the m clients after the previous round's."""
         m = self.size(ctx.n)
         return ((torch.arange(m) + (ctx.round - 1) * m) % ctx.n).sort().values, state

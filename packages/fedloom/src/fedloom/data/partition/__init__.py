@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
-from fedloom.data.partition.deal import Dealt, by_owner
+from fedloom.data.partition.deal import Dealt, group_by_owner
 from fedloom.data.partition.groups import Clusters, Column, Writers
 from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
 from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
@@ -30,12 +30,12 @@ __all__ = [
     "Shards",
     "Sized",
     "Writers",
-    "by_owner",
     "clusters",
     "column",
     "concept",
     "dirichlet",
     "few",
+    "group_by_owner",
     "hybrid",
     "iid",
     "quality",

@@ -10,10 +10,19 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
-from fedloom.data.partition.deal import Dealt, Ints, by_owner, choose_each, distinct, joined, owners, round_to_total
+from fedloom.data.partition.deal import (
+    Dealt,
+    Ints,
+    choose_each,
+    concatenate_dealt,
+    distinct,
+    group_by_owner,
+    owners,
+    round_to_total,
+)
 from fedloom.data.partition.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
@@ -30,7 +39,7 @@ class Pool(NamedTuple):
         data: the whole data set.
         index: positions in the data set ``[k]`` int64, all but those of the official test set. Where the data have
             subjects, the last row of each, which stands for all of its rows.
-        y: class of each ``[k]``; None for a regression or labels per position.
+        y: class of each ``[k]``. None for a regression or labels per position.
     """
 
     data: Dataset
@@ -38,15 +47,15 @@ class Pool(NamedTuple):
     y: Ints | None
 
     @classmethod
-    def of(cls, data: Dataset, index: Ints) -> Pool:
-        """The samples at these positions."""
+    def create(cls, data: Dataset, index: Ints) -> Pool:
+        """Select the samples at these positions."""
         return cls(data, index, None if data.labels is None else data.labels.numpy()[index])
 
     def __len__(self) -> int:
         return len(self.index)
 
     def labels(self, kind: str) -> Ints:
-        """The classes, for a partition that cannot do without.
+        """Return the classes, for a partition that needs them.
 
         Raises:
             Refused: a regression, or a label per position.
@@ -68,7 +77,7 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a partition decides, for n clients.
+    """Decision of a partition for n clients.
 
     Attributes:
         dealt: samples of every client, from which its parts are cut.
@@ -81,7 +90,7 @@ class Draw(NamedTuple):
         relabel: new class of every class at every client, ``[n, C]``.
         views: quarter turns of a client's images, and whether they are inverted, ``[n, 2]``.
         groups: planted group of every client ``[n]``.
-        names: name of every client; their numbers if empty.
+        names: name of every client. Their numbers if empty.
         notes: sentences for the report.
     """
 
@@ -97,7 +106,7 @@ class Draw(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
-        """The draw of the clients that train ``[n]``; the rows of the others are the common test set, with a note."""
+        """The draw of the clients that train ``[n]``. The rows of the others are the common test set, with a note."""
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
         kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
@@ -108,7 +117,7 @@ class Draw(NamedTuple):
             "rows are the common test set, on which global models are scored as those of a new client"
         )
         return self._replace(
-            dealt=by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
+            dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
             common=outside if self.common is None else np.concatenate([self.common, outside]),
             names=tuple(name for name, train in zip(self.names, trains, strict=False) if train),
             notes=(*self.notes, note),
@@ -129,14 +138,16 @@ class Partition(Value):
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """Whether a draw deals rows as they are; else each entry stands for all rows of its subject, if there are any."""
+    """Whether a draw deals rows as they are. Else each entry stands for all rows of its subject, if there are any."""
     test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
     validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
     test_from: Literal["own", "ratio", "users"] = Field(
         default="own",
-        description="own: the fraction `test` of the client's samples; ratio: test_count samples of the official test"
-        " set with the client's training label ratio (FedSLR, section 5.1); users: the official test samples of the"
-        " client's own users (LEAF)",
+        description=(
+            "own: the fraction `test` of the client's samples. ratio: test_count official test samples in "
+            "the client's training label ratio (FedSLR, section 5.1). users: the official test samples of "
+            "the client's own users (LEAF)"
+        ),
     )
     test_count: int = Field(
         default=100, ge=1, description="test samples per client when test_from is ratio (FedSLR: 100)"
@@ -145,9 +156,10 @@ class Partition(Value):
         default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
     )
     keep: int | None = Field(default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)")
-    min_size: int = Field(default=1, ge=1, description="samples that every client must get")
+    min_size: int = Field(default=1, ge=1, description="least samples of every client")
     pool: bool = Field(
-        default=False, description="pool the official training and test sets, then cut; else the test set stays common"
+        default=False,
+        description="join the official training and test sets before the cut. Otherwise the test set stays common",
     )
 
     @model_validator(mode="after")
@@ -164,20 +176,20 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Who gets which samples; everything random comes from `seed`.
+        """Assign samples to clients. Everything random comes from `seed`.
 
         Raises:
-            PartitionError: the data cannot be split in this way; the message has the numbers.
+            PartitionError: the data cannot be split in this way. The message has the numbers.
             Refused: the data have no classes, or are no images, where the kind needs them.
         """
         ...
 
-    @on_cpu()
+    @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """The federation of this partition.
+        """Build the federation of this partition.
 
         Args:
-            data: a `Dataset`, or what `Dataset.of` makes one of: arrays, tensors, torch, Hugging
+            data: a `Dataset`, or what `Dataset.create` makes one of: arrays, tensors, torch, Hugging
                 Face and pandas data sets.
             seed: everything random comes from it.
 
@@ -187,7 +199,7 @@ class Partition(Value):
             Refused: a partition by class of a data set without classes.
             DataError: data that cannot be read, or a table whose target is the same in every row.
         """
-        data = Dataset.of(data)
+        data = Dataset.create(data)
         if not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
@@ -197,7 +209,7 @@ class Partition(Value):
             draw = self.draw(pool, seed_of_draw)
             check_dealt(draw.dealt, draw.test, draw.common, len(data))
         draw = self._in_subjects(draw, data, pool)
-        held = draw.dealt if draw.test is None else joined(draw.dealt, draw.test)
+        held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
         own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
@@ -234,7 +246,7 @@ class Partition(Value):
             notes=(
                 *data.notes,
                 *draw.notes,
-                *self._without_effect(draw, data),
+                *self._note_unused_share(draw, data),
                 *([] if data.design is None else data.design.notes(held.index, owners(held))),
                 *_unused(
                     held.index if draw.common is None else np.concatenate([held.index, draw.common]),
@@ -246,11 +258,11 @@ class Partition(Value):
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """The samples to give away: all but the official test set, or all with ``pool = true``; one of each subject."""
+        """The samples to give away: all but the official test set, or all with ``pool = true``. One of each subject."""
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
-        return Pool.of(data, index)
+        return Pool.create(data, index)
 
     def _dealt_from(self, data: Dataset) -> Ints:
         """Positions of all samples that may be given away."""
@@ -271,7 +283,7 @@ class Partition(Value):
             )
 
     def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
-        """The draw with all rows of every subject; clients of test rows alone become a common test set."""
+        """The draw with all rows of every subject. Clients of test rows alone become a common test set."""
         design = data.design
         if design is None:
             return draw
@@ -297,7 +309,7 @@ class Partition(Value):
             )
         return draw if trains.all() else draw.without_tested(trains)
 
-    def _without_effect(self, draw: Draw, data: Dataset) -> list[str]:
+    def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
         """The note on a share for test parts that the partition itself gives, or the data."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
@@ -344,7 +356,7 @@ class Partition(Value):
         """For every client `test_count` official test samples in the label ratio of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = Pool.of(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)

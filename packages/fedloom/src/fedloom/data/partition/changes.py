@@ -16,19 +16,19 @@ from fedloom.seeds import generator
 
 
 def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor) -> tuple[Dataset, Tensor | None]:
-    """Gaussian noise on the features of every client, drawn once per sample; some samples get theirs later.
+    """Gaussian noise on the features of every client, drawn once per sample. Some samples get theirs later.
 
-    Bytes become float32 in [0, 1] before the noise; mean and std of the data set apply afterwards.
+    Bytes become float32 in [0, 1] before the noise. Mean and std of the data set apply afterwards.
 
     Args:
         data: the data set.
         dealt: samples of every client, each sample once.
         std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
-        seed: seed of the partition; client i's noise comes from (seed, 0, i, "noise").
+        seed: seed of the partition. Client i's noise comes from (seed, 0, i, "noise").
         later: positions [k] of samples that stay as they are, for every step draws their noise anew.
 
     Returns:
-        The data set, and the standard deviation [N, c] of noise still to be drawn; None if ``later`` is empty.
+        The data set, and the standard deviation [N, c] of noise still to be drawn. None if ``later`` is empty.
     """
     if data.vocabulary:
         raise Refused(f"{data.name}: noise needs samples that are numbers, and these are tokens; use another partition")
@@ -64,7 +64,7 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
 
 
 def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
-    """Every client's images turned and inverted by its row of `views` [n, 2]; inverted within the data set's range."""
+    """Every client's images turned and inverted by its row of `views` [n, 2]. Inverted within the data set's range."""
     x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
     darkest, brightest = data.x.min(), data.x.max()
     for turns, inverted in torch.unique(of_sample, dim=0).tolist():
@@ -75,7 +75,7 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 
 
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
-    """The data set with its `prepare` applied, fitted on each client's training part.
+    """Apply a data set's `prepare`, fitted on each client's training part.
 
     Samples that belong to no client are NaN, and `Dataset.ready` is False there: no part of a federation may have them.
     Samples of a common test set that no client holds are scaled as a new client's are, by `Table.typical`.
@@ -84,7 +84,7 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = No
         data: the data set.
         dealt: samples of every client.
         train: samples of its training part.
-        common: positions of a common test set; None: there is none.
+        common: positions of a common test set. None: there is none.
 
     Raises:
         Refused: the common test set would need a scaling that is fitted by something else than a `Table`.

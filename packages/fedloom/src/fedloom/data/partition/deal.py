@@ -12,7 +12,7 @@ from fedloom.errors import PartitionError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-ATTEMPTS = 100
+MAX_DEAL_ATTEMPTS = 100
 
 
 class Dealt(NamedTuple):
@@ -37,10 +37,10 @@ def owners(dealt: Dealt) -> Ints:
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
-def joined(first: Dealt, second: Dealt) -> Dealt:
+def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
     """Entries of both, client by client, the first ones before the second."""
     owner = np.concatenate([owners(first), owners(second)])
-    return by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
+    return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
@@ -48,8 +48,8 @@ def even(total: int, n: int) -> Ints:
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
-def in_order(keys: Ints, start: Ints) -> Ints:
-    """Places sorted by their keys (>= 0), those of equal keys as in ``start``; in linear time.
+def sort_by_key(keys: Ints, start: Ints) -> Ints:
+    """Return places sorted by their keys (>= 0), equal keys in the order of ``start``, in linear time.
 
     numpy sorts numbers of 16 bits by radix, so the keys are gone through 16 bits at a time, the lowest first.
     """
@@ -59,28 +59,28 @@ def in_order(keys: Ints, start: Ints) -> Ints:
 
 
 def distinct(index: Ints, total: int) -> int:
-    """Different numbers among those of ``index``, which are within 0..total-1."""
+    """Return the distinct numbers of ``index``, which are within 0..total-1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())
 
 
-def by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Sort samples by their client; within a client they stay in the order given.
+def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
+    """Sort samples by their client. Within a client they stay in the order given.
 
     Args:
         index: positions in the data set ``[k]``.
         owner: client of each ``[k]``, from 0 to n - 1.
-        n: clients; one without an entry holds no sample.
+        n: clients. One without an entry holds no sample.
 
     >>> by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
     """
-    return Dealt(index[in_order(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))
+    return Dealt(index[sort_by_key(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:
-    """Gives client i the next ``counts[i, c]`` entries of list c; no entry twice.
+    """Give client i the next ``counts[i, c]`` entries of list c. No entry is given twice.
 
     Args:
         lists: positions of each class, in random order.
@@ -88,11 +88,11 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
     """
     dealt = [samples[:total] for samples, total in zip(lists, counts.sum(0), strict=True)]
     owner = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
-    return by_owner(np.concatenate(dealt), np.concatenate(owner), len(counts))
+    return group_by_owner(np.concatenate(dealt), np.concatenate(owner), len(counts))
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
-    """Gives client i ``counts[i, c]`` different entries of list c, drawn for each client anew: clients may overlap."""
+    """Give client i ``counts[i, c]`` different entries of list c, drawn anew for each client: clients may overlap."""
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
         for i, c in np.argwhere(counts).tolist()
@@ -101,7 +101,7 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
 
 
 def cut_by(shares: Floats, totals: Ints) -> Ints:
-    """Counts [n, C] from shares [n, C] (columns sum to 1): cuts at rounded-down running sums, as NIID-Bench."""
+    """Convert shares ``[n, C]`` (columns sum to 1) to counts by cuts at rounded-down running sums, as NIID-Bench."""
     ends = np.floor(np.cumsum(shares, 0) * totals + 1e-9).astype(np.int64)
     ends[-1] = totals
     return np.diff(ends, axis=0, prepend=0)
@@ -119,15 +119,16 @@ def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> I
     """Draws counts [n, C] until every client has `min_size` samples.
 
     Raises:
-        PartitionError: `ATTEMPTS` draws in a row left a client below.
+        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client below.
     """
     best = -1
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_DEAL_ATTEMPTS):
         drawn = counts()
         smallest = int(drawn.sum(1).min())
         if smallest >= min_size:
             return drawn
         best = max(best, smallest)
     raise PartitionError(
-        f"{what}: in {ATTEMPTS} draws the smallest client had at most {best} samples, min_size is {min_size}; {cure}"
+        f"{what}: in {MAX_DEAL_ATTEMPTS} draws the smallest client had at most {best} samples, min_size is "
+        f"{min_size}; {cure}"
     )

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from fedloom.data.partition._base import Draw, Partition, Pool
-from fedloom.data.partition.deal import Dealt, Ints, by_owner, deal, even
+from fedloom.data.partition.deal import Dealt, Ints, deal, even, group_by_owner
 from fedloom.errors import PartitionError
 from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator
@@ -22,9 +22,11 @@ class Writers(Partition):
 
     kind: ClassVar[str] = "writers"
     by_row: ClassVar[bool] = True
-    clients: int | None = Field(default=None, ge=1, description="number of clients; None: as many as there are")
+    clients: int | None = Field(default=None, ge=1, description="number of clients (None: all of them)")
     per_client: int | None = Field(default=None, ge=1, description="writers per client (FLAME on FEMNIST: 338)")
-    shuffle: bool = Field(default=True, description="group writers at random; false: consecutive ones (FLAME's code)")
+    shuffle: bool = Field(
+        default=True, description="draw the writers of a group at random (false: consecutive writers (FLAME's code))"
+    )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Whole writers to clients."""
@@ -34,7 +36,7 @@ class Writers(Partition):
             raise PartitionError(
                 f"writers: {data.name} does not come split by client; use kind column ({have}) or another"
             )
-        return _by_level(self, pool, data.users.numpy(), data.user_names, seed)
+        return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
 class Column(Partition):
@@ -43,9 +45,9 @@ class Column(Partition):
     kind: ClassVar[str] = "column"
     by_row: ClassVar[bool] = True
     column: str = Field(description="name of the column")
-    clients: int | None = Field(default=None, ge=1, description="number of clients; None: as many as there are values")
+    clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per value)")
     per_client: int | None = Field(default=None, ge=1, description="values per client")
-    shuffle: bool = Field(default=True, description="group values at random; false: consecutive ones")
+    shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Whole values to clients."""
@@ -54,10 +56,10 @@ class Column(Partition):
             raise PartitionError(
                 f"column: {data.name} has no column {self.column!r}; {nearest(self.column, data.columns)}"
             )
-        return _by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
+        return _draw_by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
 
 
-def _by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
+def _draw_by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
     counts, design = np.bincount(codes[pool.index], minlength=len(names)), pool.data.design
     if design is not None and design.subject is not None:
         counts = design.counts(codes[pool.index], pool.index, len(names))
@@ -88,13 +90,13 @@ def _by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str,
 
 def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
     owner = client[codes[index]]
-    return by_owner(index[owner < n], owner[owner < n], n)
+    return group_by_owner(index[owner < n], owner[owner < n], n)
 
 
 class Clusters(Partition):
     """Planted clusters: blocks of classes, each known to a block of clients (Equitable-FL, Table 1 and section 5).
 
-    Cluster k has the next ``classes[k]`` classes and the next ``sizes[k]`` clients; each of these holds
+    Cluster k has the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these holds
     ``per_class[k]`` samples of each of its classes.
     """
 
@@ -103,7 +105,7 @@ class Clusters(Partition):
     sizes: tuple[int, ...] = Field(default=(4, 6), min_length=1, description="clients of each cluster (MNIST: 4, 6)")
     per_class: int | tuple[int, ...] | None = Field(
         default=None,
-        description="samples per class of a client (MNIST: 800; CIFAR-100: 220, 160, 100); None: even",
+        description="samples per class of a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even",
     )
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from fedloom.values import choose
 
 Below = Annotated[
     dict[str, Any],
-    Field(default_factory=lambda: {"kind": "iid"}, description="the partition below, a table with its kind"),
+    Field(default_factory=lambda: {"kind": "iid"}, description="partition before this one, a table with a kind"),
 ]
 
 
@@ -34,21 +34,25 @@ class Quality(Sized):
     sigma: float = Field(default=0.1, ge=0, description="noise of the last client (FLAME, Table III: 0.1)")
     reading: Literal["variance", "std"] = Field(
         default="variance",
-        description="variance: sigma * i / m, i from 1 (paper); std: deviation sigma * i / m of the features as models"
-        " take them, divided by the data set's own std, i from 0 (FLAME's code)",
+        description=(
+            "variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / m of the normalized "
+            "features, divided by the data set's std, i from 0 (FLAME's code)"
+        ),
     )
     draws: Literal["once", "anew"] = Field(
         default="once",
-        description="once per sample; anew: for every batch of a step, as in FLAME's code, while validation and test"
-        " samples keep one draw, and passes over a whole training part see it without noise",
+        description=(
+            "once: one draw per sample. anew: one draw per batch of a step, as in FLAME's code, with "
+            "fixed noise in validation and test samples and no noise in passes over a whole training part"
+        ),
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
-        description="partition below the noise, a table with its kind; FLAME's code: {kind = 'iid', shuffle = false}",
+        description="partition before noise, a table with a kind. FLAME's code: {kind = 'iid', shuffle = false}",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """The base's clients, each with its level of noise."""
+        """Draw the base's clients, and a noise level for each."""
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.reading == "variance":
@@ -62,16 +66,16 @@ class Quality(Sized):
 class Concept(Sized):
     """Concept skew: the same features mean other classes in another group of clients.
 
-    Clients form `groups` blocks; the first keeps the classes, each other block has its own random exchange of them, in
+    Clients form `groups` blocks. The first keeps the classes, each other block has its own random exchange of them, in
     all parts. The common test set keeps the true classes.
     """
 
     kind: ClassVar[str] = "concept"
-    groups: int = Field(default=2, ge=1, description="number of groups; at most the clients, if not given")
+    groups: int = Field(default=2, ge=1, description="number of groups (default: at most the number of clients)")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """The base's clients, each with the classes of its group."""
+        """Draw the base's clients, and their group's classes for each."""
         pool.labels(self.kind)
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
@@ -93,7 +97,7 @@ class Concept(Sized):
 class Rotated(Sized):
     """Feature skew: clients see images turned, and inverted (as IFCA's Rotated MNIST).
 
-    Clients form a block for every view, all turns and then all turns inverted; the first keeps the images. A view holds
+    Clients form a block for every view, all turns and then all turns inverted. The first keeps the images. A view holds
     for all parts of a client. The common test set keeps the images as they are.
     """
 
@@ -102,14 +106,16 @@ class Rotated(Sized):
         default=4,
         ge=1,
         le=4,
-        description="quarter turns: 1 leaves images upright, 2 adds 180 degrees; fewer, if not given, where"
-        " clients or the shape of images allow no more",
+        description=(
+            "quarter turns: 1 leaves images upright, 2 adds 180 degrees (default: as many as clients and "
+            "image shape allow)"
+        ),
     )
-    inverted: bool = Field(default=False, description="each turn also with light and dark exchanged")
+    inverted: bool = Field(default=False, description="add every turn with inverted brightness")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """The base's clients, each with the view of its group."""
+        """Draw the base's clients, and their group's view for each."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
             raise Refused(f"rotated: needs images [channels, height, width], and samples of {name} are {[*shape]}")
@@ -139,12 +145,14 @@ class Hybrid(Sized):
     kind: ClassVar[str] = "hybrid"
     clients: int = Field(default=10, ge=2, description="number of clients")
     ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients of the first kind")
-    labels_per_client: int = Field(default=2, ge=1, description="labels of each client of the first kind, if not given")
-    beta: float = Field(default=0.5, gt=0, description="concentration of the second kind, if not given")
-    first: dict[str, Any] | None = Field(default=None, description="table with a kind; None: shards")
-    second: dict[str, Any] | None = Field(default=None, description="table with a kind; None: quantity")
+    labels_per_client: int = Field(
+        default=2, ge=1, description="labels of each client of the first kind (default: the kind's own)"
+    )
+    beta: float = Field(default=0.5, gt=0, description="concentration of the second kind (default: the kind's own)")
+    first: dict[str, Any] | None = Field(default=None, description="table with a kind (None: shards)")
+    second: dict[str, Any] | None = Field(default=None, description="table with a kind (None: quantity)")
     overlap: bool = Field(
-        default=False, description="both kinds draw from all samples, and quantity overlaps too (FLAME's code)"
+        default=False, description="both kinds draw from all samples, and quantity also overlaps (FLAME's code)"
     )
 
     @model_validator(mode="after")
@@ -181,22 +189,22 @@ class Hybrid(Sized):
             part.draw(p, derive(seed, purpose=("hybrid", j)))
             for j, (part, p) in enumerate(zip((first, second), pools, strict=True))
         ]
-        return _joined(draws, len(pool.data.classes))
+        return _join_draws(draws, len(pool.data.classes))
 
 
 def _sub(pool: Pool, chosen: Ints) -> Pool:
     return Pool(pool.data, pool.index[chosen], None if pool.y is None else pool.y[chosen])
 
 
-def _joined(draws: list[Draw], classes: int) -> Draw:
-    """Draws one after the other; a draw without noise, views or exchange of classes gets none."""
+def _join_draws(draws: list[Draw], classes: int) -> Draw:
+    """Draws one after the other. A draw without noise, views or exchange of classes gets none."""
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
     channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
 
     def joint(values: list[Any], none: NDArray[Any]) -> Any:
-        """What kinds give a row per client, `none` for each client of the others; None: no kind gives it."""
+        """Join the kinds' values, a row per client, with `none` for clients of other kinds, or None without values."""
         rows = [np.broadcast_to(none if v is None else v, (n, *none.shape)) for v, n in zip(values, sizes, strict=True)]
         return np.concatenate(rows) if any(v is not None for v in values) else None
 
@@ -226,12 +234,12 @@ PARTITIONS: dict[str, type[Partition]] = {
     "writers": Writers,
 }
 
-OUTER = tuple(Partition.model_fields)
-"""Fields of the federation as a whole; a partition inside another has none of its own."""
+OUTER_FIELDS = tuple(Partition.model_fields)
+"""Fields of the federation as a whole. A partition inside another has none of its own."""
 
 
 def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
-    """The partition of a table ``{kind = ..., ...}`` for some of the clients.
+    """Read the partition of a table ``{kind = ..., ...}`` for some of the clients.
 
     Raises:
         ConfigError: no kind, an unknown kind, or a field that belongs to the federation as a whole.
@@ -240,7 +248,7 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
         raise Refused(f"{where}: clusters fixes its own clients; use it alone")
-    extra = [name for name in fields if name in OUTER or name == "clients"]
+    extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")
     return kind(**{**fields, "clients": clients, "min_size": min_size})

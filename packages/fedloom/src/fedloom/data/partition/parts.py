@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partition.deal import Dealt, Floats, Ints, in_order, offsets_of, owners
+from fedloom.data.partition.deal import Dealt, Floats, Ints, offsets_of, owners, sort_by_key
 from fedloom.data.subjects.cut import Quota, parts_by_subject, wanted
 from fedloom.data.subjects.design import Design
 
@@ -15,7 +15,7 @@ def cut_parts(
 ) -> dict[str, Dealt]:
     """Cuts each client's samples.
 
-    At least one sample goes to training, then (from 2 samples on) one to test, then (from 3 on) one to validation; the
+    At least one sample goes to training, then (from 2 samples on) one to test, then (from 3 on) one to validation. The
     fractions are rounded. One sample of each class a client has stays in training.
 
     Args:
@@ -23,7 +23,7 @@ def cut_parts(
         y: classes of the whole data set [N], None for a regression.
         quota: how much goes into which part.
         rng: source of the random order.
-        design: whose samples belong together; then subjects are cut, see `parts_by_subject`.
+        design: whose samples belong together. Then subjects are cut, see `parts_by_subject`.
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)
     if design is not None:
@@ -43,7 +43,7 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
         in_test = np.zeros(len(owner), bool)
         tests_wanted = wanted(sizes, quota.test, 2)
     else:
-        in_test = _in_fold(owner, label, order, quota.folds, quota.fold, dealt.offsets)
+        in_test = _fold_mask(owner, label, order, quota.folds, quota.fold, dealt.offsets)
         tests_wanted = np.zeros_like(sizes)
     rest = np.flatnonzero(~in_test)
     rank, firsts = _ranks(owner[rest], label[rest], order[rest], len(sizes))
@@ -59,22 +59,22 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
-    """Rank of each sample at its client: one of each class first, the others in random order; and how many first."""
+    """Rank of each sample at its client: one of each class first, the others in random order. And how many first."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
-    by_class = in_order(cell, drawn)
+    by_class = sort_by_key(cell, drawn)
     first = np.ones(len(owner), bool)
     first[by_class[1:]] = np.diff(cell[by_class]) != 0
-    sorted_ = in_order(2 * owner + ~first, drawn)
+    sorted_ = sort_by_key(2 * owner + ~first, drawn)
     starts = offsets_of(np.bincount(owner, minlength=n))
     rank = np.empty_like(owner)
     rank[sorted_] = np.arange(len(owner)) - starts[owner[sorted_]]
     return rank, np.bincount(owner[first], minlength=n)
 
 
-def _in_fold(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
-    """Stratified folds: samples in class order are dealt to folds in turn; a class of one sample is never tested."""
+def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
+    """Stratified folds: samples in class order are dealt to folds in turn. A class of one sample is never tested."""
     cell = owner * (int(label.max(initial=0)) + 1) + label
-    by_class = in_order(cell, np.argsort(order, kind="stable"))
+    by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
     turn = np.empty_like(owner)
     turn[by_class] = np.arange(len(owner)) - offsets[owner[by_class]]
     _, inverse, count = np.unique(cell, return_inverse=True, return_counts=True)
@@ -91,7 +91,7 @@ def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: 
         samples: of the data set.
 
     Raises:
-        ValueError: the partition's code is wrong; the message has the field.
+        ValueError: the partition's code is wrong. The message has the field.
     """
     for name, lists in (("dealt", dealt), ("test", test)):
         if lists is None:

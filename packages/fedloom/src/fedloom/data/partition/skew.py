@@ -13,11 +13,11 @@ from fedloom.data.partition.deal import (
     Dealt,
     Floats,
     Ints,
-    by_owner,
     choose_each,
     cut_by,
     deal,
     even,
+    group_by_owner,
     offsets_of,
     redraw,
 )
@@ -31,11 +31,13 @@ class Iid(Sized):
     kind: ClassVar[str] = "iid"
     shuffle: bool = Field(
         default=True,
-        description="false: blocks in the source's order (FLAME's code; label skew in a sorted source)",
+        description=(
+            "shuffle samples (false: blocks in the source's order (FLAME's code; label skew in a sorted source))"
+        ),
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """A permutation, cut evenly."""
+        """Cut a permutation evenly."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
@@ -48,11 +50,13 @@ class Quantity(Sized):
     beta: float = Field(default=0.5, gt=0, description="concentration (FLAME, Table III: 0.5)")
     overlap: bool = Field(
         default=False,
-        description="every client draws from all samples anew, so clients overlap (FLAME's code, with min_size 100)",
+        description=(
+            "draw every client's samples from all samples, so that clients overlap (FLAME's code, with min_size 100)"
+        ),
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """A permutation, cut at Dirichlet shares."""
+        """Cut a permutation at Dirichlet shares."""
         self.fits(pool)
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
@@ -68,17 +72,19 @@ class Quantity(Sized):
 class Shards(Sized):
     """q labels per client, the pathological split.
 
-    McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data, section 3;
-    NIID-Bench (Li et al. 2022, arXiv 2102.02079), section 4.1, "#C = k"; FLAME, section V-A, "# label = q".
+    McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data, section 3.
+    NIID-Bench (Li et al. 2022, arXiv 2102.02079), section 4.1, "#C = k". FLAME, section V-A, "# label = q".
     """
 
     kind: ClassVar[str] = "shards"
     labels_per_client: int = Field(default=2, ge=1, description="labels q of each client (FLAME, Table III: 2..6)")
     variant: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
-        description="labels: exactly q classes each, a class is shared evenly by those who have it (NIID-Bench);"
-        " mcmahan: q of clients * q shards of the label-sorted samples;"
-        " flame: q of ceil(q * clients / C) shards per class, a class may come twice, some shards stay unused",
+        description=(
+            "labels: exactly q classes per client, each class shared evenly (NIID-Bench). mcmahan: q of "
+            "clients * q shards of the label-sorted samples. flame: q of ceil(q * clients / C) shards per "
+            "class, so that a class may repeat and some shards stay unused"
+        ),
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -104,11 +110,11 @@ class Shards(Sized):
         taker = np.full(len(sizes), n)
         taker[rng.permutation(len(sizes))[: n * q]] = np.repeat(np.arange(n), q)
         owner = np.repeat(taker, sizes)
-        return Draw(by_owner(np.concatenate(lists)[owner < n], owner[owner < n], n))
+        return Draw(group_by_owner(np.concatenate(lists)[owner < n], owner[owner < n], n))
 
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
-    """Counts [n, C]: each client takes the q classes least taken so far, ties at random."""
+    """Return counts ``[n, C]``: each client takes the q least-taken classes, with random ties."""
     held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
@@ -136,7 +142,7 @@ class Few(Sized):
     """A few classes per user, sizes log-normal: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127, and its sampler).
 
     User i holds ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each
-    of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint; in the published code an index
+    of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint, in the published code an index
     is reset by mistake, such that they share the first images of a class. What is left over has no owner.
     """
 
@@ -144,10 +150,10 @@ class Few(Sized):
     clients: int = Field(default=200, ge=1, description="number of users (FedProx on FEMNIST: 200)")
     labels_per_client: int = Field(default=3, ge=1, description="classes of each user (FedProx on FEMNIST: 3)")
     mean: float = Field(
-        default=4.0, description="mean of the logarithm of a user's size; if not given, lower for few samples"
+        default=4.0, description="mean of the logarithm of a user's size (default: smaller for few samples)"
     )
     std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a user's size")
-    extra: int = Field(default=5, ge=0, description="samples that every user gets on top")
+    extra: int = Field(default=5, ge=0, description="samples that every user gets in addition")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Sizes, then the next samples of each user's classes."""
@@ -196,19 +202,21 @@ class Dirichlet(Sized):
 
     kind: ClassVar[str] = "dirichlet"
     beta: float = Field(default=0.5, gt=0, description="concentration (FLAME 0.5, FedSLR 0.1)")
-    by: Literal["class", "client", "prior"] = Field(default="class", description="what the Dirichlet draw is for")
+    by: Literal["class", "client", "prior"] = Field(default="class", description="object of the Dirichlet draw")
     balanced: bool = Field(
-        default=False, description="by class: a client with its even share gets no more (NIID-Bench's code)"
+        default=False,
+        description="with by = class: a client with its even share gets no more samples (NIID-Bench's code)",
     )
     size_std: float = Field(
-        default=0.0, ge=0, description="by client or prior: sigma of log-normal sizes; 0: equal sizes (FedSLR)"
+        default=0.0, ge=0, description="with by = client or prior: sigma of log-normal sizes (0: equal sizes (FedSLR))"
     )
     overlap: bool = Field(
-        default=False, description="every client draws from all samples anew, so clients overlap (FLAME's code)"
+        default=False,
+        description="draw every client's samples from all samples, so that clients overlap (FLAME's code)",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Counts per client and class, then samples at random."""
+        """Draw counts per client and class, then samples at random."""
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
         lists = pool.by_class(self.kind, rng)
@@ -218,7 +226,7 @@ class Dirichlet(Sized):
             cure = "raise beta, or lower clients or min_size"
             counts = redraw(lambda: self._by_class(held, rng), self.min_size, what, cure)
         else:
-            counts = self._by_client(held, rng)
+            counts = self._draw_by_client(held, rng)
         return Draw(choose_each(lists, counts, rng) if self.overlap else deal(lists, counts))
 
     def _by_class(self, held: Ints, rng: np.random.Generator) -> Ints:
@@ -232,7 +240,7 @@ class Dirichlet(Sized):
             counts[:, c] = cut_by((wants / wants.sum())[:, None], held[c : c + 1])[:, 0]
         return counts
 
-    def _by_client(self, held: Ints, rng: np.random.Generator) -> Ints:
+    def _draw_by_client(self, held: Ints, rng: np.random.Generator) -> Ints:
         n, total = self.clients, int(held.sum())
         alpha = self.beta * (held / total if self.by == "prior" else np.ones(len(held)))
         prior = np.zeros((n, len(held)))
@@ -248,14 +256,14 @@ class Dirichlet(Sized):
 
 
 def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
-    """Rows of `weights` over the open classes, each summing to 1; a row with nothing left is even."""
+    """Rows of `weights` over the open classes, each summing to 1. A row with nothing left is even."""
     rows = weights * open_
     rows[rows.sum(1) <= 1e-12] = open_
     return np.asarray(rows / rows.sum(1, keepdims=True))
 
 
 def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generator) -> Ints:
-    """Counts [n, C] with the given row sums and columns within `held`.
+    """Return counts ``[n, C]`` with the given row sums and with columns within `held`.
 
     As if samples were drawn one by one, clients in random order: demands for a class beyond what is left are refused at
     random and drawn again over the other classes. Each pass serves everyone or empties a class.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
@@ -55,13 +55,13 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 
-@on_cpu()
+@default_to_cpu()
 def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options: object) -> Dataset:
-    """A data set by name or path.
+    """Load a data set by name or path.
 
     Args:
         name_or_path: a key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (what is there picks the reader).
-        data_dir: folder of data sets; None: the environment variable FEDLOOM_DATA.
+        data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
         options: fields of the source.
 
     Raises:
@@ -72,7 +72,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 
 
 def source(name_or_path: str | Path, **options: object) -> Source:
-    """The source value behind `load`, checked but not read.
+    """Return the source of `load`, checked but not read.
 
     Raises:
         ConfigError: no such source, or options that it does not have.

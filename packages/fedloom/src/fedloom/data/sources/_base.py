@@ -15,14 +15,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset
-from fedloom.data.sources.fetch import ENV as ENV
-from fedloom.data.sources.fetch import REMOTE
+from fedloom.data.sources.fetch import DATA_FOLDER_VARIABLE as DATA_FOLDER_VARIABLE
+from fedloom.data.sources.fetch import REMOTE_SETS
 from fedloom.errors import DataError, attribute_error
 from fedloom.imports import path_of
 from fedloom.rundir import place_of
 from fedloom.values import Value
 
-FOLDER = "file or folder of the data set; None: looked for in the data folder"
+FOLDER_DESCRIPTION = "file or folder of the data set; None: looked for in the data folder"
 
 
 class Source(Value):
@@ -30,10 +30,10 @@ class Source(Value):
 
     @abstractmethod
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Reads the whole data set.
+        """Read the whole data set.
 
         Args:
-            data_dir: folder of data sets; None: the environment variable FEDLOOM_DATA.
+            data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
 
         Raises:
             DataError: a file that is missing, damaged or not what it should be. Nothing half-loaded is returned.
@@ -41,7 +41,7 @@ class Source(Value):
         ...
 
     def read(self, data_dir: str | Path | None = None) -> Dataset:
-        """What `load` gives, if it is a data set; a user's source may fail in its own ways.
+        """Load the data set and check that it is one. A user's source may fail in its own ways.
 
         Raises:
             DataError: as `load`.
@@ -59,7 +59,7 @@ class Source(Value):
 class FileSource(Source):
     """A source that reads a file or folder."""
 
-    path: str | None = Field(default=None, min_length=1, description=FOLDER)
+    path: str | None = Field(default=None, min_length=1, description=FOLDER_DESCRIPTION)
 
 
 class SampleSource(FileSource):
@@ -78,34 +78,36 @@ class SampleSource(FileSource):
 def locate(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str], fits: Callable[[Path], bool]
 ) -> Path:
-    """The file or folder of a data set.
+    """Locate the file or folder of a data set.
 
     Args:
         what: name of the data set, for the error.
-        path: given by the user; then it only must exist, the reader reports what it lacks.
+        path: given by the user. Then it only must exist, the reader reports what it lacks.
         data_dir: folder of data sets, or None for FEDLOOM_DATA.
-        folders: names to try inside the data folder; the data folder itself comes last.
+        folders: names to try inside the data folder. The data folder itself comes last.
         fits: whether the data set is at a place.
 
     Raises:
-        DataError: it is not there; the message lists where it was looked for.
+        DataError: it is not there. The message lists where it was looked for.
     """
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
             raise DataError(f"{what}: not found at {place}; give the folder or archive that holds its original files")
         return place
-    root = os.environ.get(ENV) if data_dir is None else place_of(data_dir, "data_dir")
+    root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         command = f"fedloom data {what.lower()} --data-dir FOLDER --fetch"
-        raise DataError(f"{what}: no data folder given; set {ENV}, or give data_dir or path ({command} fills one)")
+        raise DataError(
+            f"{what}: no data folder given; set {DATA_FOLDER_VARIABLE}, or give data_dir or path ({command} fills one)"
+        )
     base = Path(root).expanduser()
     tried = [*(base / folder for folder in folders), base]
     for place in tried:
         if place.exists() and fits(place):
             return place
     places = ", ".join(str(place) for place in tried)
-    remote = next((name for name in REMOTE if REMOTE[name].folder in folders), None)
+    remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
     raise DataError(f"{what}: not found; looked in {places}; put its original files {cure}")
 

@@ -1,7 +1,7 @@
 """Reading files wherever they lie: folders, zip and tar archives, plain, gz or xz, all as one stream of entries.
 
 Nothing is unpacked to disk, links in archives are skipped, and the size that a file declares is checked before it is
-read; a stream that declares none is cut off where it passes the bound.
+read. A stream that declares none is cut off where it passes the bound.
 """
 
 from __future__ import annotations
@@ -24,22 +24,31 @@ from numpy.typing import NDArray
 
 from fedloom.errors import DataError
 
-LIMIT = 16 * 2**30
+MAX_UNPACKED_BYTES = 16 * 2**30
 """Bytes that one file may hold when unpacked."""
-SMALL = 64 * 2**20
+ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Bytes below which any ratio is believed."""
-CHUNK = 2**20
+READ_CHUNK_BYTES = 2**20
 """Bytes asked for at a time: gzip and lzma copy what they give."""
-RATIO = 400
+MAX_UNPACKING_RATIO = 400
 """Largest believed ratio of unpacked to packed bytes: xz of real data reaches about 50, a bomb 1,000 and more."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
 """Seconds for which a packed file is read in any case, and packed bytes for which a second more is given. A table of
-5 MB in gz, 50 MB of cells, takes about 3 s on one core; a bomb of equal rows below `RATIO` takes minutes."""
+5 MB in gz, 50 MB of cells, takes about 3 s on one core. A bomb of equal rows below `MAX_UNPACKING_RATIO` takes
+minutes."""
 
-GZ, XZ, ZIP = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
-BROKEN = (EOFError, OSError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, NotImplementedError)
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
+GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
+DAMAGED_FILE_ERRORS = (
+    EOFError,
+    OSError,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+)
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
 Wanted = Callable[[str], bool]
 
 
@@ -53,7 +62,7 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that refuses to give more than `bound` bytes, or to give them for too long; its errors name the place.
+    """A stream that refuses to give more than `bound` bytes, or to give them for too long. Its errors name the place.
 
     The time is that from the first bytes to the last, with what is made of them in between.
     """
@@ -67,8 +76,8 @@ class _Bounded(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:  # RawIOBase.read gives a bytearray, whose slice would be a copy
         try:
-            count = cast("io.BufferedIOBase", self._inner).readinto(memoryview(buffer)[:CHUNK])
-        except BROKEN as error:
+            count = cast("io.BufferedIOBase", self._inner).readinto(memoryview(buffer)[:READ_CHUNK_BYTES])
+        except DAMAGED_FILE_ERRORS as error:
             raise damaged(self._where, error) from error
         self._left -= count
         if self._left < 0:
@@ -96,21 +105,21 @@ class _Tail:
 
 
 def damaged(where: str, error: Exception) -> DataError:
-    """The error for a file that cannot be unpacked."""
+    """Build the error for a file that cannot be unpacked."""
     return DataError(f"{where}: truncated or damaged ({error}); fetch the file again")
 
 
 def bomb(where: str, size: int) -> DataError:
-    """The error for a file that unpacks to far more than it should."""
+    """Build the error for a file that unpacks to far more than it should."""
     return DataError(
-        f"{where}: unpacks to {size:,} bytes or more, too many for its packed size or beyond {LIMIT:,}; "
+        f"{where}: unpacks to {size:,} bytes or more, too many for its packed size or beyond {MAX_UNPACKED_BYTES:,}; "
         "if the file is genuine, unpack it yourself and give the unpacked file"
     )
 
 
 def bound(packed: int) -> int:
     """Bytes that `packed` bytes may unpack to."""
-    return min(LIMIT, max(SMALL, RATIO * packed))
+    return min(MAX_UNPACKED_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING_RATIO * packed))
 
 
 def check_size(where: str, declared: int, packed: int) -> None:
@@ -124,12 +133,12 @@ def check_size(where: str, declared: int, packed: int) -> None:
 
 
 def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
-    """The stream without gz or xz; plain streams pass."""
-    buffered = io.BufferedReader(_Bounded(stream, LIMIT, where), 2**17)
+    """Unpack a gz or xz stream. Return other streams unchanged."""
+    buffered = io.BufferedReader(_Bounded(stream, MAX_UNPACKED_BYTES, where), 2**17)
     head = buffered.peek(6)[:6]
-    if head.startswith(GZ):
+    if head.startswith(GZIP_MAGIC):
         inner: BinaryIO = cast("BinaryIO", gzip.GzipFile(fileobj=buffered))
-    elif head.startswith(XZ):
+    elif head.startswith(XZ_MAGIC):
         inner = cast("BinaryIO", lzma.LZMAFile(buffered))  # noqa: SIM115  (closed with the file below it)
     else:
         return cast("BinaryIO", buffered)
@@ -138,7 +147,7 @@ def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
 
 
 def bare(name: str) -> str:
-    """The name without .gz or .xz.
+    """Remove .gz or .xz from a name.
 
     >>> bare("train-images-idx3-ubyte.gz")
     'train-images-idx3-ubyte'
@@ -147,8 +156,8 @@ def bare(name: str) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of one file, unpacked if it is gz or xz.
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, unpacked if it is gz or xz.
 
     Raises:
         DataError: the file is missing, cannot be read, is damaged or unpacks to too much.
@@ -178,7 +187,7 @@ def _is_tar(head: bytes) -> bool:
 
 
 def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
-    """The wanted files of a folder, a zip, a tar, or the one file that `path` is; each stream is read before the next.
+    """Yield the wanted files of a folder, zip, tar or single file. Each stream must be read before the next.
 
     Names are relative, with forward slashes, without .gz and .xz. Folders are walked in the order of names, archives
     (also those that lie in a folder) in their own order.
@@ -189,15 +198,15 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     if path.is_dir():
         for file in _walk(path):
             name = bare(file.relative_to(path).as_posix())
-            if file.is_file() and file.name.endswith(ARCHIVES):
+            if file.is_file() and file.name.endswith(ARCHIVE_SUFFIXES):
                 yield from entries(file, wanted)
             elif file.is_file() and wanted(name):
-                with opened(file) as stream:
+                with open_unpacked(file) as stream:
                     yield Entry(name, stream, str(file), file.stat().st_size)
         return
-    with opened(path) as stream:
+    with open_unpacked(path) as stream:
         head = cast("io.BufferedReader", stream).peek(512)
-        if head.startswith(ZIP):
+        if head.startswith(ZIP_MAGIC):
             yield from _zip_entries(path, wanted)
         elif _is_tar(head):
             yield from _tar_entries(path, stream, wanted)
@@ -206,7 +215,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """What lies below a folder and is no folder, in the order of names; links to folders are not followed."""
+    """Yield the files below a folder in the order of their names. Links to folders are not followed."""
     with suppress(PermissionError):
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -226,7 +235,7 @@ def _zip_entries(path: Path, wanted: Wanted) -> Iterator[Entry]:
                 with archive.open(info) as file:
                     inner = _unpacked(cast("BinaryIO", file), info.compress_size, where)
                     yield Entry(name, inner, where, info.compress_size)
-    except (*BROKEN, RuntimeError) as error:
+    except (*DAMAGED_FILE_ERRORS, RuntimeError) as error:
         raise damaged(str(path), error) from error
 
 
@@ -245,14 +254,14 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
                 file = archive.extractfile(member)
                 assert file is not None
                 yield Entry(name, _unpacked(cast("BinaryIO", file), member.size, where), where, member.size)
-    except BROKEN as error:
+    except DAMAGED_FILE_ERRORS as error:
         raise damaged(str(path), error) from error
     if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile takes a torn archive for a short one
         raise DataError(f"{path}: truncated, the end mark of the tar is missing; fetch the file again")
 
 
 def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
-    """Reads exactly the bytes of the array `out` (contiguous) from the stream.
+    """Read exactly the bytes of the contiguous array `out` from the stream.
 
     Raises:
         DataError: the stream ends early.
@@ -279,7 +288,7 @@ def finished(entry: Entry) -> None:
 
 
 class GrowingRows:
-    """Rows of one shape that are added until they end; grows in place, so nothing is ever held twice."""
+    """Rows of one shape that are added until they end. Grows in place, so nothing is ever held twice."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         self._data: NDArray[np.generic] = np.empty((0, *shape), dtype)
@@ -291,19 +300,19 @@ class GrowingRows:
         return self._data.shape[1:]
 
     def room(self, count: int) -> NDArray[np.generic]:
-        """`count` fresh rows to write into; they count from now on."""
+        """`count` fresh rows to write into. They count from now on."""
         start, self.size = self.size, self.size + count
         if self.size > len(self._data):
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
     def at(self, start: int, count: int) -> NDArray[np.generic]:
-        """`count` rows from `start` on to write into; what is not there yet is added."""
+        """`count` rows from `start` on to write into, what is not there yet is added."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Drops the rows from `start` on that are not in the mask."""
+        """Drop the rows from `start` on that are not in the mask."""
         kept = self._data[start : self.size][mask]
         self._data[start : start + len(kept)] = kept
         self.size = start + len(kept)

@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import naming_file_in_errors, numbered, scale
-from fedloom.data.sources.table.cells import LARGEST
+from fedloom.data.sources.table.cells import MAX_NUMBER
 from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.subjects.copies import image_copies
-from fedloom.data.survey.findings import COPIED
+from fedloom.data.survey.findings import NEAR_COPIES_NOTE
 from fedloom.errors import ConfigError, DataError
 
 MOST_NOTED = 2**24
 """Numbers of a data set at most, beyond which they are not gone through for notes."""
-EXACT = 2**24
+MAX_EXACT_INTEGER = 2**24
 """The largest of the whole numbers that float32 holds one by one."""
-CHANNELS = (1, 3, 4)
+CHANNEL_COUNTS = (1, 3, 4)
 """Numbers of channels that images have: grey, RGB, and RGB with an alpha channel."""
-WIDE = 64
+MIN_PIXEL_COLUMNS = 64
 """Columns from which numbers may be the pixels of images."""
-LARGE = 100.0
+LARGE_VALUE = 100.0
 """Median size of a column's numbers, or largest of images, from which a usual step is too large for a model."""
 
 
-def of_arrays(
+def make_dataset(
     name: str,
     x: NDArray[Any],
     y: NDArray[Any],
@@ -48,21 +48,21 @@ def of_arrays(
     vocabulary: Sequence[str] | int = (),
     original_dtype: str = "",
 ) -> Dataset:
-    """A data set of arrays.
+    """Create a data set from arrays.
 
     Args:
         name: of the data set.
-        x: features [N, ...]; bytes are kept, other numbers become float32; [N, height, width] gets a channel.
-        y: whole numbers, booleans or text [N], or numbers [N, k]; of tokens whole numbers [N, length] too, -1 for none.
-        task: what the targets are; None: classification if they are whole numbers, text or booleans.
-        where: file, for messages; None: the name.
+        x: features [N, ...]. Bytes are kept, other numbers become float32. [N, height, width] gets a channel.
+        y: whole numbers, booleans or text [N], or numbers [N, k], of tokens whole numbers [N, length] too, -1 for none.
+        task: what the targets are. None: classification if they are whole numbers, text or booleans.
+        where: file, for messages. None: the name.
         split: first sample of the official test set, if there is one.
-        classes: their names; empty: numbers from 0, or the sorted texts.
+        classes: their names. empty: numbers from 0, or the sorted texts.
         mean: subtracted, of pixels in [0, 1] if bytes.
         std: divides after that.
         users: owner of each sample [N].
-        vocabulary: names of the tokens, or their number; x is then tokens [N, length], 0 for padding at the end.
-        original_dtype: numpy's name of the type that x was given in; empty: that of x.
+        vocabulary: names of the tokens, or their number. x is then tokens [N, length], 0 for padding at the end.
+        original_dtype: numpy's name of the type that x was given in. empty: that of x.
 
     Raises:
         DataError: shapes, types, lengths or values that cannot be.
@@ -140,15 +140,15 @@ def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
     Raises:
         DataError: a number is beyond what float32 can hold.
     """
-    return x if x.dtype in (np.uint8, np.float32) else narrowed(x, np.empty(x.shape, np.float32), place)
+    return x if x.dtype in (np.uint8, np.float32) else narrow_numbers(x, np.empty(x.shape, np.float32), place)
 
 
 def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -> NDArray[Any]:
-    """Return images ``[N, channels, height, width]``; other samples are returned as they are.
+    """Return images ``[N, channels, height, width]``. Other samples are returned as they are.
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: whether images are ``[N, height, width, channels]``; None: refused where the shape looks so.
+        channels_last: whether images are ``[N, height, width, channels]``. None: refused where the shape looks so.
         place: for messages.
 
     Raises:
@@ -165,12 +165,12 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 def has_channels_last(shape: Sequence[int]) -> bool:
     """Return whether ``[N, ...]`` looks like images whose channels are the last axis: of 1, 3 or 4, and only there."""
-    return len(shape) == 4 and shape[3] in CHANNELS and shape[1] not in CHANNELS
+    return len(shape) == 4 and shape[3] in CHANNEL_COUNTS and shape[1] not in CHANNEL_COUNTS
 
 
 def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
-    """The note on whole numbers ``[N, ...]`` that float32 cannot hold."""
-    if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= EXACT:
+    """Yield a note on whole numbers ``[N, ...]`` that float32 cannot represent."""
+    if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= MAX_EXACT_INTEGER:
         return
     with np.errstate(invalid="ignore"):
         changed = kept.astype(x.dtype) != x
@@ -178,12 +178,13 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
         at = tuple(np.argwhere(changed)[0].tolist())
         where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
         yield (
-            f"x: {int(changed.sum()):,} whole numbers beyond {EXACT:,} are rounded to float32 ({where}: {x[at]} is "
+            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to float32 "
+            f"({where}: {x[at]} is "
             f"{int(kept[at])}); subtract the smallest, or give a table, whose columns are scaled before"
         )
 
 
-def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
+def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
     """Put numbers into the room ``out`` of narrower ones.
 
     Args:
@@ -205,14 +206,15 @@ def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> 
             rows = int(beyond.reshape(len(x), -1).any(1).sum())
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
-                f"{place}: row {first + at[0]}{column}: expected a number of at most {LARGEST:.3g}, got {x[at]:g}{more}"
+                f"{place}: row {first + at[0]}{column}: expected a number of at most {MAX_NUMBER:.3g}, got "
+                f"{x[at]:g}{more}"
                 "; repair it, or leave its row out"
             )
     return out
 
 
 def noted(data: Dataset) -> Dataset:
-    """A data set of arrays, with the notes that a table of its numbers gets; images get one, on floats far from 1.
+    """Add the notes on a table's numbers to a data set of arrays. Images get a note on floats far from 1.
 
     A table of bytes gets one, as these may be no pixels. Images have bytes, or more than one axis, or many columns of
     which half have one smallest or one largest number.
@@ -230,7 +232,7 @@ def noted(data: Dataset) -> Dataset:
             f"x has numbers of up to {largest:,.4g}; floats are taken as they are, so training may diverge or learn "
             "nothing: divide them, or of images give bytes (uint8), which are divided by 255"
         )
-        return replace(data, notes=(*data.notes, note)) if largest > LARGE and data.std is None else data
+        return replace(data, notes=(*data.notes, note)) if largest > LARGE_VALUE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
     levels, scaled = {}, dict(columns) if data.std is None else {}
     if data.classed:
@@ -248,19 +250,19 @@ def noted_copies(data: Dataset) -> Dataset:
     """A data set of images, with a note on copies with small changes."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
-    return replace(data, notes=(*data.notes, COPIED.format(f"{close:,}", f"{len(data):,} images")))
+    return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
 
 
 def _is_wide(x: torch.Tensor) -> bool:
     """Whether rows ``[N, p]`` look like images."""
     ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
-    return x.shape[1] >= WIDE and 2 * int(max(ends)) >= x.shape[1]
+    return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """The note on columns of numbers far from 1, which are taken as they are; a table's are scaled."""
+    """Yield a note on columns of numbers far from 1, which are not scaled. A table's columns are."""
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
-    large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE]
+    large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE_VALUE]
     if large:
         several = f", the largest of {len(large)} such columns" if len(large) > 1 else ""
         yield (
@@ -310,7 +312,7 @@ def _targets(
 
 
 def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
-    """An array of numbers or text; if it may be ``mixed``, of objects too.
+    """Convert values to an array of numbers or text, or of objects if ``mixed``.
 
     Raises:
         DataError: rows of different lengths, values of several kinds, or missing ones.
@@ -344,7 +346,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
 
 
 def as_array(values: object) -> NDArray[Any]:
-    """A tensor of any layout and device, or anything that is like an array; floats of 16 bits and less become 32.
+    """Convert a tensor or array-like to an array. Floats of 16 bits and less become 32 bits wide.
 
     Raises:
         ValueError: rows of different lengths.

@@ -1,4 +1,4 @@
-"""Read arrays of an NPZ file or, left on disk, of NPY files; a file with a pickle is refused."""
+"""Read arrays of an NPZ file or, left on disk, of NPY files. A file with a pickle is refused."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.samples import PAIRS
+from fedloom.data.samples import FEATURE_TARGET_NAMES
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import has_channels_last, narrowed, noted, of_arrays
+from fedloom.data.sources.array_data import has_channels_last, make_dataset, narrow_numbers, noted
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
-BLOCK = 2**20
+CONVERSION_BLOCK_BYTES = 2**20
 """Bytes of the blocks in which an array of another type is read."""
-FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
-KEYS = tuple(
-    (train.format(x), train.format(y), test.format(x), test.format(y)) for train, test in FORMS for x, y in PAIRS
+SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
+ARRAY_KEYS = tuple(
+    (train.format(x), train.format(y), test.format(x), test.format(y))
+    for train, test in SPLIT_NAME_FORMS
+    for x, y in FEATURE_TARGET_NAMES
 )
-"""Names of the features and targets of a training set, and of its test set: a pair of `PAIRS` alone or with both."""
+"""Names of the features and targets of a training set, and of its test set: a pair of `FEATURE_TARGET_NAMES` alone or
+with both."""
 
 
 class _Header(NamedTuple):
@@ -36,10 +39,12 @@ class _Header(NamedTuple):
 
 class _Arrays(SampleSource):
     task: Literal["classification", "regression", "survival", "count"] | None = Field(
-        default=None, description="None: classification if y has whole numbers"
+        default=None, description="task (default: classification if y has whole numbers)"
     )
-    mean: tuple[float, ...] | None = Field(default=None, description="subtracted (from pixels in [0, 1], if bytes)")
-    std: tuple[float, ...] | None = Field(default=None, description="divides after that")
+    mean: tuple[float, ...] | None = Field(
+        default=None, description="number subtracted (from pixels in [0, 1], if bytes)"
+    )
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
     vocabulary: int | None = Field(
         default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
     )
@@ -53,11 +58,11 @@ class Npy(_Arrays):
     """
 
     channels_last: Literal[False] | None = Field(
-        default=None, description="false: channels come first, though the shape of x looks as if they came last"
+        default=None, description="false: channels come first, although the shape of x suggests channels last"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """The arrays; of x, which is gone through once to see that it is finite, nothing stays in memory."""
+        """Load the arrays. x is scanned once for non-finite numbers, and stays on disk."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
@@ -72,7 +77,7 @@ class Npy(_Arrays):
                 "disk it must be uint8 or float32 in C order: save it so"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
-        data = of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        data = make_dataset(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
         roles = {role: _mapped(file) for role, file in files.items() if file.exists()}
         return noted(replace(data, design=design_of(roles, len(data), str(place))))
@@ -83,7 +88,7 @@ class Npy(_Arrays):
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """An array that is read as it is needed; what is written to it reaches no file."""
+    """Map an array into memory copy-on-write: no write reaches a file."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -92,20 +97,20 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users, subject, order, strata."""
+    """An NPZ file with x and y, or x_train, y_train, x_test, y_test. Optionally users, subject, order, strata."""
 
     channels_last: bool | None = Field(
-        default=None, description="x is [N, height, width, channels]; not set: refused where the shape looks so"
+        default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All arrays; the headers are read first, so that each array is read straight into its place."""
+        """All arrays. The headers are read first, so that each array is read straight into its place."""
         place, headers = self._headers(data_dir)
-        keys = next((keys for keys in KEYS if keys[0] in headers and keys[1] in headers), None)
+        keys = next((keys for keys in ARRAY_KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
             raise DataError(
                 f"{place}: needs arrays x and y (or x_train, y_train, x_test, y_test; or "
-                f"{', '.join(' and '.join(pair) for pair in PAIRS[1:])}), got {sorted(headers)}"
+                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got {sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
         unread = [key for key in headers if key not in (*keys, "users", *SAMPLE_ROLES)]
@@ -123,16 +128,16 @@ class Npz(_Arrays):
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
         options["original_dtype"] = str(headers[x_key].dtype)
-        data = of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
         notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, extra))}",) * bool(extra)
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """The features alone, those of a table to all their digits; the only array may have another name."""
+        """Read the features alone, a table's to all their digits. A single array may have any name."""
         place, headers = self._headers(data_dir)
-        keys_present = ([key for key in keys[::2] if key in headers] for keys in KEYS)
+        keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
         if not keys:
             raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
@@ -146,7 +151,7 @@ class Npz(_Arrays):
         return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
-        """Read arrays into their rooms, one after the other; the first room is that of the features."""
+        """Read arrays into their buffers one after the other. The first buffer is the features'."""
         parts: dict[str, tuple[NDArray[Any], bool]] = {}
         for k, (keys, room) in enumerate(rooms):
             at = 0
@@ -162,7 +167,7 @@ class Npz(_Arrays):
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
     ) -> NDArray[Any]:
         """Room for the features, channels first: bytes or float32, as models take them, or of their ``own_type``."""
-        shape, dtype = _joined(place, headers, keys)
+        shape, dtype = _joint_shape(place, headers, keys)
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
         if self.channels_last is None and has_channels_last(shape) and not own_type:
             raise DataError(
@@ -185,7 +190,7 @@ def _key(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> _Header:
-    """Shape and type, believed only where the packed bytes can hold them; types with Python objects are refused."""
+    """Shape and type, believed only where the packed bytes can hold them. Types with Python objects are refused."""
     try:
         version = np.lib.format.read_magic(entry.stream)
         if version == (1, 0):
@@ -206,10 +211,10 @@ def _header(entry: Entry) -> _Header:
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
     """One empty array for all the arrays of these keys, one after the other."""
-    return np.empty(*_joined(place, headers, keys))
+    return np.empty(*_joint_shape(place, headers, keys))
 
 
-def _joined(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and type of the arrays of these keys, one after the other."""
     first = headers[keys[0]]
     for key in keys:
@@ -225,20 +230,20 @@ def _joined(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
-    """Reads an array into its place, a block of rows at a time where its type or the order of its axes is another."""
+    """Read an array into its place, block by block if its type or axis order differs."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")
-        narrowed(_channels_first(turned.T) if turn else turned.T, out, entry.where)
+        narrow_numbers(_channels_first(turned.T) if turn else turned.T, out, entry.where)
     elif out.dtype == header.dtype and not turn:
         fill(entry, out, "the array")
     else:
-        step = max(1, BLOCK // max(1, math.prod(header.shape[1:]) * header.dtype.itemsize))
+        step = max(1, CONVERSION_BLOCK_BYTES // max(1, math.prod(header.shape[1:]) * header.dtype.itemsize))
         block = np.empty((step, *header.shape[1:]), header.dtype)
         for at in range(0, len(out), step):
             rows = block[: len(out) - at]
             fill(entry, rows, "the array")
-            narrowed(_channels_first(rows) if turn else rows, out[at : at + step], entry.where, at)
+            narrow_numbers(_channels_first(rows) if turn else rows, out[at : at + step], entry.where, at)
     finished(entry)
 
 

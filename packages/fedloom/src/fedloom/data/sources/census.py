@@ -17,10 +17,10 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, the label last; no levels: a number, ``?`` is missing."""
+"""Levels of each column, the label last. No levels: a number, ``?`` is missing."""
 
-HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-HEART: Schema = {
+HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+HEART_COLUMNS: Schema = {
     "age": (),
     "sex": ("0", "1"),
     "cp": ("1", "2", "3", "4"),
@@ -44,7 +44,7 @@ class Heart(FileSource):
     """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, is there a disease (num > 0).
 
     The hospitals are the natural clients. A cholesterol or a resting blood pressure of 0 is missing. Imputation and
-    scaling are fitted on each client's training part; a column with fewer than 5 observed values there becomes 0.
+    scaling are fitted on each client's training part. A column with fewer than 5 observed values there becomes 0.
     Columns with gaps have a feature that marks them.
     """
 
@@ -52,11 +52,11 @@ class Heart(FileSource):
         """All four hospitals, raw values with NaN where missing."""
         folders = ("tabular/uci_heart", "uci_heart", "heart")
         place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
-        files = [f"processed.{hospital}.data" for hospital in HOSPITALS]
-        tables = dict(_tables(place, files, HEART))
+        files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
+        tables = dict(_tables(place, files, HEART_COLUMNS))
         if lacking := [file for file in files if file not in tables]:
             raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}; put all four files there")
-        *features, _ = HEART
+        *features, _ = HEART_COLUMNS
         values = np.concatenate([tables[file] for file in files])
         for column in map(features.index, ZERO_IS_MISSING):
             values[values[:, column] == 0, column] = np.nan
@@ -64,9 +64,9 @@ class Heart(FileSource):
         columns = tuple(
             TableColumn(
                 name=name,
-                levels=len(HEART[name]) if len(HEART[name]) > 2 else 0,
+                levels=len(HEART_COLUMNS[name]) if len(HEART_COLUMNS[name]) > 2 else 0,
                 flag=name not in NEVER_MISSING,
-                scale=not HEART[name],
+                scale=not HEART_COLUMNS[name],
             )
             for name in features
         )
@@ -77,14 +77,14 @@ class Heart(FileSource):
             "binary",
             ("healthy", "disease"),
             columns={"hospital": users},
-            levels={"hospital": HOSPITALS},
+            levels={"hospital": HEART_HOSPITALS},
             users=users,
-            user_names=HOSPITALS,
+            user_names=HEART_HOSPITALS,
             prepare=Table(columns=columns),
         )
 
 
-ADULT: Schema = {  # in the order of adult.names
+ADULT_COLUMNS: Schema = {  # in the order of adult.names
     "age": (),
     "workclass": (
         *("Private", "Self-emp-not-inc", "Self-emp-inc", "Federal-gov"),
@@ -120,36 +120,42 @@ ADULT: Schema = {  # in the order of adult.names
     ),
     "income": ("<=50K", ">50K"),
 }
-LOG = ("capital-gain", "capital-loss")
-RANGE = {"age": 100.0, "education-num": 16.0, "hours-per-week": 100.0, "capital-gain": 12.0, "capital-loss": 12.0}
+LOG_SCALED_COLUMNS = ("capital-gain", "capital-loss")
+COLUMN_RANGES = {
+    "age": 100.0,
+    "education-num": 16.0,
+    "hours-per-week": 100.0,
+    "capital-gain": 12.0,
+    "capital-loss": 12.0,
+}
 
 
 class Adult(FileSource):
     """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, is the income above 50,000 dollars.
 
-    Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted; codes have one
-    feature per level, `?` is a level; the sampling weight fnlwgt is no feature. Every coded column can split a
+    Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Codes have one
+    feature per level, `?` is a level. The sampling weight fnlwgt is no feature. Every coded column can split a
     federation.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Both files; adult.test is the official test set."""
+        """Both files. Adult.test is the official test set."""
         folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
         place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
-        tables = list(_tables(place, ("adult.data", "adult.test"), ADULT))
+        tables = list(_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
         if not tables:
             raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test; put both there")
         in_test = np.repeat([name == "adult.test" for name, _ in tables], [len(values) for _, values in tables])
         values = np.concatenate([values for _, values in tables])
-        column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT)}
-        codes = {name: column[name].long() for name, levels in ADULT.items() if levels}
+        column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT_COLUMNS)}
+        codes = {name: column[name].long() for name, levels in ADULT_COLUMNS.items() if levels}
         y, start = codes.pop("income"), 0
-        x = torch.zeros(len(y), sum(len(ADULT[name]) for name in codes) + len(RANGE))
+        x = torch.zeros(len(y), sum(len(ADULT_COLUMNS[name]) for name in codes) + len(COLUMN_RANGES))
         for name, code in codes.items():
             x[torch.arange(len(x)), start + code] = 1
-            start += len(ADULT[name])
-        for name, bound in RANGE.items():
-            x[:, start] = (column[name].log1p() if name in LOG else column[name]) / bound
+            start += len(ADULT_COLUMNS[name])
+        for name, bound in COLUMN_RANGES.items():
+            x[:, start] = (column[name].log1p() if name in LOG_SCALED_COLUMNS else column[name]) / bound
             start += 1
         test = torch.from_numpy(np.flatnonzero(in_test))
         return Dataset(
@@ -157,15 +163,15 @@ class Adult(FileSource):
             x,
             y,
             "binary",
-            ADULT["income"],
+            ADULT_COLUMNS["income"],
             test=test if 0 < len(test) < len(x) else None,
             columns=codes,
-            levels={name: ADULT[name] for name in codes},
+            levels={name: ADULT_COLUMNS[name] for name in codes},
         )
 
 
 def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Each file that is there, and its cells [N, columns]: numbers, and positions of levels; NaN is missing."""
+    """Each file that is there, and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
@@ -192,7 +198,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
 
 
 def _plain(cell: str) -> str:
-    """A level as the schema writes it: 7.0 is 7, and the labels of adult.test end in a dot."""
+    """Render a level as the schema does: 7.0 becomes 7, and the final dot of adult.test's labels goes."""
     try:
         return f"{float(cell):g}"
     except ValueError:

@@ -18,50 +18,52 @@ from fedloom.data.sources._base import FileSource, locate, scale
 from fedloom.data.sources.archive import GrowingRows, bare, entries
 from fedloom.errors import DataError, NoSamples
 
-PIXELS = 3 * 32 * 32
-RECORDS = 128
-CLASSES10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+IMAGE_BYTES = 3 * 32 * 32
+RECORDS_PER_READ = 128
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 class CifarVersion(NamedTuple):
-    """One of the two data sets: its name, its files, and the bytes of label before the pixels; the last one counts."""
+    """One of the two data sets: its name, its files, and the bytes of label before the pixels. The last one counts."""
 
     name: str
     files: re.Pattern[str]
     label_bytes: int
 
 
-TEN = CifarVersion("cifar-10", re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$"), 1)
-HUNDRED = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bin)?$"), 2)
+CIFAR10_VERSION = CifarVersion("cifar-10", re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$"), 1)
+CIFAR100_VERSION = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bin)?$"), 2)
 
 
 class Cifar10(FileSource):
     """CIFAR-10: 50,000 + 10,000 colour images 32x32 of ten classes."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.5,), description="subtracted from pixels in [0, 1] (FLAME)")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divides the pixels after that (FLAME)")
+    mean: tuple[float, ...] | None = Field(
+        default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
+    )
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images that the files hold; the test batch is the official test set."""
-        place = _locate(TEN, self.path, data_dir)
-        return _read(TEN, place, CLASSES10, self.mean, self.std)
+        """All images that the files hold. The test batch is the official test set."""
+        place = _locate(CIFAR10_VERSION, self.path, data_dir)
+        return _read(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
 
 
 class Cifar100(FileSource):
     """CIFAR-100: 50,000 + 10,000 colour images 32x32 of a hundred (fine) classes."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.5,), description="subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divides the pixels after that")
+    mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images that the files hold, with fine labels; the test file is the official test set."""
-        place = _locate(HUNDRED, self.path, data_dir)
+        """All images that the files hold, with fine labels. The test file is the official test set."""
+        place = _locate(CIFAR100_VERSION, self.path, data_dir)
         names = tuple(str(i) for i in range(100))
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):
             names = tuple(entry.stream.read().decode("ascii", "replace").split())
         if len(names) != 100:
             raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100; fetch it again")
-        return _read(HUNDRED, place, names, self.mean, self.std)
+        return _read(CIFAR100_VERSION, place, names, self.mean, self.std)
 
 
 def _locate(form: CifarVersion, path: str | None, data_dir: str | Path | None) -> Path:
@@ -71,7 +73,7 @@ def _locate(form: CifarVersion, path: str | None, data_dir: str | Path | None) -
         )
 
     name = form.name
-    ten = ("-batches-bin", "-batches-py") if form is TEN else ("-binary", "-python")
+    ten = ("-batches-bin", "-batches-py") if form is CIFAR10_VERSION else ("-binary", "-python")
     folders = (*(name + end for end in ten), name, name.replace("-", ""))
     return locate(name.upper(), path, data_dir, folders, holds)
 
@@ -84,13 +86,13 @@ def _read(
     std: tuple[float, ...] | None,
 ) -> Dataset:
     x, y, in_test = GrowingRows((3, 32, 32), np.uint8), GrowingRows((), np.uint8), GrowingRows((), np.bool_)
-    width, pickled = form.label_bytes + PIXELS, ""
+    width, pickled = form.label_bytes + IMAGE_BYTES, ""
     for entry in entries(place, lambda file: form.files.search(file) is not None):
         if not entry.name.endswith(".bin"):
             pickled = entry.where
             continue
         before = x.size
-        while block := entry.stream.read(RECORDS * width):
+        while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
                     f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} are left over; "

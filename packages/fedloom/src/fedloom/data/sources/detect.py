@@ -1,4 +1,4 @@
-"""Which reader fits a file or folder, by what is there."""
+"""Choose the reader of a file or folder by its contents."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(jpe?g|png|bmp|gif|ppm|pgm|tiff?|webp)$", re.IGNORECASE), ImageFolder),
     (re.compile(r"\.(csv|tsv)$"), Csv),
 )
-WEAK = 7
-"""From this pattern on a name decides only where no other name in the folder or archive decides."""
+FIRST_WEAK_PATTERN = 7
+"""Index of the first pattern that decides only if no other name in the folder or archive does."""
 LOOKED_AT = 2000
 """Names after which a weak one decides."""
 GIVEN_UP = 100_000
@@ -39,7 +39,7 @@ GIVEN_UP = 100_000
 
 
 def detect(path: Path) -> type[FileSource]:
-    """The source whose reader fits.
+    """Find the source that can read a path.
 
     Raises:
         DataError: nothing there, nothing that a reader takes, or the root of the file system.
@@ -61,7 +61,7 @@ def detect(path: Path) -> type[FileSource]:
             min([best, *(i for i, (pattern, _) in enumerate(BY_NAME) if pattern.search(name))]),
             looked_at + 1,
         )
-        return best < WEAK or (best < len(BY_NAME) and looked_at > LOOKED_AT) or looked_at > GIVEN_UP
+        return best < FIRST_WEAK_PATTERN or (best < len(BY_NAME) and looked_at > LOOKED_AT) or looked_at > GIVEN_UP
 
     for _ in entries(path, enough):
         break

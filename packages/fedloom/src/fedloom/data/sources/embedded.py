@@ -22,7 +22,7 @@ class Digits(Source):
     """Digits: 1,797 handwritten digits, 8x8 grey with 17 levels (the test part of UCI optdigits)."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images as bytes 0..16, given to models as 0..1; there is no official test set."""
+        """All images as bytes 0..16, given to models as 0..1. There is no official test set."""
         table = _digits()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
@@ -45,12 +45,12 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """One of scikit-learn's small tables; scaled on each client's training part."""
+    """One of scikit-learn's small tables. Scaled on each client's training part."""
 
-    set: Name = Field(default="breast_cancer", description="which of scikit-learn's embedded data sets")
+    set: Name = Field(default="breast_cancer", description="name of one of scikit-learn's embedded data sets")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """The table as classification, binary (breast_cancer) or regression (diabetes, linnerud)."""
+        """Load the table as classification, binary (breast_cancer) or regression (diabetes, linnerud)."""
         if self.set == "digits":
             return Digits().load(data_dir)
         from sklearn import datasets

@@ -13,12 +13,12 @@ from fedloom.hints import unknown
 from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 
-ENV = "FEDLOOM_DATA"
+DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
 """The environment variable that names the folder of data sets."""
 
 
 class Remote(NamedTuple):
-    """Where the files of a data set are to be had.
+    """Source of a data set's files.
 
     Attributes:
         folder: of the data set in the folder of data sets.
@@ -31,11 +31,11 @@ class Remote(NamedTuple):
     files: Mapping[str, str]
 
 
-UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
-REMOTE: dict[str, Remote] = {
+UCI_ADDRESS = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
+REMOTE_SETS: dict[str, Remote] = {
     "adult": Remote(
         "adult",
-        (f"{UCI}adult/",),
+        (f"{UCI_ADDRESS}adult/",),
         {
             "adult.data": "sha256:5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
             "adult.test": "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
@@ -66,7 +66,7 @@ REMOTE: dict[str, Remote] = {
     ),
     "heart": Remote(
         "heart",
-        (f"{UCI}heart-disease/",),
+        (f"{UCI_ADDRESS}heart-disease/",),
         {
             "processed.cleveland.data": "sha256:a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8",
             "processed.hungarian.data": "sha256:d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796",
@@ -95,30 +95,30 @@ REMOTE: dict[str, Remote] = {
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
     ),
 }
-"""Data sets with a public address. Digests are those of the original files; for CIFAR, Tiny-ImageNet and MedNIST they
+"""Data sets with a public address. Digests are those of the original files, for CIFAR, Tiny-ImageNet and MedNIST they
 are the published ones. The addresses were not tried where this was written, which had no network. A file with another
 digest is not kept."""
 
-LEAF = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
-ELSEWHERE = {
+LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
+UNFETCHED_SETS = {
     "digits": "needs no files; it comes with scikit-learn",
     "docstrings": "needs no files; it is made of Python's standard library",
-    "femnist": f"{LEAF}, or take source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
-    "sent140": LEAF,
-    "shakespeare": LEAF,
+    "femnist": f"{LEAF_HINT}, or take source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
+    "sent140": LEAF_HINT,
+    "shakespeare": LEAF_HINT,
     "sklearn": "needs no files; it comes with scikit-learn",
 }
-"""Why a named data set is not fetched, and what to do instead."""
+"""Reason why a named data set is not fetched, and the alternative."""
 
 
 def fetch(
     name: str, data_dir: str | Path | None = None, *, mirrors: tuple[str, ...] = (), timeout: float = 60.0
 ) -> Path:
-    """Fetch the original files of a named data set; those that are there with the right digest are left alone.
+    """Fetch the original files of a named data set. Those that are there with the right digest are left alone.
 
     Args:
-        name: of `REMOTE`.
-        data_dir: folder of data sets; None: the environment variable FEDLOOM_DATA.
+        name: of `REMOTE_SETS`.
+        data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
         mirrors: further addresses of folders with the files, tried first.
         timeout: seconds without an answer after which an address is given up.
 
@@ -130,16 +130,18 @@ def fetch(
             another digest, or the extra ``fetch`` is not installed.
         DataError: no address gives a file, or what it gives has another digest.
     """
-    if name in ELSEWHERE:
-        raise ConfigError(f"{name} {ELSEWHERE[name]}")
-    if name not in REMOTE:
-        raise unknown("data set to fetch", name, REMOTE)
+    if name in UNFETCHED_SETS:
+        raise ConfigError(f"{name} {UNFETCHED_SETS[name]}")
+    if name not in REMOTE_SETS:
+        raise unknown("data set to fetch", name, REMOTE_SETS)
     if find_spec("pooch") is None:
         raise ConfigError("fetching needs the extra fetch; run: pip install 'fedloom[fetch]'")
-    root = environ.get(ENV) if data_dir is None else place_of(data_dir, "data_dir")
+    root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
-        raise ConfigError(f"{name}: say where data sets are kept: set {ENV}, or give data_dir (--data-dir)")
-    remote = REMOTE[name]
+        raise ConfigError(
+            f"{name}: say where data sets are kept: set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"
+        )
+    remote = REMOTE_SETS[name]
     place = check_output_folder(Path(root).expanduser() / remote.folder)
     for file, digest in remote.files.items():
         _fetch(name, file, digest, (*mirrors, *remote.mirrors), place, timeout)

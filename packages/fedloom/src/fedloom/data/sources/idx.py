@@ -18,41 +18,43 @@ from fedloom.data.sources._base import FileSource, locate, naming_file_in_errors
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.errors import DataError
 
-IMAGES, LABELS = 0x00000803, 0x00000801
-FILES = {
-    "train-images-idx3-ubyte": IMAGES,
-    "train-labels-idx1-ubyte": LABELS,
-    "t10k-images-idx3-ubyte": IMAGES,
-    "t10k-labels-idx1-ubyte": LABELS,
+IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
+IDX_FILES = {
+    "train-images-idx3-ubyte": IMAGES_MAGIC,
+    "train-labels-idx1-ubyte": LABELS_MAGIC,
+    "t10k-images-idx3-ubyte": IMAGES_MAGIC,
+    "t10k-labels-idx1-ubyte": LABELS_MAGIC,
 }
 
 
 class Mnist(FileSource):
     """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.1307,), description="subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divides the pixels after that")
+    mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
+    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All 70,000 images; the official test set is the last 10,000."""
+        """All 70,000 images. The official test set is the last 10,000."""
         place = locate("MNIST", self.path, data_dir, ("mnist", "MNIST/raw", "MNIST"), holds_idx)
-        return read("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
+        return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
 
 
 class FashionMnist(FileSource):
     """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, 28x28 grey."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.1307,), description="subtracted from pixels in [0, 1] (FLAME)")
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divides the pixels after that (FLAME)")
+    mean: tuple[float, ...] | None = Field(
+        default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
+    )
+    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All 70,000 images; the official test set is the last 10,000."""
+        """All 70,000 images. The official test set is the last 10,000."""
         folders = ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST")
         place = locate("Fashion-MNIST", self.path, data_dir, folders, holds_idx)
-        return read("fashion-mnist", place, CLOTHES, self.mean, self.std)
+        return read_idx("fashion-mnist", place, FASHION_CLASSES, self.mean, self.std)
 
 
-CLOTHES = (
+FASHION_CLASSES = (
     "T-shirt/top",
     "Trouser",
     "Pullover",
@@ -67,14 +69,14 @@ CLOTHES = (
 
 
 def holds_idx(place: Path) -> bool:
-    """Whether a folder holds one of the four files; any other file is taken at its word."""
+    """Whether a folder holds one of the four files. Any other file is taken at its word."""
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
 
-def read(
+def read_idx(
     name: str, place: Path, classes: tuple[str, ...], mean: tuple[float, ...] | None, std: tuple[float, ...] | None
 ) -> Dataset:
-    """The four IDX files of a folder or archive as one data set.
+    """Read the four IDX files of a folder or archive as one data set.
 
     The headers are read first, so that the array is made once and every file is read straight into its place.
 
@@ -82,7 +84,7 @@ def read(
         DataError: a file is missing, has a wrong magic number or size, is truncated or too long.
     """
     sizes = {_file(entry): _header(entry) for entry in entries(place, _wanted)}
-    missing = [file for file in FILES if file not in sizes]
+    missing = [file for file in IDX_FILES if file not in sizes]
     if missing:
         raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz); put all four files there")
     train, test = sizes["train-images-idx3-ubyte"], sizes["t10k-images-idx3-ubyte"]
@@ -100,9 +102,9 @@ def read(
         file = _file(entry)
         part = slice(0, train[0]) if file.startswith("train") else slice(train[0], None)
         _header(entry)
-        fill(entry, x[part] if FILES[file] == IMAGES else y[part], "the data")
+        fill(entry, x[part] if IDX_FILES[file] == IMAGES_MAGIC else y[part], "the data")
         finished(entry)
-        if FILES[file] == LABELS and (y[part] >= len(classes)).any():
+        if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
                 f"{entry.where}: unknown label {y[part][bad]} of sample {bad}, allowed 0..{len(classes) - 1}; "
@@ -115,7 +117,7 @@ def read(
 
 
 def _wanted(name: str) -> bool:
-    return name.rsplit("/", 1)[-1] in FILES
+    return name.rsplit("/", 1)[-1] in IDX_FILES
 
 
 def _file(entry: Entry) -> str:
@@ -124,8 +126,8 @@ def _file(entry: Entry) -> str:
 
 def _header(entry: Entry) -> tuple[int, ...]:
     """Sizes (count, height, width) or (count,), believed only where the packed file can hold them."""
-    magic = FILES[_file(entry)]
-    header = np.empty(4 if magic == IMAGES else 2, ">u4")
+    magic = IDX_FILES[_file(entry)]
+    header = np.empty(4 if magic == IMAGES_MAGIC else 2, ">u4")
     fill(entry, header, "the header")
     if header[0] != magic:
         got = f"0x{int(header[0]):08x}"

@@ -19,18 +19,18 @@ from fedloom.data.sources.archive import Entry, GrowingRows, check_size, entries
 from fedloom.data.sources.array_data import noted_copies
 from fedloom.errors import DataError
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 SIDE_LIMIT = 8192
 
 
 def is_image(name: str) -> bool:
     """Whether a file name ends like an image."""
-    return name.lower().endswith(SUFFIXES)
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 class _Pictures:
-    """Decodes images of one size into one array; the first image sets size and channels where they are not given."""
+    """Decodes images of one size into one array. The first image sets size and channels where they are not given."""
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
         self._mode = {True: "RGB", False: "L", None: None}[rgb]
@@ -43,7 +43,7 @@ class _Pictures:
 
         try:
             content = io.BytesIO(entry.stream.read())
-            with warnings.catch_warnings(action="ignore"), Image.open(content, formats=FORMATS) as image:
+            with warnings.catch_warnings(action="ignore"), Image.open(content, formats=IMAGE_FORMATS) as image:
                 self._check(entry, image.size)
                 if self._mode is None:
                     self._mode = "L" if image.mode in ("1", "L", "I;16") else "RGB"
@@ -88,7 +88,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Every image whose path has a class; classes are numbered in the order of their names."""
+    """Every image whose path has a class. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -128,17 +128,17 @@ def _read(
 
 
 class ImageFolder(SampleSource):
-    """A folder, zip or tar with one folder of images per class; `test` or `val` above them is kept apart."""
+    """A folder, zip or tar with one folder of images per class. `test` or `val` above them is kept apart."""
 
-    rgb: bool | None = Field(default=None, description="three channels or one; None: as the first image")
+    rgb: bool | None = Field(default=None, description="three channels or one (default: as the first image)")
     side: int | None = Field(
-        default=None, ge=1, le=SIDE_LIMIT, description="resize to side x side; None: all must agree"
+        default=None, ge=1, le=SIDE_LIMIT, description="resize to side x side (default: all images must have one size)"
     )
-    mean: tuple[float, ...] | None = Field(default=None, description="subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=None, description="divides the pixels after that")
+    mean: tuple[float, ...] | None = Field(default=None, description="number subtracted from pixels in [0, 1]")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images; those below `test` or `val` are the official test set."""
+        """All images. Those below `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
@@ -163,14 +163,18 @@ def _below_test(path: PurePosixPath) -> bool:
 
 
 class MedicalMnist(FileSource):
-    """Medical MNIST (MedNIST): 58,954 grey images 64x64 of six kinds; a subset works the same."""
+    """Medical MNIST (MedNIST): 58,954 grey images 64x64 of six kinds. A subset works the same."""
 
-    rgb: bool = Field(default=False, description="three equal channels, as FLAME's CNN expects (206,678 parameters)")
-    mean: tuple[float, ...] | None = Field(default=(0.3,), description="subtracted from pixels in [0, 1] (FLAME)")
-    std: tuple[float, ...] | None = Field(default=(0.3,), description="divides the pixels after that (FLAME)")
+    rgb: bool = Field(
+        default=False, description="copy the channel three times, as FLAME's CNN expects (206,678 parameters)"
+    )
+    mean: tuple[float, ...] | None = Field(
+        default=(0.3,), description="number subtracted from pixels in [0, 1] (FLAME)"
+    )
+    std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images; there is no official test set."""
+        """All images. There is no official test set."""
         folders = ("medical-mnist", "medical_mnist", "MedNIST")
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
@@ -190,11 +194,11 @@ def _has_train(place: Path) -> bool:
 class TinyImagenet(FileSource):
     """Tiny-ImageNet: 200 classes, 500 training and 50 validation images each, 64x64 colour (CS231n, Stanford)."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.5,), description="subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divides the pixels after that")
+    mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Training and validation images; the validation images, the labelled ones, are the official test set."""
+        """Training and validation images. The validation images, the labelled ones, are the official test set."""
         folders = ("tiny-imagenet-200", "tiny-imagenet")
         place = locate("Tiny-ImageNet", self.path, data_dir, folders, _has_train)
         held_out: dict[str, str] = {}
@@ -207,10 +211,12 @@ class TinyImagenet(FileSource):
                 return held_out.get(path.name)
             return path.parent.parent.name if "train" in path.parts[:-1] else None
 
-        def in_val(path: PurePosixPath) -> bool:
+        def is_validation(path: PurePosixPath) -> bool:
             return "val" in path.parts[:-1]
 
         def wanted(name: str) -> bool:
             return is_image(name) and "test" not in PurePosixPath(name).parts[:-1]  # the test images have no labels
 
-        return _read("tiny-imagenet", place, class_of, in_val, _Pictures(True, None), self.mean, self.std, wanted)
+        return _read(
+            "tiny-imagenet", place, class_of, is_validation, _Pictures(True, None), self.mean, self.std, wanted
+        )

@@ -1,4 +1,4 @@
-"""LEAF JSON: samples by user; FEMNIST with its writers.
+"""LEAF JSON: samples by user. FEMNIST with its writers.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -22,9 +22,9 @@ from fedloom.data.sources.archive import Entry, GrowingRows, entries
 from fedloom.errors import DataError, NoSamples
 
 Floats = NDArray[np.float64]
-TEST = re.compile(r"(?<![a-z])(my)?test(?![a-z])")
-DIGITS = tuple("0123456789")
-UPPER, LOWER = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tuple("abcdefghijklmnopqrstuvwxyz")
+TEST_NAME_PATTERN = re.compile(r"(?<![a-z])(my)?test(?![a-z])")
+DIGIT_CLASSES = tuple("0123456789")
+UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tuple("abcdefghijklmnopqrstuvwxyz")
 
 
 class Collector:
@@ -43,7 +43,7 @@ class Collector:
         self._file_of: dict[tuple[str, bool], str] = {}
 
     def file(self, entry: Entry, in_test: bool) -> None:
-        """Reads one file: its text and the lists of one user are the most that is held beside the arrays."""
+        """Read one file. Beside the arrays, only its text and one user's lists are in memory."""
         where = entry.where
 
         def compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Collector:
             raise DataError(f"{where}: num_samples is not what user_data holds; fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        """Samples [n, width] as they are kept, or what is wrong with them."""
+        """Convert samples to ``[n, width]`` in their storage type, or describe what is wrong with them."""
         features = _numbers(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
@@ -99,7 +99,7 @@ class Collector:
         return scaled.astype(np.uint8)
 
     def _labels(self, listed: object) -> Floats | None:
-        """Targets as numbers; None if they are something else."""
+        """Targets as numbers. None if they are something else."""
         return _numbers(listed)
 
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
@@ -161,7 +161,7 @@ class Collector:
 
 
 def _numbers(values: object) -> Floats | None:
-    """A list, nested evenly, of numbers and nothing else."""
+    """Convert an evenly nested list of numbers, or None for anything else."""
     try:
         array = np.array(values)
     except ValueError:
@@ -170,16 +170,18 @@ def _numbers(values: object) -> Floats | None:
 
 
 class Leaf(FileSource):
-    """LEAF JSON files of any kind with numbers as features; users are the natural clients.
+    """LEAF JSON files of any kind with numbers as features. Users are the natural clients.
 
     Files below a folder `test`, or with the word `test` in their name, are the official test set, if there are others.
     """
 
-    inside: str = Field(default="", description="read only files whose path in the folder or archive starts so")
-    shape: tuple[int, ...] | None = Field(default=None, description="shape of one sample; None: as long as a row is")
+    inside: str = Field(default="", description="read only files whose path in the folder or archive begins with this")
+    shape: tuple[int, ...] | None = Field(
+        default=None, description="shape of one sample (default: the length of a row)"
+    )
     pixels: bool = Field(default=False, description="features are k/255: keep them as bytes")
-    task: Literal["classification", "regression"] = Field(default="classification", description="what y is")
-    classes: int | None = Field(default=None, ge=2, description="number of classes; None: the largest label + 1")
+    task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
+    classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All users of all files."""
@@ -188,21 +190,23 @@ class Leaf(FileSource):
 
 
 class Femnist(FileSource):
-    """FEMNIST: handwritten digits and letters by writer, 28x28, white is 1; writers are the natural clients."""
+    """FEMNIST: handwritten digits and letters by writer, 28x28, white is 1. Writers are the natural clients."""
 
     subset: Literal["all", "digits", "letters"] = Field(
         default="all",
-        description="all 62 classes (0-9 A-Z a-z); digits only; letters: a to j as 0..9, as FedProx's sampler (FIAELT)",
+        description=(
+            "all 62 classes (0-9 A-Z a-z). Digits only. letters: a to j as 0..9, as in FedProx's sampler (FIAELT)"
+        ),
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All writers; LEAF's test files are the official test set."""
+        """All writers. LEAF's test files are the official test set."""
         place = locate("FEMNIST", self.path, data_dir, ("femnist",), holds_json)
         options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
-            "all": (0, DIGITS + UPPER + LOWER),
-            "digits": (0, DIGITS),
-            "letters": (36, LOWER[:10]),
+            "all": (0, DIGIT_CLASSES + UPPERCASE_CLASSES + LOWERCASE_CLASSES),
+            "digits": (0, DIGIT_CLASSES),
+            "letters": (36, LOWERCASE_CLASSES[:10]),
         }[self.subset]
         return _load(place, options, (first, classes))
 
@@ -223,10 +227,10 @@ def _load(place: Path, options: Leaf, original: tuple[int, tuple[str, ...]] | No
         x = x.view(len(x), *options.shape)
     y, task, classes = _targets(collected.y, options, names)
     name = "femnist" if original else (PurePosixPath(options.inside).name or place.name)
-    return of_users(place, collected, name, "writer" if original else "user", x, y, task, classes)
+    return make_user_dataset(place, collected, name, "writer" if original else "user", x, y, task, classes)
 
 
-def of_users(
+def make_user_dataset(
     place: Path,
     collected: Collected,
     name: str,
@@ -237,7 +241,7 @@ def of_users(
     classes: tuple[str, ...],
     vocabulary: tuple[str, ...] = (),
 ) -> Dataset:
-    """The data set of what was collected by user, whose names are a column too."""
+    """Create the data set of samples collected by user, with a column of user names."""
     with naming_file_in_errors(place):
         return Dataset(
             name,
@@ -273,14 +277,14 @@ class Collected(NamedTuple):
 
 
 def collect(place: Path, inside: str, collector: Collector) -> Collected:
-    """Reads all files of a folder or archive whose path starts with ``inside``.
+    """Read all files of a folder or archive whose path starts with ``inside``.
 
     Raises:
         DataError: what is there is no LEAF, or not what the collector takes.
     """
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)
-        collector.file(entry, any(TEST.search(part) for part in (*path.parts[-2:-1], path.stem)))
+        collector.file(entry, any(TEST_NAME_PATTERN.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
         where = f"{place}/{inside}" if inside else str(place)
         raise NoSamples(f"LEAF: no sample in {where}; expected JSON files with users and user_data")

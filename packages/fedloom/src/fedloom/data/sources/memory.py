@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sides import LABELS, joined_roles, most_classes, refuse_order, refuse_unlike, side_of
+from fedloom.data.sides import TARGET_NAMES, common_classes, join_roles, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
-from fedloom.data.sources.array_data import noted, of_arrays
+from fedloom.data.sources.array_data import make_dataset, noted
 from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
@@ -34,18 +34,18 @@ def as_dataset(
     name: str = "data",
     **options: Any,
 ) -> Dataset:
-    """A data set of what a user has in memory.
+    """Convert objects in memory to a data set.
 
     Args:
-        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as an array or tensor; the tuple ``(x, y)``; a
+        obj: a `Dataset` (given back as it is). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
-            these; a torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
-            and the same when they are read again; a Hugging Face `Dataset` or `DatasetDict`; a pandas
-            `DataFrame`, alone or with its targets; a table of pyarrow, or one that Arrow can read (polars).
-        target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
+            these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
+            and the same when they are read again. A Hugging Face `Dataset` or `DatasetDict`. A pandas
+            `DataFrame`, alone or with its targets. A table of pyarrow, or one that Arrow can read (polars).
+        target: targets ``[N]`` or ``[N, k]`` of features that come alone. Or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
-        task: what the targets are; None: classification if they are whole numbers, text or booleans.
-        test: the official test set, of the same kind as `obj`; not for tables, whose test rows a column marks
+        task: what the targets are. None: classification if they are whole numbers, text or booleans.
+        test: the official test set, of the same kind as `obj`. Not for tables, whose test rows a column marks
             (``test_column`` or ``test_since``).
         name: of the data set, for reports and messages.
         options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
@@ -58,7 +58,7 @@ def as_dataset(
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.
-        DataError: shapes, types, lengths or values that cannot be; one message has all of them.
+        DataError: shapes, types, lengths or values that cannot be. One message has all of them.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -83,7 +83,7 @@ def as_dataset(
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
     roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}
-    roles |= joined_roles(sides, name)
+    roles |= join_roles(sides, name)
     column, users, last = options.pop("features", None), options.get("users"), options.pop("channels_last", None)
     parts = [
         side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
@@ -102,9 +102,9 @@ def as_dataset(
         values[0] if len(parts) == 1 else np.concatenate(values)
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
-    options.setdefault("classes", most_classes(parts))
+    options.setdefault("classes", common_classes(parts))
     options["original_dtype"] = parts[0].dtype
-    data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+    data = make_dataset(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     return noted(
         replace(
             data,
@@ -138,7 +138,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
     names = frame_names(obj)
-    target = next((n for n in LABELS if n in names), names[-1]) if target is None else target
+    target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = str(target)
     options["categorical"] = tuple(
         {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("users")}
@@ -152,18 +152,20 @@ class HubData(Source):
     """``hub:owner/name``: images or numbers with a label. Opens a connection, because it was asked for by name."""
 
     name: str = Field(min_length=1, description="owner/name on the hub")
-    config: str | None = Field(default=None, description="configuration of the data set, where it has several")
+    config: str | None = Field(default=None, description="configuration of the data set, if it has several")
     train: str = Field(default="train", description="split to train on")
-    test: str | None = Field(default="test", description="split that is the official test set, if it exists")
-    x: str | None = Field(default=None, description="column of the features; None: the first image or array column")
-    y: str | None = Field(default=None, description="column of the target; None: label, labels or fine_label")
+    test: str | None = Field(default="test", description="split of the official test set, if it exists")
+    x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
+    y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
     users: str | None = Field(default=None, description="column that names the client of a sample (writer_id, ...)")
-    task: Literal["classification", "regression"] = Field(default="classification", description="what y is")
-    mean: tuple[float, ...] | None = Field(default=None, description="subtracted (from pixels in [0, 1], if images)")
-    std: tuple[float, ...] | None = Field(default=None, description="divides after that")
+    task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
+    mean: tuple[float, ...] | None = Field(
+        default=None, description="number subtracted (from pixels in [0, 1], if images)"
+    )
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Both splits; without a connection only what the library has kept from before."""
+        """Both splits, without a connection only what the library has kept from before."""
         try:
             import datasets
         except ImportError as error:

@@ -22,11 +22,13 @@ A change that is made with a probability of 0.1 differs between two readings wit
 0.82^64 < 1e-5.
 """
 REREAD_OF_RANDOM = 256
-"""Readings, at least, of a data set that draws from a global generator; of a larger one every sample is read again.
+"""Readings, at least, of a data set that draws from a global generator, of a larger one every sample is read again.
 
 A change of one sample in a hundred is missed with 0.98^256 < 1 %.
 """
-AUGMENT = "leave random transforms out of the data set and give augment to the run, as augment={'flip': 0.5, 'crop': 4}"
+AUGMENT_HINT = (
+    "leave random transforms out of the data set and give augment to the run, as augment={'flip': 0.5, 'crop': 4}"
+)
 
 
 def is_picture(value: object) -> bool:
@@ -39,22 +41,22 @@ def steady(
     again: Callable[[Sequence[int]], Iterable[T]] | None,
     stream: Callable[[], Iterable[T]],
     name: str,
-    cure: str = AUGMENT,
+    cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples; after the last one, read some of them a second time and refuse samples that differ then.
+    """Yield samples. After the last one, read some of them a second time and refuse samples that differ then.
 
     Samples are kept as they are read once, so a random change would be drawn once and never again. The second reading
     leaves the global generators as the first one left them. In a stream, whose order may change, a sample only must
-    be among those of the first reading; a stream that can be read once only is not checked.
+    be among those of the first reading. A stream that can be read once only is not checked.
 
     Args:
         first: the samples.
-        again: gives samples by their places a second time; None: they are a stream.
+        again: gives samples by their places a second time. None: they are a stream.
         stream: begins a stream a second time.
         name: of the data set, for messages.
         cure: what to do about random changes of images.
-        frozen: code that keeps one draw of every sample of a data set d, for messages; empty: what a torch data set or
+        frozen: code that keeps one draw of every sample of a data set d, for messages. empty: what a torch data set or
             a stream takes.
 
     Raises:
@@ -89,13 +91,13 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return whether code of a user gives other samples when it is called again; the global generators are kept."""
+    """Return whether code of a user gives other samples when it is called again. The global generators are kept."""
     with preserve_rng():
         return len({_fingerprint(make()) for _ in range(times)}) > 1
 
 
 def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
-    """The first samples of a stream that begins again; none where it cannot."""
+    """Return the first samples of a restartable stream, or [] if it cannot be restarted."""
     try:
         return list(islice(stream(), count))
     except Exception:  # a user's stream that can be read once fails in any way
@@ -103,14 +105,14 @@ def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
 
 
 def _image_of(sample: Any) -> Any:
-    """The first entry of a sample, in which an image is looked for; an empty list where there is none."""
+    """Return the first entry of a sample, which may be an image, or [] without entries."""
     first = next(iter(sample.values()), ()) if isinstance(sample, Mapping) else sample
     first = first[0] if isinstance(first, tuple) and first else first
     return np.empty((1, 1, 1)) if is_picture(first) else first if hasattr(first, "shape") else ()
 
 
 def _fingerprint(sample: Any) -> int:
-    """A number that equal samples share, NaN being equal to NaN; objects of unknown types do not count."""
+    """Hash a sample so that equal samples, with NaN equal to NaN, have equal hashes. Unknown types are ignored."""
     if isinstance(sample, Mapping):
         return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))
     if isinstance(sample, tuple | list):

@@ -20,27 +20,27 @@ from fedloom.seeds import numpy_generator
 
 
 class Synthetic(Source):
-    """Users with their own linear model and their own feature means; the users are the natural clients.
+    """Users with their own linear model and their own feature means. The users are the natural clients.
 
-    User k has n_k = int(lognormal(4, 2)) + 50 samples; u_k ~ N(0, alpha), B_k ~ N(0, beta); mean_k ~ N(B_k, 1) and
-    W_k, b_k ~ N(u_k, 1) entrywise; x ~ N(mean_k, diag(j^-1.2)); y = argmax(W_k x + b_k). (0, 0) is heterogeneous too;
-    iid has one W, b ~ N(0, 1) and mean 0 for everyone. The last tenth of each user is its official test part.
+    User k has n_k = int(lognormal(4, 2)) + 50 samples. u_k ~ N(0, alpha), B_k ~ N(0, beta). mean_k ~ N(B_k, 1) and
+    W_k, b_k ~ N(u_k, 1) entrywise. x ~ N(mean_k, diag(j^-1.2)). y = argmax(W_k x + b_k). (0, 0) is heterogeneous too.
+    Iid has one W, b ~ N(0, 1) and mean 0 for everyone. The last tenth of each user is its official test part.
     pFedMe's variant has users = 100, factor = 5, test = 0.25.
     """
 
-    alpha: float = Field(default=0.0, ge=0, description="how much the models differ (FedProx: 0, 0.5, 1)")
-    beta: float = Field(default=0.0, ge=0, description="how much the features differ (FedProx: 0, 0.5, 1)")
+    alpha: float = Field(default=0.0, ge=0, description="difference between the models (FedProx: 0, 0.5, 1)")
+    beta: float = Field(default=0.0, ge=0, description="difference between the features (FedProx: 0, 0.5, 1)")
     iid: bool = Field(default=False, description="one model and one feature distribution for all users")
     reading: Literal["std", "variance"] = Field(
         default="std",
-        description="std: alpha and beta are standard deviations (authors' code); variance: the paper's text",
+        description="std: alpha and beta are standard deviations (authors' code). variance: the paper's text",
     )
     users: int = Field(default=30, ge=1, description="number of users (FedProx 30, pFedMe 100)")
-    factor: int = Field(default=1, ge=1, description="all users' sizes are multiplied by it (pFedMe 5)")
+    factor: int = Field(default=1, ge=1, description="factor of all users' sizes (pFedMe 5)")
     test: float = Field(default=0.1, gt=0, lt=1, description="share of a user's official test part (pFedMe 0.25)")
     features: int = Field(default=60, ge=1, description="features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")
-    seed: int = Field(default=0, ge=0, description="seed of the data set itself; the authors' generator has none")
+    seed: int = Field(default=0, ge=0, description="seed of the data set itself. The authors' generator has none")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Draws the data set."""

@@ -14,41 +14,41 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import locate
 from fedloom.data.sources.archive import check_regular, check_size, entries
 from fedloom.data.sources.table.cells import (
-    BATCH,
-    HEAD,
+    BATCH_ROWS,
+    DETECTION_BYTES,
     Piece,
     Problems,
     Signs,
     csv_rows,
     pieces,
     pointed,
+    replace_commas,
     signs_of,
-    with_points,
 )
 from fedloom.data.sources.table.designs import DesignReading
 from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
-CELL = np.dtype(np.float64).itemsize
+CELL_BYTES = np.dtype(np.float64).itemsize
 """Bytes of a cell in memory, however few a file has for it."""
 
 
 class Csv(TableSource):
-    """A CSV file with a header row; plain, gz, xz, or the one such file of a zip or tar."""
+    """A CSV file with a header row. Plain, gz, xz, or the one such file of a zip or tar."""
 
     separator: str | None = Field(
-        default=None, min_length=1, max_length=1, description="character between cells; None: found out"
+        default=None, min_length=1, max_length=1, description="character between cells (default: detected)"
     )
-    decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers; None: found out")
+    decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers (default: detected)")
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All cells that mean missing; those of a file with decimal commas may be written with one."""
+        """Return all markers of missing cells, with decimal commas, a marker may contain a comma."""
         markers = super().markers
         return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
 
     def signs(self, data_dir: str | Path | None = None) -> Signs:
-        """The signs that the file is read with: those of the fields, else found out.
+        """Return the signs of the file: the fields' values, else the detected ones.
 
         Raises:
             DataError: no such file, or not text in UTF-8.
@@ -57,7 +57,7 @@ class Csv(TableSource):
         if self.separator is not None and self.decimal is not None:
             return Signs(self.separator, self.decimal)
         for entry in entries(place, _is_csv):
-            separator, decimal = signs_of(entry.stream.read(HEAD), entry.where)
+            separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where)
             return Signs(self.separator or separator, self.decimal or decimal)
         raise DataError(f"{place}: no .csv file there; give its path")
 
@@ -67,14 +67,14 @@ class Csv(TableSource):
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """The one table that is there."""
+        """Open the only table of the file."""
         place, signs = locate("CSV", self.path, data_dir, (), lambda p: True), self.signs(data_dir)
         files = entries(place, _is_csv)
         for entry in files:
             rows, problems = csv_rows(entry, signs.separator), Problems(entry.where)
             names = next(rows, [])
             cells = pieces(rows, names, problems)
-            yield Raw(place.stem, names, with_points(cells) if signs.decimal == "," else cells, problems)
+            yield Raw(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
 
@@ -116,7 +116,7 @@ class Parquet(TableSource):
                 names = list(file.schema_arrow.names)
                 unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 cells = file.metadata.num_rows * sum(name not in self.unread for name in names)
-                check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
+                check_size(str(place), max(unpacked, cells * CELL_BYTES), place.stat().st_size)
                 yield Raw(place.stem, names, _columns(file, names, self.unread, place), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
@@ -129,7 +129,7 @@ def _is_text(kind: object) -> bool:
 
 
 def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
-    """Pieces of a file's columns; equal texts are one in memory, and counted as often as they are there.
+    """Pieces of a file's columns. Equal texts are one in memory, and counted as often as they are there.
 
     Raises:
         DataError: texts that are far longer together than the file.
@@ -139,7 +139,7 @@ def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) ->
     packed, length = place.stat().st_size, 0
     for name in names:
         start = 0
-        for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
+        for batch in file.iter_batches(BATCH_ROWS, columns=[name], use_threads=False) if name not in drop else ():
             column = batch.column(name)
             if isinstance(column, DictionaryArray) and _is_text(column.type.value_type):
                 lengths = compute.cast(compute.binary_length(column.dictionary), int64())

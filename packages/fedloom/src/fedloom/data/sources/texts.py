@@ -20,7 +20,7 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.sources._base import FileSource, Source, locate, naming_file_in_errors
 from fedloom.data.sources.detect import detect
-from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, of_users
+from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, make_user_dataset
 from fedloom.data.sources.table.levels import Codes
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
@@ -28,23 +28,23 @@ from fedloom.data.text import NO_LABEL, Level, encoded, tokenised, vocabulary_of
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
-TEXT = 4
+TEXT_FIELD_INDEX = 4
 """Place of the text in a tweet of Sentiment140: id, date, query, user, text."""
 
 
 class Texts(FileSource):
-    """Texts in a CSV or Parquet table, each with a class; a column may name whose they are."""
+    """Texts in a CSV or Parquet table, each with a class. A column may name whose they are."""
 
     text: str = Field(description="column of the texts")
-    label: str | None = Field(default=None, description="column of the classes; None: the last one")
+    label: str | None = Field(default=None, description="column of the classes (default: the last column)")
     users: str | None = Field(default=None, description="column that names the client of a text")
     separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
-    level: Level = Field(default="word", description="what a token is: a word or punctuation mark, or a character")
+    level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a character")
     length: int = Field(default=64, ge=1, description="tokens kept of a text: first words, or last characters")
     tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows; the vocabulary is that of all texts."""
+        """Load all rows with the vocabulary of all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.users is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
@@ -74,7 +74,7 @@ class Texts(FileSource):
     def _columns(
         self, data_dir: str | Path | None, labelled: bool
     ) -> tuple[list[str], list[tuple[torch.Tensor, tuple[str, ...]]], str]:
-        """The texts, the codes and levels of label and users, and the file."""
+        """Read the texts, the codes and levels of label and users, and the file's name."""
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
@@ -128,10 +128,13 @@ class _Tweets(Collector):
     """Tweets of a user, each with its sentiment: 0, and 1 or 4."""
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        fits = all(isinstance(row, list) and len(row) > TEXT and isinstance(row[TEXT], str) for row in rows)
+        fits = all(
+            isinstance(row, list) and len(row) > TEXT_FIELD_INDEX and isinstance(row[TEXT_FIELD_INDEX], str)
+            for row in rows
+        )
         if not fits:
-            return f"has x that are no tweets; every sample needs a list with its text at place {TEXT}"
-        return np.array([row[TEXT] for row in rows], object)[:, None]
+            return f"has x that are no tweets; every sample needs a list with its text at place {TEXT_FIELD_INDEX}"
+        return np.array([row[TEXT_FIELD_INDEX] for row in rows], object)[:, None]
 
     def _labels(self, listed: Any) -> Floats | None:
         return super()._labels([int(v) if isinstance(v, str) and v.isdecimal() else v for v in listed])
@@ -142,12 +145,14 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF): the character after each text; speakers are the natural clients."""
+    """Shakespeare's plays by speaker (LEAF): the character after each text. Speakers are the natural clients."""
 
-    length: int | None = Field(default=None, ge=1, description="last characters kept of a text; None: all (LEAF: 80)")
+    length: int | None = Field(
+        default=None, ge=1, description="last characters kept of a text (default: all (LEAF: 80))"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All speakers; a class is a character of the texts, and every character is a token."""
+        """All speakers. A class is a character of the texts, and every character is a token."""
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
         texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
@@ -155,42 +160,44 @@ class Shakespeare(FileSource):
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
         x = encoded(texts, vocabulary, self.length or max(map(len, texts)))
-        return of_users(place, users, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary)
+        return make_user_dataset(
+            place, users, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary
+        )
 
 
 class Sent140(FileSource):
-    """Sentiment140 by user (LEAF): whether a tweet is positive; users are the natural clients."""
+    """Sentiment140 by user (LEAF): whether a tweet is positive. Users are the natural clients."""
 
     length: int = Field(default=25, ge=1, description="first words kept of a tweet (LEAF: 25)")
     words: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent words")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All users; tokens are words and punctuation marks in lower case."""
+        """All users. Tokens are words and punctuation marks in lower case."""
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
         users = collect(place, "", _Tweets(Leaf(), None))
         texts = users.x[:, 0].tolist()
         vocabulary = vocabulary_of(texts, "word", self.words)
         x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((users.y > 0).astype(np.int64))
-        return of_users(place, users, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
+        return make_user_dataset(place, users, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
 
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-RARE = 20
+MIN_CHARACTER_COUNT = 20
 """A character that occurs less often in all texts is the unknown token."""
 
 
 class Docstrings(Source):
-    """Next character of docstrings of Python's standard library; modules are the natural clients.
+    """Next character of docstrings of Python's standard library. Modules are the natural clients.
 
     The texts are those of the Python that runs: another version gives other data. A sample is a window of ``length``
-    characters, the last one of a module shorter; every position has the next character as its label.
+    characters, the last one of a module shorter. Every position has the next character as its label.
     """
 
     length: int = Field(default=64, ge=2, description="characters of a sample")
     most: int = Field(default=4000, ge=2, description="characters kept of a module")
     least: int = Field(default=1000, ge=2, description="modules with fewer characters are left out")
     modules: Literal["all", "even", "odd"] = Field(
-        default="all", description="which modules, in the order of their names; the vocabulary is that of all texts"
+        default="all", description="modules to use, in the order of their names. The vocabulary covers all texts"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -199,7 +206,7 @@ class Docstrings(Source):
         texts = {name: text[: self.most] for name, text in whole.items() if len(text) >= self.least}
         if not texts:
             raise NoSamples(f"docstrings: no module has {self.least} characters of them; lower least")
-        vocabulary = vocabulary_of(whole.values(), "character", least=RARE)
+        vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
@@ -218,7 +225,7 @@ class Docstrings(Source):
 
 
 def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text in windows: tokens and next tokens, ``[n, length]`` each; next tokens count from entry 2 on."""
+    """Cut a text into windows of tokens and next tokens, ``[n, length]`` each. Next tokens count from entry 2 on."""
     (tokens,) = encoded([text], vocabulary, len(text))
     rows = -(-(len(tokens) - 1) // length)
     x, y = torch.zeros(rows * length, dtype=torch.int32), torch.full((rows * length,), NO_LABEL)
@@ -230,7 +237,7 @@ def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.
 
 @cache
 def _texts() -> dict[str, str]:
-    """The docstrings of every module that is one file, by its name."""
+    """Collect the docstrings of every single-file module of the standard library, by its name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
         raise DataError("docstrings: this Python comes without the source of its standard library; use another source")
@@ -243,7 +250,7 @@ def _docstrings(file: Path) -> str:
 
 
 def _documented(node: Documented) -> Iterator[Documented]:
-    """A module, class or function, and what is defined in it."""
+    """Yield a module or class or function, and the documented objects inside it."""
     yield node
     for inner in node.body:
         if isinstance(inner, Documented):

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from fedloom.data.subjects.design import Design, Ints
 
-NEIGHBOURS = 10
+NEIGHBOR_COUNT = 10
 """Neighbours of a row by which a near copy differs from a dense place."""
-CLOSE = 1e-3
-"""Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
+CLOSENESS_LEVEL = 1e-3
+"""Probability that a row's nearest neighbour is as close, were all rows drawn alike. A note needs 50 times as many."""
 CLOSE_SHARE = 0.05
 MOST_NEAR_ROWS = 20_000
-"""Rows up to which near copies are looked for; a tree of more takes seconds."""
+"""Rows up to which near copies are looked for. A tree of more takes seconds."""
 MOST_NEAR_IMAGES = 10_000
-"""Images up to which near copies are looked for; the distances of more take seconds."""
+"""Images up to which near copies are looked for. The distances of more take seconds."""
 MOST_TREE_AXES = 8
 """Axes up to which a tree finds neighbours faster than all distances do."""
 MOST_COMPARED_BYTES = 1 << 29
@@ -25,20 +25,20 @@ THUMB_PIXELS = 32
 """Height and width to which larger images are averaged before they are compared."""
 LEAST_PIXELS = 8
 """Height and width from which images can be told apart."""
-FREQUENCIES = 5
+FREQUENCY_COUNT = 5
 SEEN_AXES = 12
 """Principal axes of spectra and thumbnails in which images are compared."""
 
 
 def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
-    """Return how many rows have a neighbour that is far closer than the next ones; 0 where that is chance.
+    """Return how many rows have a neighbour that is far closer than the next ones. 0 where that is chance.
 
     Args:
         points: ``[N, p]`` in which distances mean something.
-        units: subject ``[N]`` of each row, whose own rows do not count; None: no rows belong together.
-        ties: whether equal points are copies; else points with several equal ones are coarse and say nothing.
+        units: subject ``[N]`` of each row, whose own rows do not count. None: no rows belong together.
+        ties: whether equal points are copies. Else points with several equal ones are coarse and say nothing.
     """
-    if not 5 * NEIGHBOURS <= len(points) <= MOST_NEAR_ROWS:
+    if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
         return 0
     distances, nearest = _neighbours(points)
     distances = distances[:, 1:]
@@ -52,7 +52,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
     logs = np.log(last[apart, None] / inner[apart])
     dimension = min(points.shape[1], 1 / max(float(np.median(logs.mean(1))), 1e-9))
     ratio = (first[sound] / last[sound]) ** dimension
-    close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
+    close = 1 - (1 - ratio) ** (NEIGHBOR_COUNT - 1) < CLOSENESS_LEVEL
     if units is not None:
         itself = nearest[:, 0] == np.arange(len(points))  # among equal points, it may come second
         other = np.where(itself, nearest[:, 1], nearest[:, 0])
@@ -65,27 +65,27 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
     if points.shape[1] <= MOST_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
-        distances, nearest = cKDTree(points).query(points, NEIGHBOURS + 1)
+        distances, nearest = cKDTree(points).query(points, NEIGHBOR_COUNT + 1)
         return distances, nearest
     whole, nearest, squares = torch.from_numpy(points), list[torch.Tensor](), list[torch.Tensor]()
     lengths = whole.square().sum(1)
     for some, own_lengths in zip(whole.split(512), lengths.split(512), strict=True):
         apart = torch.addmm(lengths + own_lengths[:, None], some, whole.T, alpha=-2)
-        values, places = apart.topk(NEIGHBOURS + 1, largest=False)
+        values, places = apart.topk(NEIGHBOR_COUNT + 1, largest=False)
         squares.append(values)
         nearest.append(places)
     return torch.cat(squares).clamp(min=0).sqrt().numpy(), torch.cat(nearest).numpy()
 
 
 def image_copies(images: torch.Tensor, design: Design | None) -> int:
-    """Return how many images look like copies of others with small changes; 0 where that is chance.
+    """Return how many images look like copies of others with small changes. 0 where that is chance.
 
     Mirror images, quarter turns, shifts and other contrasts leave the spectrum as it is, noise leaves the thumbnail.
     Turns by another angle and crops of a small part change both.
 
     Args:
         images: ``[N, C, H, W]``.
-        design: of the data set; images of one subject do not count.
+        design: of the data set. Images of one subject do not count.
     """
     if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
         return 0
@@ -95,7 +95,7 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
     if not bool(grey.isfinite().all()):
         return 0
     views = (_spectra(grey), _unit_thumbs(grey))
-    return max(near_copies(_in_axes(view, SEEN_AXES), units, ties=True) for view in views)
+    return max(near_copies(_rotate_axes(view, SEEN_AXES), units, ties=True) for view in views)
 
 
 def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _spectra(grey: torch.Tensor) -> torch.Tensor:
     They are divided by their mean, which the contrast changes.
     """
     absolute = torch.fft.fft2(grey[:, 0] - grey.mean((1, 2, 3))[:, None, None]).abs()
-    k = min(FREQUENCIES, *(side // 2 for side in absolute.shape[1:]))
+    k = min(FREQUENCY_COUNT, *(side // 2 for side in absolute.shape[1:]))
     low = (absolute + absolute.flip(2).roll(1, 2))[:, :k, :k]
     low = (low + low.transpose(1, 2)).flatten(1)[:, 1:]
     return torch.log1p(low / low.mean(1, keepdim=True).clamp(min=1e-12))
@@ -123,7 +123,7 @@ def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
     return unit
 
 
-def _in_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
+def _rotate_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
     """Points ``[N, p]`` in their first principal axes."""
     points = points.double() - points.double().mean(0)
     axes = torch.linalg.svd(points, full_matrices=False)[2][:count]

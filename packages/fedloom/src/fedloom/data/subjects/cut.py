@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.design import Design, Ints
 from fedloom.errors import PartitionError
 
-TRAIN, VALIDATION, TEST, UNUSED = range(4)
-"""Codes of the parts; the last one is of samples that are left out."""
+TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
+"""Codes of the parts. The last one is of samples that are left out."""
 
 
 class Quota(NamedTuple):
     """How much of a client goes into which part.
 
     Attributes:
-        test: fraction for test; 0: no test part.
-        validation: fraction for validation; 0: no validation part.
-        keep: training samples kept per client at most, of subjects where they are known; None: all.
+        test: fraction for test. 0: no test part.
+        validation: fraction for validation. 0: no validation part.
+        keep: training samples kept per client at most, of subjects where they are known. None: all.
         folds: number of cross-validation folds, in place of `test`.
         fold: which fold is the test part.
     """
@@ -39,7 +39,7 @@ class Cells(NamedTuple):
     Attributes:
         owner: client ``[k]`` of each, rising.
         label: class ``[k]`` of each, 0 without classes.
-        stratum: stratum ``[k]`` of each; None without strata.
+        stratum: stratum ``[k]`` of each. None without strata.
         n: number of clients.
     """
 
@@ -77,7 +77,7 @@ def parts_by_subject(
     """Return the part of each row ``[k]``, by code: one part for each subject, at all clients.
 
     A subject of several clients counts at the one with the fewest subjects, and follows that everywhere. The latest
-    subjects are tested where the order is known, those that are marked where some are; else a random share is, in
+    subjects are tested where the order is known, those that are marked where some are. Else a random share is, in
     which strata have their shares. Fractions and numbers are of subjects.
 
     Args:
@@ -85,7 +85,7 @@ def parts_by_subject(
         index: rows ``[k]``.
         owner: client ``[k]`` of each, rising.
         n: number of clients.
-        y: classes of the whole data set; None: there are none.
+        y: classes of the whole data set. None: there are none.
         quota: how much goes into which part.
         rng: source of the random order.
 
@@ -108,16 +108,16 @@ def parts_by_subject(
     draw = rng.random(len(place))
     if design.tested is not None and quota.test > 0:
         marked = design.tested[place]
-        code = np.full(len(place), TEST)
+        code = np.full(len(place), TEST_CODE)
         rest = np.flatnonzero(~marked)
         kept = Cells(home[rest], label[rest], None if cells.stratum is None else cells.stratum[rest], n)
         code[rest] = _codes(design, kept, place[rest], quota._replace(test=0.0, folds=None), draw[rest])
     else:
         code = _codes(design, cells, place, quota, draw)
-    part = np.full(total, UNUSED)
+    part = np.full(total, UNUSED_CODE)
     part[counted] = code
     parts: Ints = part[units]
-    if bare := np.flatnonzero(np.bincount(owner[parts == TRAIN], minlength=n) == 0).tolist():
+    if bare := np.flatnonzero(np.bincount(owner[parts == TRAIN_CODE], minlength=n) == 0).tolist():
         why = "are earlier" if design.order is not None else "are of no test subject"
         raise PartitionError(
             f"clients {bare[:8]} have no training sample: none of their rows {why}, since a subject "
@@ -128,7 +128,7 @@ def parts_by_subject(
 
 
 def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """The part of each subject ``[k]``; ``place`` has their last rows, ``draw`` a random number each."""
+    """The part of each subject ``[k]``. ``place`` has their last rows, ``draw`` a random number each."""
     if design.order is not None:
         return codes_in_order(cells, design.order.numpy()[place], quota, draw)
     return codes_at_random(cells, quota, draw)
@@ -138,7 +138,7 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
     """Return the part of each subject, the earliest of a client in training, then validation, then test.
 
     With folds a client's subjects are cut into one more block than there are folds: fold f tests on block f + 1 and
-    trains on the blocks before it; later blocks are left out.
+    trains on the blocks before it. Later blocks are left out.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
     rank = ranks_within(cells.owner, np.lexsort((draw, times, cells.owner)), sizes)
@@ -152,15 +152,15 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
     left = end - tests
     validations = np.minimum(wanted(left, quota.validation, 2), np.maximum(left - 1, 0))
     trained = (left - validations)[cells.owner]
-    code = np.where(rank < trained, TRAIN, np.where(rank < left[cells.owner], VALIDATION, TEST))
-    code[rank >= end[cells.owner]] = UNUSED
+    code = np.where(rank < trained, TRAIN_CODE, np.where(rank < left[cells.owner], VALIDATION_CODE, TEST_CODE))
+    code[rank >= end[cells.owner]] = UNUSED_CODE
     if quota.keep is not None:
-        code[(code == TRAIN) & (rank < trained - quota.keep)] = UNUSED
+        code[(code == TRAIN_CODE) & (rank < trained - quota.keep)] = UNUSED_CODE
     return code.astype(np.int64)
 
 
 def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each entry at random, with the shares of strata; one of each class stays in training."""
+    """Return the part of each entry at random, with the shares of strata. One of each class stays in training."""
     owner, label, stratum, n = cells
     classes = int(label.max(initial=0)) + 1
     sizes = np.bincount(owner, minlength=n)
@@ -183,9 +183,9 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
     room = np.bincount(owner[free], minlength=n)
     tests = np.minimum(tests, room)
     validations = np.minimum(wanted(sizes, quota.validation, 3), room - tests)
-    code = np.where(in_test, TEST, TRAIN)
-    for part, number in ((TEST, tests), (VALIDATION, validations)):
-        free = free[code[free] == TRAIN]
+    code = np.where(in_test, TEST_CODE, TRAIN_CODE)
+    for part, number in ((TEST_CODE, tests), (VALIDATION_CODE, validations)):
+        free = free[code[free] == TRAIN_CODE]
         spread = free[np.lexsort((draw[free], strata[free], owner[free]))]
         count = np.bincount(owner[spread], minlength=n)
         turn = ranks_within(owner[spread], np.arange(len(spread)), count)
@@ -193,10 +193,10 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
         start = (draw[spread][np.cumsum(count)[owner[spread]] - 1] * of).astype(np.int64)  # one of each client
         code[spread[((turn + 1) * take + start) // of > (turn * take + start) // of]] = part
     if quota.keep is not None:
-        trained = np.flatnonzero(code == TRAIN)
+        trained = np.flatnonzero(code == TRAIN_CODE)
         kept = trained[np.lexsort((draw[trained], ~fixed[trained], owner[trained]))]
         turn = ranks_within(owner[kept], np.arange(len(kept)), np.bincount(owner[kept], minlength=n))
-        code[kept[turn >= quota.keep]] = UNUSED
+        code[kept[turn >= quota.keep]] = UNUSED_CODE
     return code.astype(np.int64)
 
 
@@ -216,7 +216,7 @@ def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
 
 
 def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
-    """Return two parts that share a subject, and one of its rows; None where every subject is in one part.
+    """Return two parts that share a subject, and one of its rows. None where every subject is in one part.
 
     Args:
         design: of the data set.

@@ -16,7 +16,7 @@ from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
 SAMPLE_ROLES = ("subject", "order", "strata")
-"""What is known of every sample in memory; rows of a table may be marked as test rows, too."""
+"""What is known of every sample in memory. Rows of a table may be marked as test rows, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,10 @@ class Design:
     """What splits respect. A subject goes by its last row: the latest by `order`, without that the last in the data.
 
     Attributes:
-        subject: code ``[N]`` int64 of each row's subject, such as a patient; None: every row is one of its own.
-        order: when each row came, ``[N]`` float64: a number, or seconds since 1970 of a date; None: not known.
-        strata: code ``[N]`` int64 of each row's stratum, whose shares splits and folds keep; None: there are none.
-        held_out: whether each row is marked as a test row, ``[N]`` bool; None: partitions cut the test parts.
+        subject: code ``[N]`` int64 of each row's subject, such as a patient. None: every row is one of its own.
+        order: when each row came, ``[N]`` float64: a number, or seconds since 1970 of a date. None: not known.
+        strata: code ``[N]`` int64 of each row's stratum, whose shares splits and folds keep. None: there are none.
+        held_out: whether each row is marked as a test row, ``[N]`` bool. None: partitions cut the test parts.
         names: column of each of these by its option, such as ``{"subject": "patient_id"}``.
     """
 
@@ -66,7 +66,7 @@ class Design:
 
     @cached_property
     def units(self) -> Ints:
-        """Subject of each row ``[N]``, numbered from 0 to fewer than N; each row is its own where none is known."""
+        """Subject of each row ``[N]``, numbered from 0 to fewer than N. Each row is its own where none is known."""
         rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
         if self.subject is None:
             return np.arange(rows)
@@ -138,7 +138,7 @@ class Design:
 
 
 def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
-    """Return the design of samples in memory; None where nothing is said.
+    """Return the design of samples in memory. None where nothing is said.
 
     Args:
         values: by name ``subject`` (anything that names it), ``order`` (numbers or dates) and ``strata`` (levels), each
@@ -175,5 +175,5 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:
-    """Return how many subjects some rows are of; without a design, how many rows there are."""
+    """Return how many subjects some rows are of, without a design, how many rows there are."""
     return len(rows) if design is None else design.count(rows)

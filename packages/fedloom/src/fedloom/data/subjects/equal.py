@@ -20,7 +20,7 @@ CHANCE_RATIO = 10
 """Times as many equal rows as chance makes from which they are noted."""
 FINE_SHARE = 0.2
 """Different values per row of a column in which rows differ."""
-PRIME = np.uint64(0x9E3779B97F4A7C15)
+HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
@@ -29,7 +29,7 @@ class Digests(NamedTuple):
     Attributes:
         values: ``[N]``.
         chance: how probably two samples are equal by chance: the product over the columns of a table, as if these were
-            independent; 0 of other samples.
+            independent. 0 of other samples.
         fine: whether a column has so many different values that dependent columns make no equal rows.
     """
 
@@ -63,7 +63,7 @@ def digests_of(data: Dataset) -> Digests:
 
 
 def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    digest = (digest ^ values) * PRIME
+    digest = (digest ^ values) * HASH_MULTIPLIER
     return digest ^ (digest >> np.uint64(29))
 
 

@@ -9,13 +9,13 @@ from typing import Literal
 import tomli_w
 from pydantic import Field, model_validator
 
-from fedloom.data.dataset import CLASSED, Task
-from fedloom.data.tables import MARKERS, Table, TableColumn
+from fedloom.data.dataset import CLASS_TASKS, Task
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn
 from fedloom.errors import ConfigError, direction_in
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
-HEAD = """\
+AGREEMENT_HEADER = """\
 # What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
 # Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature has
 # where. impute = true: such cells, and levels that are not named here, are filled at each site.
@@ -29,12 +29,12 @@ class AgreedColumn(Value):
     """One feature, as people write it down."""
 
     name: str = Field(description="name in the header")
-    type: Literal["number", "level"] = Field("number", description="number: measured; level: one of the levels")
+    type: Literal["number", "level"] = Field("number", description="number: measured. level: one of the levels")
     unit: str = Field("", description="unit of a number")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
     range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
-    missing: bool = Field(False, description="cells may be missing; a further feature then marks them")
-    scale: bool = Field(True, description="a number is centred and scaled at every site")
+    missing: bool = Field(False, description="cells may be missing. A further feature marks them")
+    scale: bool = Field(True, description="each site centers and scales the number")
     scoring: bool = Field(False, description="kept for the analysis groups only; models do not receive it")
 
     @model_validator(mode="after")
@@ -58,8 +58,8 @@ class AgreedColumn(Value):
         )  # fmt: skip
 
     @classmethod
-    def of(cls, column: TableColumn) -> AgreedColumn:
-        """A column of a table, whose levels have names."""
+    def create(cls, column: TableColumn) -> AgreedColumn:
+        """Describe a column of a table whose levels have names."""
         names = column.names or tuple(str(k) for k in range(column.levels))
         return cls(
             name=column.name, type="level" if names else "number", unit=column.unit, levels=names, range=column.range,
@@ -73,16 +73,16 @@ class Agreement(Value):
     Levels, classes and the features that mark missing cells come from here, never from the file of one site.
     """
 
-    target: str | None = Field(None, description="column that is predicted; None: the source's choice")
-    event: str | None = Field(None, description="column of events, where the target is a time to them")
+    target: str | None = Field(None, description="target column (default: the source's choice)")
+    event: str | None = Field(None, description="column of events, if the target is a time to an event")
     task: Task = Field("binary", description="classification, binary, regression, survival or count")
-    classes: tuple[str, ...] = Field((), description="all classes that may occur; none where targets are numbers")
-    centre: float = Field(0.0, description="subtracted from the target of a regression")
-    divisor: float = Field(1.0, gt=0, description="divides the target of a regression after that")
-    missing: tuple[str, ...] = Field((), description="cells that mean missing, beside those of every table")
-    impute: bool = Field(True, description="missing cells are filled per site from its training rows")
-    patients: int = Field(1, ge=1, description="least rows of a site that takes part")
-    events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
+    classes: tuple[str, ...] = Field((), description="all classes that may occur. Empty if targets are numbers")
+    centre: float = Field(0.0, description="number subtracted from the target of a regression")
+    divisor: float = Field(1.0, gt=0, description="divisor of the target of a regression after that")
+    missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
+    impute: bool = Field(True, description="each site fills missing cells from its training rows")
+    patients: int = Field(1, ge=1, description="least rows of a participating site")
+    events: int = Field(0, ge=0, description="least rows of every class at a participating site")
     subject: str | None = Field(None, description="column of whom a row is; then least numbers are of subjects")
     order: str | None = Field(None, description="column of when a row came: earlier are trained on, later ones tested")
     strata: tuple[str, ...] | None = Field(None, description="columns whose shares splits keep at every site")
@@ -90,7 +90,7 @@ class Agreement(Value):
     test_levels: tuple[str, ...] | None = Field(None, description="its levels that mark them")
     test_since: float | str | None = Field(None, description="number or date of order from which rows are tested")
     level_rows: int = Field(
-        5, ge=1, description="least rows of a level that is named here; cells of others are filled, as unknown ones"
+        5, ge=1, description="least rows of a level named here. Rarer levels are treated as missing"
     )
     column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features, and columns for scoring")
 
@@ -107,26 +107,26 @@ class Agreement(Value):
                 raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
         if all(column.scoring for column in self.column):
             raise ValueError("column: at least one must be a feature, without scoring = true")
-        least = 2 if self.task in CLASSED else 0
+        least = 2 if self.task in CLASS_TASKS else 0
         if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
             raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
         return self
 
     @classmethod
-    def of(
+    def create(
         cls, table: Table, task: Task, classes: Sequence[str], target: str | None = None, centre: float = 0.0,
         divisor: float = 1.0, event: str | None = None,
     ) -> Agreement:  # fmt: skip
-        """What a table and its target are."""
-        missing = tuple(text for text in table.missing if text not in MARKERS)
+        """Describe a table and its target."""
+        missing = tuple(text for text in table.missing if text not in MISSING_MARKERS)
         return cls(
             target=target, event=event, task=task, classes=tuple(classes), centre=centre, divisor=divisor,
-            missing=missing, impute=table.impute, column=tuple(map(AgreedColumn.of, table.columns)),
+            missing=missing, impute=table.impute, column=tuple(map(AgreedColumn.create, table.columns)),
         )  # fmt: skip
 
     @classmethod
     def read(cls, path: Path) -> Agreement:
-        """The agreement in a TOML file.
+        """Read the agreement in a TOML file.
 
         Raises:
             ConfigError: there is none, or it has a value that cannot be.
@@ -136,7 +136,7 @@ class Agreement(Value):
     @property
     def table(self) -> Table:
         """The features as a table."""
-        missing = tuple(dict.fromkeys((*MARKERS, *self.missing)))
+        missing = tuple(dict.fromkeys((*MISSING_MARKERS, *self.missing)))
         return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
 
     @property
@@ -144,7 +144,7 @@ class Agreement(Value):
         """Levels of every column that has some, features or not."""
         return {column.name: column.levels for column in self.column if column.levels}
 
-    def without_rare(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
+    def drop_rare_levels(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
         """Return the agreement without levels of too few rows, which may identify a person.
 
         A column that keeps fewer than two levels, or less than half of its rows, is left out.
@@ -168,7 +168,7 @@ class Agreement(Value):
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
-        """The document: reading it back gives the same agreement."""
+        """Render the document. Reading it gives the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
         rows = [
             {
@@ -177,10 +177,10 @@ class Agreement(Value):
             }
             for column in self.column
         ]
-        return HEAD + tomli_w.dumps({**head, "column": rows})
+        return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Why a site with so many rows, and so many of every class, may not take part; a sentence each.
+        """Why a site with so many rows, and so many of every class, may not take part. A sentence each.
 
         Args:
             counts: rows by class, or subjects where the agreement names their column.
@@ -202,7 +202,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """An agreement as it is given: the document's path, its keys, or itself.
+    """Read an agreement from its document's path, its keys, or an object.
 
     Raises:
         ConfigError: it cannot be read.

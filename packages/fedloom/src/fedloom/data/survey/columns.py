@@ -14,29 +14,29 @@ from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.survey.facts import PER_LEVEL, PERSON, ColumnProfile, repeats
+from fedloom.data.survey.facts import PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile, repeats
 from fedloom.data.survey.people import words
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
-SITES = words(
+SITE_WORDS = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
     "practice trust provider client branch bank school store shop company firm plant factory station device sensor "
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
 """Words for who keeps a row. A ward, region, country or group is a trait of the row: it is only named."""
-PLACES = words("ward region country county state city province district town group department careunit")
+PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for traits of a row that may be its site too."""
-NEUTRAL = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words beside a word of `SITES` that leave its meaning; any other, as in hospital_expire_flag, may change it."""
+NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
+"""Words beside a word of `SITE_WORDS` that leave its meaning. Any other, as in hospital_expire_flag, may change it."""
 
 
 class Survey:
     """A table as it is found.
 
     Args:
-        path: a CSV or Parquet file; a CSV file's separator and decimal sign are found out.
+        path: a CSV or Parquet file. A CSV file's separator and decimal sign are found out.
 
     Raises:
         DataError: no such file, no table, rows of another length, or columns of the same name.
@@ -76,7 +76,7 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """A column by name.
+        """Find a column by name.
 
         Raises:
             ConfigError: there is none.
@@ -98,9 +98,9 @@ class Survey:
         sure, doubtful = list[str](), list[str]()
         for column in fit:
             parts = {word.rstrip("0123456789") for word in words_of(column.name)}
-            if parts & SITES and parts <= SITES | NEUTRAL:
+            if parts & SITE_WORDS and parts <= SITE_WORDS | NEUTRAL_WORDS:
                 sure.append(column.name)
-            elif parts & (SITES | PLACES) and parts <= SITES | PLACES | NEUTRAL:
+            elif parts & (SITE_WORDS | PLACE_WORDS) and parts <= SITE_WORDS | PLACE_WORDS | NEUTRAL_WORDS:
                 doubtful.append(column.name)
         return sure, doubtful
 
@@ -115,8 +115,8 @@ class Survey:
             and repeats(c.name, c.levels, len(c.present)) and not c.personal
         ]  # fmt: skip
         whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
-        first = sorted(whole or fit, key=lambda c: (PERSON.search(c.name) is None, len(c.levels)))
-        sure = [c.name for c in first if PERSON.search(c.name) and (whole or len(fit) == 1)][:1]
+        first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
+        sure = [c.name for c in first if PERSON_NAME_PATTERN.search(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:

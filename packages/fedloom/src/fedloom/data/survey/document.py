@@ -9,28 +9,28 @@ import numpy as np
 import tomli_w
 
 from fedloom.data.by_site import Shift
-from fedloom.data.dataset import CLASSED
+from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
 
-SMALLEST = 5
-"""Rows of the smallest site that takes part; fewer are too few to scale a column."""
-SHOWN = 8
+MIN_SITE_ROWS = 5
+"""Rows of the smallest site that takes part. Fewer are too few to scale a column."""
+MAX_SHOWN_NAMES = 8
 """Most names in a sentence."""
 QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
-WIDE = 120
+MAX_LIST_CHARACTERS = 120
 """Characters of a list that has a line to itself."""
 
 
 class ColumnRoles(NamedTuple):
-    """What the columns of a table are in an experiment.
+    """Roles of a table's columns in an experiment.
 
     Attributes:
         survey: of the table.
         task: that the target makes.
-        target: column that is predicted; None where that is asked.
+        target: column that is predicted. None where that is asked.
         event: column with 1 for an event, where the target is a time.
         site: column that names the site of a row.
         categorical: names of the columns of text.
@@ -42,7 +42,7 @@ class ColumnRoles(NamedTuple):
         width: number of features.
         questions: what people must answer before the draft runs.
         subject: column of whom a row is.
-        order: column of dates that may be when a row came; it is proposed.
+        order: column of dates that may be when a row came. It is proposed.
     """
 
     survey: Survey
@@ -68,11 +68,11 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     Args:
         roles: of the table's columns.
         place: of the file.
-        agreement: document on the meaning of the columns; None: inferred from the file.
+        agreement: document on the meaning of the columns. None: inferred from the file.
     """
-    numeric = roles.task not in CLASSED
+    numeric = roles.task not in CLASS_TASKS
     if roles.site is not None:
-        partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
+        partition: dict[str, Any] = {"kind": "writers", "min_size": MIN_SITE_ROWS}
         why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
     else:
         partition = {"kind": "iid" if numeric else "dirichlet", "clients": roles.clients}
@@ -109,16 +109,16 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
 
 
 def _step(roles: ColumnRoles) -> float:
-    """The length of a step that is short enough for scaled features.
+    """Return a step size short enough for scaled features.
 
     The loss of classes bends less than that of measurements. That of times bends in proportion to the share of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
-    return 0.1 if roles.task in CLASSED else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
+    return 0.1 if roles.task in CLASS_TASKS else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
 
 
 def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
-    """The table of the data."""
+    """Build the table of the data."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
@@ -144,7 +144,7 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
 
 
 def _notes(roles: ColumnRoles) -> dict[str, str]:
-    """The comments on the keys of the data."""
+    """Render the comments on the keys of the data."""
     return {
         "source": "from the folder where fedloom is called",
         "label": "what is predicted",
@@ -153,7 +153,7 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
         "users": "which site's row it is",
         "subject": "which patient's row it is: all rows of one are in one part of a split",
         "categorical": "text: a feature per level",
-        "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:SHOWN]),
+        "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:MAX_SHOWN_NAMES]),
         "missing": "cells that mean missing, beside empty ones, NA and the like",
         "impute": "missing cells are filled per client from its training rows, and flagged",
         "unlabelled": "rows without target, site or subject are left out",
@@ -162,7 +162,7 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Comments with the order of rows, and known factors of sites that may be in another unit; none is applied."""
+    """Comments with the order of rows, and known factors of sites that may be in another unit. None is applied."""
     proposed = ""
     if roles.order is not None:
         head = "# Test on later rows? Take the sign # from the next line: each client trains on its earlier rows.\n"
@@ -186,12 +186,12 @@ def _bare(text: str) -> str:
 
 
 def rounded(value: float) -> float:
-    """A number with three digits, as people write it."""
+    """Round a number to three digits, as people write it."""
     return float(f"{value:.3g}")
 
 
 def _inline(table: dict[str, Any]) -> str:
-    """A table on one line."""
+    """Render a table on one line."""
     cells = (
         f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
         for key, cell in table.items()
@@ -205,7 +205,7 @@ def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
         text = f"{key} = {_inline(value)}" if isinstance(value, dict) else text
-        if isinstance(value, list) and len(text) < WIDE:
+        if isinstance(value, list) and len(text) < MAX_LIST_CHARACTERS:
             text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
         lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
     return "\n".join(lines) + "\n"

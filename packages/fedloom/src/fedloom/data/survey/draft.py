@@ -10,24 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data import by_site
-from fedloom.data.dataset import CLASSED, Dataset
+from fedloom.data.dataset import CLASS_TASKS, Dataset
 from fedloom.data.sources.table.designs import seconds_of
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file
-from fedloom.data.survey.facts import BORN, FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
+from fedloom.data.survey.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
+from fedloom.data.survey.facts import (
+    BIRTH_NAME_PATTERN,
+    LATER_NAME_PATTERN,
+    LEVELS_TOO,
+    MAX_FEW_LEVELS,
+    PER_LEVEL,
+    ColumnProfile,
+    repeats,
+)
 from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 
-LEAST = 10
+MIN_FEDERATION_ROWS = 10
 """Rows that a federation needs, and a class that is not rare."""
-DOUBTFUL = 0.95
-"""AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
+SUSPICIOUS_SCORE = 0.95
+"""AUROC or R2 of a single column from which it is worth a second look, of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
 
 
@@ -36,10 +44,10 @@ class Draft:
 
     Args:
         survey: of the table.
-        by: column that names the site of a row; None: found out; empty: there is none.
-        target: column to predict; None: found out.
-        event: column with 1 for an event, where the target is a time to it; None: found out; empty: there is none.
-        subject: column of whom a row is, where one has several; None: found out; empty: there is none.
+        by: column that names the site of a row. None: found out. empty: there is none.
+        target: column to predict. None: found out.
+        event: column with 1 for an event, where the target is a time to it. None: found out. empty: there is none.
+        subject: column of whom a row is, where one has several. None: found out. empty: there is none.
 
     Attributes:
         report: a sentence on everything that is worth one.
@@ -61,9 +69,9 @@ class Draft:
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
             raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
-        if survey.rows < LEAST:
+        if survey.rows < MIN_FEDERATION_ROWS:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
-            raise DataError(f"{survey.path}: {rows}; a federation needs at least {LEAST}")
+            raise DataError(f"{survey.path}: {rows}; a federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         outcome = outcomes.outcome(survey, target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
@@ -91,10 +99,10 @@ class Draft:
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """The column of classes that a site needs rows of: the target, or the events of times; none of measurements."""
+        """The column of classes that a site needs rows of: the target, or the events of times. None of measurements."""
         if self._event is not None:
             return self._event
-        return self._target if self._task in CLASSED else None
+        return self._target if self._task in CLASS_TASKS else None
 
     def _say(self, column: ColumnProfile, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
@@ -107,19 +115,23 @@ class Draft:
             what = wrong or "differs in every row"
             raise ConfigError(f"{survey.path}: the target {target.name!r} {what}, nothing can be learned; {self._ask}")
         rows = survey.rows - target.missing
-        if rows < LEAST:
-            raise DataError(f"{survey.path}: {rows} rows with a target; a federation needs at least {LEAST}")
+        if rows < MIN_FEDERATION_ROWS:
+            raise DataError(
+                f"{survey.path}: {rows} rows with a target; a federation needs at least {MIN_FEDERATION_ROWS}"
+            )
         missing = target.odd if target.kind == "number" else []
         classes = {name: count for name, count in survey_levels(target).items() if name not in missing}
         count = target.kind == "number" and outcomes.is_count(target)
         measured = (
-            count or self._event is not None or (target.kind == "number" and (not target.whole or len(classes) > FEW))
+            count
+            or self._event is not None
+            or (target.kind == "number" and (not target.whole or len(classes) > MAX_FEW_LEVELS))
         )
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
         self._task = "survival" if self._event is not None else "count" if count else self._task
         if not measured and (same := alike(classes)):
             raise DataError(f"{survey.path}: {unlike(target.name, same)}")
-        spread = listed([f"{name} {count}" for name, count in classes.items()], SHOWN)
+        spread = shorten_list([f"{name} {count}" for name, count in classes.items()], MAX_SHOWN_NAMES)
         if measured:
             spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
         self.report.append(f"target: {self._named(target, is_given, alternatives)}, {self._task}: {spread}")
@@ -128,9 +140,11 @@ class Draft:
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
         if target.missing:
             self._say(target, f"{target.missing} rows have no target; they are left out")
-        if not measured and (rare := {name: count for name, count in classes.items() if count < LEAST}):
-            names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:SHOWN])
-            self._say(target, f"classes of fewer than {LEAST} rows: {names}; merge them, or leave them out")
+        if not measured and (rare := {name: count for name, count in classes.items() if count < MIN_FEDERATION_ROWS}):
+            names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:MAX_SHOWN_NAMES])
+            self._say(
+                target, f"classes of fewer than {MIN_FEDERATION_ROWS} rows: {names}; merge them, or leave them out"
+            )
         if not measured:
             self._report_gaps(target)
 
@@ -147,7 +161,7 @@ class Draft:
         return [column for column in (self._target, self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
-        """Take the column of whom a row is; a column of sites is none."""
+        """Take the column of whom a row is. A column of sites is none."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
         sites = survey.sites(roles)[0] if by is None else [by]
@@ -171,7 +185,9 @@ class Draft:
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
         came = [
-            c for c in dates if not BORN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)
+            c
+            for c in dates
+            if not BIRTH_NAME_PATTERN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)
         ]
         self._order = came[0] if came else None
         if self._order is not None:
@@ -197,7 +213,7 @@ class Draft:
             return np.unique(np.array([level for level, _ in sorted(pairs)], str), return_counts=True)
 
         def split(names: Sequence[str]) -> list[str]:
-            return [name for name in names if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
+            return [name for name in names if (sizes(survey.columns[name])[1] >= MIN_SITE_ROWS).sum() >= 2]
 
         self._site = survey.column(option, "--by") if option else None
         if self._site is not None and self._site is target:
@@ -218,10 +234,11 @@ class Draft:
             return
         names, counts = sizes(site)
         what = "rows" if subject is None else "subjects"
-        keep, kept = counts >= SMALLEST, counts[counts >= SMALLEST]
+        keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least {SMALLEST} "
+                f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least "
+                f"{MIN_SITE_ROWS} "
                 f"{what}, a federation needs two; {self._ask}"
             )
         self.report.append(
@@ -231,10 +248,10 @@ class Draft:
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")
         if not keep.all():
-            self._say(site, f"sites of fewer than {SMALLEST} {what}, left out: {_list(names[~keep].tolist())}")
-        if (small := keep & (counts < FEW)).any():
+            self._say(site, f"sites of fewer than {MIN_SITE_ROWS} {what}, left out: {_list(names[~keep].tolist())}")
+        if (small := keep & (counts < MAX_FEW_LEVELS)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
-            self._say(site, f"sites of fewer than {FEW} {what}: {few}; their results are uncertain")
+            self._say(site, f"sites of fewer than {MAX_FEW_LEVELS} {what}: {few}; their results are uncertain")
         if self._classes is not None:
             target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
@@ -246,19 +263,22 @@ class Draft:
         self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
-        """The rows of the rarest class by site, and the sites with few of them."""
+        """Ask about the rarest class: its rows by site, and the sites with few of them."""
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
         if self._event is not None:
             rare = next(name for name in totals if float(name) == 1)
         shown = ", ".join(
-            f"{site!r} {count[rare]} of {sum(count.values())}" for site, count in list(counts.items())[:SHOWN]
+            f"{site!r} {count[rare]} of {sum(count.values())}" for site, count in list(counts.items())[:MAX_SHOWN_NAMES]
         )
-        more = f" and {len(counts) - SHOWN} sites more" if len(counts) > SHOWN else ""
+        more = f" and {len(counts) - MAX_SHOWN_NAMES} sites more" if len(counts) > MAX_SHOWN_NAMES else ""
         self._say(target, f"{rare!r} by site: {shown}{more}")
-        if few := [site for site, count in counts.items() if count[rare] < LEAST]:
-            self._say(target, f"fewer than {LEAST} rows of {rare!r} at {_list(few)}: too few to score a model there")
+        if few := [site for site, count in counts.items() if count[rare] < MIN_FEDERATION_ROWS]:
+            self._say(
+                target,
+                f"fewer than {MIN_FEDERATION_ROWS} rows of {rare!r} at {_list(few)}: too few to score a model there",
+            )
 
     def _take_features(self, alternatives: Sequence[str]) -> None:
         survey = self._survey
@@ -325,7 +345,12 @@ class Draft:
             return f"the same as {twins[c.name]!r}"
         if what := c.personal:
             return f"{what}, which identify patients"
-        if c.kind == "number" and len(c.levels) > FEW and c.whole and repeats(c.name, c.levels, len(c.present)):
+        if (
+            c.kind == "number"
+            and len(c.levels) > MAX_FEW_LEVELS
+            and c.whole
+            and repeats(c.name, c.levels, len(c.present))
+        ):
             return "numbers patients or the like, whose rows come again"
         if what := c.quantity:
             return f"numbers with {what}; plain numbers would be a feature"
@@ -333,16 +358,16 @@ class Draft:
             return "names rows"
         if c.kind == "date":
             return "dates; a number, such as days since, would be a feature"
-        if c.kind == "text" and len(c.levels) > FEW and self._survey.rows < PER_LEVEL * len(c.levels):
+        if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
         if lone := by_site.lone_site(c, self._rows):
             return f"has values at {lone!r} only, so it names that site"
-        shares = [by_site.alone(c, one, self._kind_of(one)) for one in self._outcome]
+        shares = [by_site.score_column(c, one, self._kind_of(one)) for one in self._outcome]
         share = max(shares, key=lambda one: one.value, default=by_site.SingleColumnScore(0.0, ""))
         if share.value >= LEAK_SHARE:
             return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
-        later = bool(LATER.search(c.name))
-        if share.value >= DOUBTFUL or (later and share.value >= DOUBTFUL_IF_LATER):
+        later = bool(LATER_NAME_PATTERN.search(c.name))
+        if share.value >= SUSPICIOUS_SCORE or (later and share.value >= DOUBTFUL_IF_LATER):
             self._say(c, f"nearly gives the target away ({share.text}); leave it out unless it is known beforehand")
         elif later:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
@@ -358,7 +383,7 @@ class Draft:
             self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
-        """What sites would agree on, from the drafted data: units are left open, ranges are those of the table.
+        """Return the agreement that sites would sign, from the drafted data: units stay open, ranges are the table's.
 
         Args:
             data: as the draft reads them.
@@ -375,12 +400,12 @@ class Draft:
         event = None if self._event is None else self._event.name
         target = None if self._target is None else self._target.name
         subject = self._subject
-        agreed = Agreement.of(table, data.task, data.classes, target, data.centre, data.unit, event)
+        agreed = Agreement.create(table, data.task, data.classes, target, data.centre, data.unit, event)
         agreed = agreed if subject is None else agreed.with_(subject=subject.name)
-        return agreed.without_rare({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
+        return agreed.drop_rare_levels({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
-        """The experiment file; see `experiment_file`."""
+        """Render the experiment file, see `experiment_file`."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
@@ -418,4 +443,4 @@ def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -
 
 
 def _list(names: Iterable[object]) -> str:
-    return listed([*map(repr, names)], SHOWN)
+    return shorten_list([*map(repr, names)], MAX_SHOWN_NAMES)

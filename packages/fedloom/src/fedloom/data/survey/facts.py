@@ -1,4 +1,4 @@
-"""One column of a table as it is found: what kind of cells it has, and what they would do as a feature."""
+"""Profile one column of a table: its kind of cells, and its use as a feature."""
 
 from __future__ import annotations
 
@@ -12,75 +12,77 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import QUANTITY
+from fedloom.data.sources.table.cells import QUANTITY_PATTERN
 from fedloom.data.survey.people import personal
 from fedloom.data.tables import is_number, number_of
 
 Kind = Literal["number", "text", "date", "empty"]
 
-DAY = r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2}))"
-DATE = re.compile(rf"{DAY}([ T]\d{{1,2}}:\d{{2}}.*)?|\d{{1,2}}:\d{{2}}(:\d{{2}})?")
-TOKENS = frozenset(
+DAY_PATTERN = r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2}))"
+DATE_PATTERN = re.compile(rf"{DAY_PATTERN}([ T]\d{{1,2}}:\d{{2}}.*)?|\d{{1,2}}:\d{{2}}(:\d{{2}})?")
+MISSING_TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
     | {"nk", "n.k.", "nd", "n.d.", "not known", "not available", "not done", "not reported", "na_na", "unbekannt"}
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
-"""Cells that mean missing in tables of the world, in lower case, beside those of a source."""
+"""Markers of missing cells in tables of the world, in lower case, beside a source's own markers."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
-"""Those of `TOKENS` that are levels in many tables too: only 'fedloom init' reports them."""
-ODD = 0.2
+"""Members of `MISSING_TOKENS` that are also levels in many tables: only 'fedloom init' reports them."""
+MAX_ODD_SHARE = 0.2
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
 MOST_ODD = 4
-"""Different cells that may be no numbers in a column of numbers; more are levels or texts."""
-CLEAR = 0.05
+"""Different cells that may be no numbers in a column of numbers. More are levels or texts."""
+CLEAR_ZERO_SHARE = 0.05
 """Least number of a column, by its median, from which a zero beside it is no small one: 14 of 125 in insulin."""
-STEPS = 5
-"""Steps of a column's numbers that lie between 0 and the least other; a count has one."""
+MIN_ZERO_STEPS = 5
+"""Steps of a column's numbers that lie between 0 and the least other. A count has one."""
 MOST_ZERO = 0.6
-"""Share of a column's numbers up to which zeros or codes may mean missing; more is what the column is about."""
-ANSWERS = (-1, 9, 99, 999, -9, -99, 88, 77)
+"""Share of a column's numbers up to which zeros or codes may mean missing. More is what the column is about."""
+NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
 """Codes that questionnaires have for no answer."""
-APART = 3
+MIN_CODE_DISTANCE = 3
 """Steps between such a code and the last answer."""
-CODES = 7
+MAX_ANSWER_CODES = 7
 """Codes of a question beside which 9, 99 or -1 means that there is no answer."""
-IDS = re.compile(
+ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
 """Names of numbers of rows, and of what is known by a number."""
-NAMELESS = re.compile(r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE)
+NAMELESS_PATTERN = re.compile(
+    r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE
+)
 """Headers that pandas and R write for the names of rows."""
-PERSON = re.compile(
+PERSON_NAME_PATTERN = re.compile(
     r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
 """Names of numbers of patients and the like, whose rows belong together."""
 ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Names of identifiers; other numbers are counts as often."""
-BORN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
+"""Names of identifiers. Other numbers are counts as often."""
+BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
 """Names of dates of a person, not of when a row came."""
 MOST_ALONE = 0.9
-"""Different numbers per row up to which rows of a patient come again; above, a few are entered twice."""
-DENSE = 20
+"""Different numbers per row up to which rows of a patient come again. Above, a few are entered twice."""
+MAX_INDEX_SPARSITY = 20
 """Rows of the table that an index comes from, per row that is left of it, at most."""
 IN_STEP = 0.8
 """Share of rows that count on by one, as the numbers of rows of several files that were joined do."""
-UNITS = 3
+MAX_UNITS = 3
 """Units that the cells of one column may have."""
-FEW = 20
+MAX_FEW_LEVELS = 20
 """Classes that whole numbers may be, rows of a small site, and levels of text that need no count."""
 PER_LEVEL = 10
 """Rows per level of a text column with many levels, on average."""
-BINS = 50
+SCORE_BINS = 50
 """Groups of equal size into which a number is cut to measure how well it predicts the target."""
-SENTINEL = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
+SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
 """Numbers that people write for what is not known."""
-RECURS = 0.004
+MIN_SENTINEL_SHARE = 0.004
 """Share of a column's numbers from which an extreme one recurs."""
-LATER = re.compile(
+LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
     re.IGNORECASE,
@@ -97,7 +99,7 @@ class ColumnProfile:
         cells: ``[N]`` as text, "" where missing.
         kind: what most cells are.
         odd: cells that are no numbers in a column of numbers, most frequent first.
-        extremes: numbers that recur and lie far from all others, as -9 and 999 do; they count as missing.
+        extremes: numbers that recur and lie far from all others, as -9 and 999 do. They count as missing.
     """
 
     name: str
@@ -112,13 +114,13 @@ class ColumnProfile:
             return
         strange = [level for level in self.levels if number_of(level) is None]
         odd = sum(self.levels[level] for level in strange)
-        tokens = all(level.strip().lower() in TOKENS for level in strange)
+        tokens = all(level.strip().lower() in MISSING_TOKENS for level in strange)
         numeric, share = odd < len(self.present), odd / len(self.present)
-        if numeric and (tokens or (share <= ODD and len(strange) <= MOST_ODD)):
+        if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
             self.extremes = self._named(extremes(*self._counts()))
             self.__dict__.pop("values")  # without them
-        elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
+        elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
         else:
             self.kind = "text"
@@ -138,7 +140,7 @@ class ColumnProfile:
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """``[N]`` numbers, NaN where there is none, and where one means missing."""
+        """Numbers ``[N]``, NaN if missing or if a number means missing."""
         missing = {"", *self.extremes}
         numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
         return np.array([numbers[c] for c in self.cells.tolist()])
@@ -163,7 +165,7 @@ class ColumnProfile:
         """
         if self.kind == "number":
             return self.extremes | self._named(answers(*self._counts()))
-        words = {k: n for k, n in self.levels.items() if k.lower() in TOKENS - LEVELS_TOO}
+        words = {k: n for k, n in self.levels.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
         return words if len(self.levels) > len(words) else {}
 
     @property
@@ -184,12 +186,12 @@ class ColumnProfile:
 
     @property
     def quantity(self) -> str:
-        """What keeps texts from being numbers: signs, or a unit of many; empty where they are none."""
+        """Name the signs or the unit that keep texts from being numbers, or "" if they are no numbers."""
         if self.kind != "text":
             return ""
-        matches = [QUANTITY.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
+        matches = [QUANTITY_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
         units = {(match["limit"] or match["unit"]).lower() for match in matches if match is not None} - {*"%€$£", ""}
-        if None in matches or (units and (len(units) > UNITS or len(self.levels) <= FEW)):
+        if None in matches or (units and (len(units) > MAX_UNITS or len(self.levels) <= MAX_FEW_LEVELS)):
             return ""
         example = next(level for level in self.levels if not is_number(level))
         return f"{'units or limits' if units else 'signs'} among the digits, as {example!r}"
@@ -197,11 +199,11 @@ class ColumnProfile:
     @property
     def doubts(self) -> list[str]:
         """The odd cells that are no usual word for missing: they may be numbers, limits, or levels."""
-        return [level for level in self.odd if level.strip().lower() not in TOKENS]
+        return [level for level in self.odd if level.strip().lower() not in MISSING_TOKENS]
 
     @cached_property
     def personal(self) -> str:
-        """What it holds about people; "" for other columns."""
+        """Kind of personal information in the column, or "" for other columns."""
         return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
 
     @property
@@ -210,17 +212,17 @@ class ColumnProfile:
         n, different = len(self.present), len(self.levels)
         if self.kind == "number" and row_number(self.name, self.values):
             return True
-        if n < FEW or different < 0.9 * n:
+        if n < MAX_FEW_LEVELS or different < 0.9 * n:
             return False
         if self.kind == "text":
             return True
         counts = n == len(self.values) and self.values.min() in (0, 1) and is_permutation(self.values)
-        return self.whole and different == n and (counts or bool(IDS.search(self.name)))
+        return self.whole and different == n and (counts or bool(ID_NAME_PATTERN.search(self.name)))
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """``[N]`` group of every row: its level, or one of `BINS` of equal size; missing cells are a group."""
-        if self.kind == "number" and len(self.levels) > BINS:
+        """``[N]`` group of every row: its level, or one of `SCORE_BINS` of equal size. Missing cells are a group."""
+        if self.kind == "number" and len(self.levels) > SCORE_BINS:
             return binned(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
 
@@ -230,9 +232,9 @@ Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the group ``[N]`` of every number, one of `BINS` of equal size; missing ones are a group."""
+    """Return the group ``[N]`` of every number, one of `SCORE_BINS` of equal size. Missing ones are a group."""
     here = int((~np.isnan(values)).sum())
-    bins = min(BINS, max(here // PER_LEVEL, 1))
+    bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
     cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
     return np.where(np.isnan(values), len(cuts) + 1, np.searchsorted(cuts, values, side="right"))
 
@@ -243,10 +245,10 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
     Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
     """
     total, marks = int(counts.sum()), dict[float, int]()
-    often = np.nonzero(counts >= max(3, RECURS * total))[0]
+    often = np.nonzero(counts >= max(3, MIN_SENTINEL_SHARE * total))[0]
     for k in often[np.argsort(-counts[often], kind="stable")].tolist():
         value, count = float(values[k]), int(counts[k])
-        if not value.is_integer() or not SENTINEL.fullmatch(str(int(value))):
+        if not value.is_integer() or not SENTINEL_PATTERN.fullmatch(str(int(value))):
             continue
         other = ~np.isin(values, [value, *marks])
         rest = int(counts[other].sum())
@@ -263,22 +265,29 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
     """Return the numbers that may mean missing though they are not far from the others, and their counts.
 
-    A zero is named beside measurements that never come near it; a 9, 99 or -1 beside a few codes in a row.
+    A zero is named beside measurements that never come near it. A 9, 99 or -1 beside a few codes in a row.
     """
     total, marks = int(counts.sum()), dict[float, int]()
-    likely = np.isin(values, (0, *ANSWERS)) & (counts >= max(3, RECURS * total)) & (counts <= MOST_ZERO * total)
+    likely = (
+        np.isin(values, (0, *NO_ANSWER_CODES))
+        & (counts >= max(3, MIN_SENTINEL_SHARE * total))
+        & (counts <= MOST_ZERO * total)
+    )
     for k in np.nonzero(likely)[0].tolist():
         value, rest = float(values[k]), np.delete(values, k)
         if len(rest) < 2:
             continue
-        least, codes = float(rest[0]), len(rest) <= CODES and rest[0] in (0, 1) and bool((np.diff(rest) == 1).all())
+        least, codes = (
+            float(rest[0]),
+            len(rest) <= MAX_ANSWER_CODES and rest[0] in (0, 1) and bool((np.diff(rest) == 1).all()),
+        )
         if value == 0:
-            clear = len(rest) >= FEW and least >= CLEAR * float(np.median(rest))
-            apart = clear and least > STEPS * float(np.diff(rest).min())
+            clear = len(rest) >= MAX_FEW_LEVELS and least >= CLEAR_ZERO_SHARE * float(np.median(rest))
+            apart = clear and least > MIN_ZERO_STEPS * float(np.diff(rest).min())
         elif value == -1:
             apart = codes and least == 0 and len(rest) > 2
         else:
-            apart = codes and abs(value - float(rest[-1])) >= APART
+            apart = codes and abs(value - float(rest[-1])) >= MIN_CODE_DISTANCE
         if apart:
             marks[value] = int(counts[k])
     return marks
@@ -299,18 +308,19 @@ def row_number(name: str, values: NDArray[np.float64]) -> bool:
         name: in the header.
         values: ``[N]``, NaN where missing.
     """
-    n, unnamed = len(values), NAMELESS.fullmatch(name) is not None
-    if n < 3 or not (unnamed or IDS.search(name)) or not (values == np.floor(values)).all():
+    n, unnamed = len(values), NAMELESS_PATTERN.fullmatch(name) is not None
+    if n < 3 or not (unnamed or ID_NAME_PATTERN.search(name)) or not (values == np.floor(values)).all():
         return False
     if values.min() in (0, 1) and is_permutation(values):
         return n >= 10 or (unnamed and bool((np.diff(values) == 1).all()))
     steps = np.diff(values)
-    if n < FEW or values.min() < 0:
+    if n < MAX_FEW_LEVELS or values.min() < 0:
         return False
     if (steps > 0).all():
-        return unnamed or values.max() < DENSE * n
+        return unnamed or values.max() < MAX_INDEX_SPARSITY * n
     return unnamed and (
-        bool((steps == 1).mean() >= IN_STEP) or (len(np.unique(values)) == n and bool(values.max() < DENSE * n))
+        bool((steps == 1).mean() >= IN_STEP)
+        or (len(np.unique(values)) == n and bool(values.max() < MAX_INDEX_SPARSITY * n))
     )
 
 
@@ -322,5 +332,5 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
         levels: different cells.
         rows: whose cell is not missing.
     """
-    named = PERSON.search(name) or ID_NAMES.search(name)
-    return bool(named) and FEW < len(levels) <= MOST_ALONE * rows
+    named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)
+    return bool(named) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows

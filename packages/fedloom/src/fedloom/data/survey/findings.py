@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import near_copies
 from fedloom.data.survey.facts import (
-    BINS,
-    FEW,
-    IDS,
+    ID_NAME_PATTERN,
     LEVELS_TOO,
-    NAMELESS,
-    TOKENS,
+    MAX_FEW_LEVELS,
+    MISSING_TOKENS,
+    NAMELESS_PATTERN,
+    SCORE_BINS,
     answers,
     binned,
     extremes,
@@ -24,27 +24,27 @@ from fedloom.data.survey.facts import (
     row_number,
 )
 from fedloom.data.survey.people import personal
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 LEAK_SHARE = 0.995
 """AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
-SAMPLED = 2_000_000
+MAX_SAMPLED_CELLS = 2_000_000
 """Cells of a table that are looked at for leaks: at most about these many, of rows drawn at random."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
 """Rows of a sample: as many as figures with three digits need, and as few as show a perfect one."""
-CHANCE = 10
-"""Times as many equal rows as chance makes from which they are noted; columns that depend on each other have more."""
-COPIES = 3
+CHANCE_MULTIPLE = 10
+"""Times as many equal rows as chance makes from which they are noted. Columns that depend on each other have more."""
+MIN_COPIES = 3
 """Fewest equal rows that are noted."""
-FINE = 0.2
+MIN_DISTINCT_SHARE = 0.2
 """Different values per row of a column in which rows differ."""
-COPIED = (
+NEAR_COPIES_NOTE = (
     "{} of {} have a neighbour that is far closer than all others, as copies with noise are; where they are of one "
     "sample, it is in training and test alike: leave them out, or name the column of whom a row is in subject"
 )
 """The note on near copies."""
-SHOWN = 6
+MAX_SHOWN_FINDINGS = 6
 
 Floats = NDArray[np.float64]
 
@@ -53,8 +53,8 @@ class ReadColumn(NamedTuple):
     """A column as it was read.
 
     Attributes:
-        values: ``[N]`` numbers, or codes of levels; NaN where missing.
-        names: of the levels; none for numbers.
+        values: ``[N]`` numbers, or codes of levels. NaN where missing.
+        names: of the levels. None for numbers.
     """
 
     values: Floats
@@ -65,7 +65,7 @@ class ReadColumn(NamedTuple):
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
-        if len(np.unique(part)) > BINS:
+        if len(np.unique(part)) > SCORE_BINS:
             return binned(part), part
         return np.unique(part, return_inverse=True)[1].astype(np.int64), part
 
@@ -75,8 +75,8 @@ class ReadColumn(NamedTuple):
         return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
-def left_out(name: str, column: ReadColumn, rows: int) -> str:
-    """Return why a column is no feature of any table, for a note; "" where it may be one.
+def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
+    """Return why a column is no feature of any table, for a note. "" where it may be one.
 
     Only columns that can do nothing but leak are left out: numbers of rows, and what names or reaches a person.
     """
@@ -84,7 +84,7 @@ def left_out(name: str, column: ReadColumn, rows: int) -> str:
         if row_number(name, column.values):
             return "numbers the rows"
         whole = column.values[~np.isnan(column.values)]
-        if len(whole) < FEW or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
         return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
@@ -96,7 +96,7 @@ def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
     present = sum(counts.values())
     if not present:
         return ""
-    if NAMELESS.fullmatch(name) and len(counts) == rows >= FEW:
+    if NAMELESS_PATTERN.fullmatch(name) and len(counts) == rows >= MAX_FEW_LEVELS:
         return "names the rows"
     return personal(name, counts, present)
 
@@ -110,14 +110,14 @@ def findings(
     Args:
         features: by name.
         outcome: the label and its event by name, each with "classification" or "regression".
-        users: of whom each row is; None: no column has it.
+        users: of whom each row is. None: no column has it.
         ranged: columns whose numbers are compared with an agreed range, which finds markers too.
-        units: subject ``[N]`` of each row, whose rows may be alike; None: no column names it.
+        units: subject ``[N]`` of each row, whose rows may be alike. None: no column names it.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
     count = len(next(iter(features.values())).values)
-    if count < FEW:
+    if count < MAX_FEW_LEVELS:
         return
     every = {**features, **{name: column for name, (column, _) in outcome.items()}}
     yield from _copies(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
@@ -142,14 +142,14 @@ def findings(
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
-    """The rows that are looked at closely, in their order."""
-    size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, SAMPLED // max(columns, 1)))
+    """Draw the rows for a close look, in their order."""
+    size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, MAX_SAMPLED_CELLS // max(columns, 1)))
     drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
     return np.sort(drawn)
 
 
 def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
-    """Notes on a column that numbers rows or patients."""
+    """Yield notes on a column that numbers rows or patients."""
     values = column.values[~np.isnan(column.values)]
     levels = np.unique(values)
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
@@ -162,15 +162,15 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         if values.min() in (0, 1) and is_permutation(values):
             span = f"{values.min():g} to {values.max():g}"
             yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
-        elif IDS.search(name):
+        elif ID_NAME_PATTERN.search(name):
             yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
 
 
 def _markers(name: str, column: ReadColumn) -> Iterator[str]:
-    """The note on cells that may mean missing."""
+    """Yield the note on cells that may mean missing."""
     if column.names:
         counts = column.counts()
-        marks = {repr(k): n for k, n in counts.items() if k.lower() in TOKENS - LEVELS_TOO}
+        marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
         marks = marks if len(marks) < len(counts) else {}
     else:
         levels = np.unique(column.values[~np.isnan(column.values)], return_counts=True)
@@ -178,12 +178,14 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
         beside = ~np.isin(levels[0], [*far])
         marks = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
     if marks:
-        shown = listed([f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], SHOWN)
+        shown = shorten_list(
+            [f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], MAX_SHOWN_FINDINGS
+        )
         yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
-    """The note on rows that are equal in every column, more of them than chance makes."""
+    """Yield the note on rows that are equal in every column more often than chance makes them."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
     for column in columns.values():
@@ -192,14 +194,14 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         digest ^= digest >> np.uint64(29)
     each = np.unique(digest, return_counts=True)[1]
     pairs, copies = float((each * (each - 1.0) / 2).sum()), int((each - 1).sum())
-    if copies < COPIES:
+    if copies < MIN_COPIES:
         return
     chance, fine = count * (count - 1) / 2, False
     for column in columns.values():
         held = np.unique(np.where(np.isnan(column.values), np.inf, column.values), return_counts=True)[1]
         chance *= float(((held / count) ** 2).sum())
-        fine = fine or len(held) >= FINE * count
-    if pairs > CHANCE * chance and (fine or pairs > CHANCE**2 * max(chance, 1)):
+        fine = fine or len(held) >= MIN_DISTINCT_SHARE * count
+    if pairs > CHANCE_MULTIPLE * chance and (fine or pairs > CHANCE_MULTIPLE**2 * max(chance, 1)):
         yield (
             f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is "
             "in training and test alike: leave them out"
@@ -207,7 +209,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
 
 
 def _near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
-    """The note on rows that lie far closer to one another than the others do, as augmented copies."""
+    """Yield the note on rows much closer to one another than other rows are, such as augmented copies."""
     fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
-        yield COPIED.format(f"{close:,}", f"{len(fine[0]):,} rows")
+        yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")

@@ -1,4 +1,4 @@
-"""The outcome of a table: its target, and the event of a time; chosen where the evidence is clear, else asked for."""
+"""The outcome of a table: its target, and the event of a time. Chosen where the evidence is clear, else asked for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from fedloom.data.survey.columns import Survey, words_of
-from fedloom.data.survey.facts import FEW, PER_LEVEL, PERSON, ColumnProfile
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
 from fedloom.data.survey.people import plain_name, words
 from fedloom.errors import ConfigError
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 
-TIME = re.compile(
+TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
     r"([_\W]|\d?$)|^t$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$",
     re.IGNORECASE,
@@ -26,25 +26,25 @@ FOLLOW_UP = re.compile(
     re.IGNORECASE,
 )
 """Names of the time under observation, among other times such as that from the diagnosis to the begin."""
-BARE = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Names of times that only tables of survival have; beside other times, who died may be a class that is predicted."""
-EVENT = re.compile(
+BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
+"""Names of times that only tables of survival have. Beside other times, who died may be a class that is predicted."""
+EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
 )
-"""Names of columns with 1 for an event; one of `cens` may have either meaning, so people name it."""
-CENSORED = re.compile(r"cens", re.IGNORECASE)
-INDICATOR = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Names that survival data have for 1 = event, 0 = censored, by custom; ``censored`` may say the opposite."""
-LONGER = 0.75
+"""Names of columns with 1 for an event. One of `cens` may have either meaning, so people name it."""
+CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
+INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
+"""Names that survival data have for 1 = event, 0 = censored, by custom. ``censored`` may say the opposite."""
+LONGER_TIME_PROBABILITY = 0.75
 """Probability that a censored time is longer than one that ended by an event, which confirms the custom.
 
-Of the 14 public tables with an event whose key was written first, it is at least so much in 5; in none is it as far on
+Of the 14 public tables with an event whose key was written first, it is at least so much in 5, in none is it as far on
 the other side (0.31 at least), where 0 and 1 would be confused.
 """
-ENTRY = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
+ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation begins."""
-COUNT = re.compile(
+COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
@@ -52,50 +52,58 @@ COUNT = re.compile(
 MOST_CODES = 4
 """Values of a column of events beyond 0 and 1: censored, and causes that compete."""
 
-CALENDAR = re.compile(
+CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
 )
 """Names of when a row was recorded, which is seldom predicted."""
-TARGETS = words(
+TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo"
 )
 """Names that say that the column is predicted, and nothing else."""
-EVENTS = words(
+EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
     "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
 )
 """Names of what happens to a person, which is mostly predicted."""
-RESULTS = words(
+RESULT_WORDS = words(
     "class classes result results diagnosis category classification disease disorder severity quality choice output "
     "ill sick expire expired default price sales outcome target label death died mortality ergebnis diagnose"
 )
 """Words of names of outcomes, which features have too."""
 
-NAMED, EVENT_NAMED, OF_FILE, RESULT, WORD, LAST, ONLY = 4, 3, 3, 2, 1, 1, 4
-"""Points for a target: a name of `TARGETS`, of `EVENTS`, the name of the file, a name of `RESULTS` or the end of the
-file's name, a word of either, the last place, and being the only column that can be one. A time beside one event has
-as many points as a name of `TARGETS`."""
-SURE = 3
-"""Points from which the first candidate is taken, unless the next has more than `MARGIN` below."""
-MARGIN = 2
+(
+    TARGET_NAME_POINTS,
+    EVENT_NAME_POINTS,
+    FILE_NAME_POINTS,
+    RESULT_NAME_POINTS,
+    WORD_POINTS,
+    LAST_PLACE_POINTS,
+    ONLY_CANDIDATE_POINTS,
+) = 4, 3, 3, 2, 1, 1, 4
+"""Points for a target: a name of `TARGET_WORDS`, of `EVENT_WORDS`, the name of the file, a name of `RESULT_WORDS` or
+the end of the file's name, a word of either, the last place, and being the only column that can be one. A time beside
+one event has as many points as a name of `TARGET_WORDS`."""
+SURE_POINTS = 3
+"""Points from which the first candidate is taken, unless the next has more than `MIN_LEAD_POINTS` below."""
+MIN_LEAD_POINTS = 2
 """Points by which it must lead.
 
 With both, 21 of the 31 public tables whose key was written first are drafted rightly, 10 are asked about and none is
 wrong.
 """
-SHOWN = 6
+MAX_SHOWN_CANDIDATES = 6
 """Candidates that a question names."""
 
 
 class TableOutcome(NamedTuple):
-    """What a table is drafted for.
+    """Outcome for which a table is drafted.
 
     Attributes:
-        target: column that is predicted; None where that is asked.
-        event: column with 1 where the target, a time, ended by an event, 0 where it is censored; None for other tasks.
-        question: what people must answer before the draft runs; "" where the evidence is clear.
-        note: a sentence on another choice; "" without one.
+        target: column that is predicted. None where that is asked.
+        event: column with 1 where the target, a time, ended by an event, 0 where it is censored. None for other tasks.
+        question: what people must answer before the draft runs. "" where the evidence is clear.
+        note: a sentence on another choice. "" without one.
         alternatives: columns that may be the target too.
     """
 
@@ -120,13 +128,18 @@ def is_coded(column: ColumnProfile) -> bool:
 def is_time(column: ColumnProfile) -> bool:
     """Return whether a column holds times: numbers from 0 on, more than two, by that name."""
     numbers = column.numbers
-    return bool(TIME.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
+    return bool(TIME_PATTERN.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
     """Return whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
     numbers = column.numbers
-    return column.whole and bool(COUNT.search(column.name)) and len(set(numbers.tolist())) > 2 and numbers.min() == 0
+    return (
+        column.whole
+        and bool(COUNT_PATTERN.search(column.name))
+        and len(set(numbers.tolist())) > 2
+        and numbers.min() == 0
+    )
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
@@ -134,8 +147,8 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
     Args:
         survey: of the table.
-        target: column that is asked for; None: none.
-        event: column that is asked for; None: found out; empty: there is none.
+        target: column that is asked for. None: none.
+        event: column that is asked for. None: found out. empty: there is none.
 
     Raises:
         ConfigError: the event that is asked for holds something else, or no column is a time.
@@ -157,7 +170,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
             )
         time = times[0] if target is None else survey.column(target, "--target")
         return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
-    events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
+    events = [c for c in survey.columns.values() if EVENT_PATTERN.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
         chosen = survey.column(target, "--target")
         if event is None and chosen in times and len(events) == 1:
@@ -166,9 +179,9 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
             return TableOutcome(chosen, events[0], note=note)
         if event is None and chosen in times and events:
             names = [f"{_flags(target, c.name)}" for c in events]
-            what = f"which event ends {target!r}? {listed([repr(c.name) for c in events], SHOWN)}"
+            what = f"which event ends {target!r}? {shorten_list([repr(c.name) for c in events], MAX_SHOWN_CANDIDATES)}"
             return TableOutcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
-        if event is None and is_event(chosen) and EVENT.search(target) and times:
+        if event is None and is_event(chosen) and EVENT_PATTERN.search(target) and times:
             flags = _flags(times[0].name, target)
             return TableOutcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
         return TableOutcome(
@@ -178,7 +191,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """The outcome by the evidence alone."""
+    """Choose the outcome by the evidence alone."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
@@ -188,7 +201,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
     pairs = bool(times and (events or doubts))
     if pairs:
         for column in (*times, *events, *doubts):
-            points[column.name] = min(points.get(column.name, 0), EVENT_NAMED)
+            points[column.name] = min(points.get(column.name, 0), EVENT_NAME_POINTS)
     ranked = sorted(points, key=lambda name: -points[name])
     if not ranked:
         ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
@@ -196,13 +209,19 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
     if pairs:
         pair = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in pair), 0)
-        bare = bool(times and BARE.search(times[0].name))
-        clear = bare or not any(plain_name(c.name) in EVENTS for c in events)  # else classes, or a time to them
-        if len(times) == 1 and len(events) == 1 and not doubts and clear and rival <= NAMED - MARGIN:
+        bare = bool(times and BARE_TIME_PATTERN.search(times[0].name))
+        clear = bare or not any(plain_name(c.name) in EVENT_WORDS for c in events)  # else classes, or a time to them
+        if (
+            len(times) == 1
+            and len(events) == 1
+            and not doubts
+            and clear
+            and rival <= TARGET_NAME_POINTS - MIN_LEAD_POINTS
+        ):
             entry = _late_entry(survey, times[0], events[0])
             if not entry:
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
-                if CENSORED.search(events[0].name):
+                if CENSORED_PATTERN.search(events[0].name):
                     drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
                 return TableOutcome(
                     times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
@@ -218,7 +237,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         named = _targets([name for name in ranked if points[name]] or ranked)
         return TableOutcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", alternatives=tuple(ranked))
     best, rest = ranked[0], ranked[1:]
-    if points[best] >= SURE and (not rest or points[best] - points[rest[0]] >= MARGIN):
+    if points[best] >= SURE_POINTS and (not rest or points[best] - points[rest[0]] >= MIN_LEAD_POINTS):
         return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
     ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
@@ -229,22 +248,22 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 def _may_be_event(column: ColumnProfile) -> bool:
     """Whether a column beside a time may be its event, with a meaning that only people know."""
-    if CENSORED.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
+    if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
-    return bool(EVENT.search(column.name)) and is_coded(column)
+    return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
     """Whether a column of 0 and 1 marks events by custom and by its numbers: rows with 0 have the longer times."""
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
-    if not INDICATOR.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
+    if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
         return False
-    return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER)
+    return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER_TIME_PROBABILITY)
 
 
 def _points(survey: Survey) -> dict[str, int]:
-    """The points of every column that can be a target, in the order of the header."""
-    most = max(FEW, survey.rows // (5 * PER_LEVEL))
+    """Return the points of every possible target column, in the order of the header."""
+    most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
     fit = [
         c for c in survey.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
         and (c.kind == "number" or len(c.levels) <= most) and not c.personal and not _is_known(c)
@@ -254,30 +273,30 @@ def _points(survey: Survey) -> dict[str, int]:
     points = {}
     for c in fit:
         plain, parts = plain_name(c.name), {plain_name(word) for word in words_of(c.name)}
-        few = len(c.levels) <= FEW
+        few = len(c.levels) <= MAX_FEW_LEVELS
         score = 0
-        if plain in TARGETS and not (plain == "y" and coordinates):
-            score = NAMED
-        elif plain in EVENTS and few:
-            score = EVENT_NAMED
-        elif plain in RESULTS:
-            score = RESULT
-        elif parts & (TARGETS | EVENTS | RESULTS) and few:
-            score = WORD
+        if plain in TARGET_WORDS and not (plain == "y" and coordinates):
+            score = TARGET_NAME_POINTS
+        elif plain in EVENT_WORDS and few:
+            score = EVENT_NAME_POINTS
+        elif plain in RESULT_WORDS:
+            score = RESULT_NAME_POINTS
+        elif parts & (TARGET_WORDS | EVENT_WORDS | RESULT_WORDS) and few:
+            score = WORD_POINTS
         if len(plain) >= 3 and plain == stem:
-            score += OF_FILE
+            score += FILE_NAME_POINTS
         elif len(plain) >= 5 and stem.endswith(plain):
-            score += RESULT
-        points[c.name] = score + LAST * (c.name == survey.names[-1])
+            score += RESULT_NAME_POINTS
+        points[c.name] = score + LAST_PLACE_POINTS * (c.name == survey.names[-1])
     if len(fit) == 1:
-        points[fit[0].name] += ONLY
+        points[fit[0].name] += ONLY_CANDIDATE_POINTS
     return points
 
 
 def _is_known(column: ColumnProfile) -> bool:
     """Whether a column names the date or the person of a row, which is not predicted."""
-    return bool(CALENDAR.search(column.name)) or (
-        column.whole and bool(PERSON.search(column.name)) and len(column.levels) > FEW
+    return bool(CALENDAR_PATTERN.search(column.name)) or (
+        column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
     )
 
 
@@ -300,18 +319,18 @@ def answer(survey: Survey) -> str:
 
 
 def _answers(survey: Survey, flags: Sequence[str]) -> str:
-    """How a question is answered."""
-    return f"{answer(survey)} {' or '.join(flags[:SHOWN])}"
+    """Describe how to answer a question."""
+    return f"{answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
-    """A question with its candidates."""
-    shown = listed([*map(repr, names)], SHOWN)
+    """Render a question with its candidates."""
+    shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """The sentence on a column beside a time that may hold events: censored rows, or other codes than 0 and 1."""
+    """Render the sentence on a column that may hold events of a time: censored rows, or codes other than 0 and 1."""
     for column in survey.columns.values():
         if column.name == target or not _may_be_event(column):
             continue
@@ -330,9 +349,9 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
 
 
 def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
-    """The sentence on a column that looks like the begin of observation, which no task uses; "" without one."""
+    """Render the sentence on a column that looks like the start of observation, or "" without one."""
     for column in survey.columns.values():
-        if column.kind == "number" and ENTRY.search(column.name) and column not in (time, event):
+        if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)
             if here.any() and bool((column.values[here] < time.values[here]).all()):
                 return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on; leave it out"

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from fedloom.data.tables import is_number
 
-ENOUGH = 10
-"""Cells from which their pattern is looked at; of fewer, chance alone makes most of them differ."""
-MOST = 0.8
+MIN_PATTERN_CELLS = 10
+"""Cells from which their pattern is looked at, of fewer, chance alone makes most of them differ."""
+MIN_PATTERN_SHARE = 0.8
 """Share of a column's cells that must have a pattern. Real columns hold remarks and typing errors beside it."""
-DIFFERENT = 0.5
+MIN_DISTINCT_SHARE = 0.5
 """Share of cells that differ from each other from which text cannot be a category: two rows per level, on average."""
-SAMPLE = 2000
+MAX_PATTERN_CELLS = 2000
 """Different cells whose pattern is looked at."""
 
 
@@ -30,9 +30,9 @@ NAME_COLUMNS = words(
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름"
 )
 """Names of columns of people's names, in lower case, without spaces and accents."""
-MAYBE = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Names of columns that may be people's names; their cells decide."""
-REACHED = {
+POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
+"""Names of columns that may be people's names. Their cells decide."""
+CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
     "mobilenumber cellphone handy handynummer fax puhelin телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
@@ -44,17 +44,17 @@ REACHED = {
     "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
 }
 """Names of columns by which people are reached or known."""
-EMAIL = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
-PHONE = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
-PARTED = re.compile(r"^[+0(]|[ ()/\-]")
+EMAIL_PATTERN = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
+PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
+PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Signs that make digits a phone or insurance number rather than a measurement."""
-DECIMAL = re.compile(r"-?\d+\.\d+")
-DAY = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
-PERSON = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
+DECIMAL_PATTERN = re.compile(r"-?\d+\.\d+")
+CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
+FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
 """Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
-HOUSE = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
+STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """A street with a number, in either order."""
-LONG = 4
+MIN_SENTENCE_WORDS = 4
 """Words of a cell from which it is a sentence, not the name of a level."""
 
 
@@ -69,47 +69,52 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return what a column holds about people, for a sentence; "" where it is no such column.
+    """Return what a column holds about people, for a sentence. "" where it is no such column.
 
     Args:
         name: of the column.
         cells: rows of every different cell that is not missing.
         rows: whose cell is not missing.
     """
-    texts = [cell.strip() for cell, _ in zip(cells, range(SAMPLE), strict=False)]
+    texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
     plain, parts = plain_name(name), {plain_name(word) for word in re.split(r"[\W_]+", name)}
     different = len(cells) / rows
     letters = [t for t in texts if not is_number(t)]
-    text = len(letters) >= MOST * len(texts)
+    text = len(letters) >= MIN_PATTERN_SHARE * len(texts)
     if text and any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or plain == end):
         return "names of people" if len(cells) > 2 else ""
-    if rows < ENOUGH:
+    if rows < MIN_PATTERN_CELLS:
         return ""
-    if _share(EMAIL, texts) >= MOST:
+    if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    many = different >= DIFFERENT
-    for what, names in REACHED.items():
+    many = different >= MIN_DISTINCT_SHARE
+    for what, names in CONTACT_WORDS.items():
         listed = names.split()
         if many and (plain in listed or (parts & {*listed} and len(parts) <= 3)) and _reaches(what, texts, text):
             return what
     if not many or not letters:
         return ""
-    if sum(bool(PHONE.fullmatch(t) and PARTED.search(t) and not DECIMAL.fullmatch(t) and not DAY.fullmatch(t))
-           for t in texts) >= MOST * len(texts):  # fmt: skip
+    if sum(bool(PHONE_PATTERN.fullmatch(t) and PHONE_SIGN_PATTERN.search(t) and not DECIMAL_PATTERN.fullmatch(t) and
+        not CALENDAR_DAY_PATTERN.fullmatch(t))
+           for t in texts) >= MIN_PATTERN_SHARE * len(texts):  # fmt: skip
         return "phone or insurance numbers"
     if (
         text
-        and (parts & MAYBE or plain in MAYBE)
-        and sum(any(map(str.isdigit, t)) for t in texts) < DIFFERENT * len(texts)
+        and (parts & POSSIBLE_NAME_WORDS or plain in POSSIBLE_NAME_WORDS)
+        and sum(any(map(str.isdigit, t)) for t in texts) < MIN_DISTINCT_SHARE * len(texts)
     ):
         return "names of people"
-    if text and _share(PERSON, texts) >= MOST:
+    if text and _share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "names of people, or other names"
-    if text and _share(HOUSE, texts) >= MOST:
+    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "addresses or free text"
-    return "free text" if text and sum(len(t.split()) >= LONG for t in texts) >= DIFFERENT * len(texts) else ""
+    return (
+        "free text"
+        if text and sum(len(t.split()) >= MIN_SENTENCE_WORDS for t in texts) >= MIN_DISTINCT_SHARE * len(texts)
+        else ""
+    )
 
 
 def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
@@ -121,5 +126,5 @@ def _reaches(what: str, texts: list[str], text: bool) -> bool:
     if what == "addresses":
         return text
     if what == "email addresses":
-        return _share(re.compile(r".*@.*"), texts) >= DIFFERENT
-    return sum(sum(c.isdigit() for c in t) >= 6 for t in texts) >= MOST * len(texts)
+        return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
+    return sum(sum(c.isdigit() for c in t) >= 6 for t in texts) >= MIN_PATTERN_SHARE * len(texts)

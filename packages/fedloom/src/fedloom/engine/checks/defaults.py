@@ -11,8 +11,8 @@ from fedloom.values import Value, kind_of
 V = TypeVar("V", bound=Value)
 
 
-def adapted(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """The setting with defaults that n clients allow, and a note on each default that is another one then.
+def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
+    """Return the setting with defaults that n clients allow, and a note on each changed default.
 
     Options that the user gave stay as they are, and are refused by the checks where they are impossible.
 
@@ -39,7 +39,7 @@ def adapted(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
-    """A sentence on every field of a part that has another value."""
+    """Return a sentence on every changed field of a part."""
     if old is None or new is None:
         return []
     weak = ", so the rule withstands no attacker"

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.errors import RunStopped, cause_of
 
-LOG = logging.getLogger("fedloom")
+GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
@@ -49,4 +49,4 @@ class Guard:
     def warn(self, sentence: str) -> None:
         """Log a sentence, and keep it."""
         self.warnings.append(sentence)
-        LOG.warning("%s", sentence)
+        GUARD_LOG.warning("%s", sentence)

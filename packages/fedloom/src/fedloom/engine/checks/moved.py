@@ -7,18 +7,18 @@ from typing import Any
 
 from fedloom.hints import unknown
 
-_KEYS = {
+_MOVED_KEYS = {
     "confusion": "confusion", "tsne": "tsne", "groups": "groups", "group_least": "groups", "predictions": "predictions",
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
-MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _KEYS.items()}}
+MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
 """Kinds of analyses by the table and the key that chose them before."""
-_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "least"}
+_MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "least"}
 """Options of the analysis that hold the value of a key."""
 
 
-def moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of a sentence on a key that has become an analysis; empty for any other key."""
+def find_moved_key(table: str, key: str, value: object) -> str:
+    """Return the end of a sentence on a key that has become an analysis. Empty for any other key."""
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
@@ -33,17 +33,17 @@ def check_moved(table: str, options: object) -> None:
     """Refuse a table with a key that has become an analysis.
 
     Raises:
-        ConfigError: there is one; the message has the new form.
+        ConfigError: there is one. The message has the new form.
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
-        if cure := moved_key(table, str(key), value):
+        if cure := find_moved_key(table, str(key), value):
             raise unknown("key", key, (), table, cure)
 
 
-def with_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
+def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded document of an experiment with its analyses in their present form.
 
-    Documents of runs, records and studies are read so; a new file with an old key is refused.
+    Documents of runs, records and studies are read so. A new file with an old key is refused.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -66,8 +66,8 @@ def with_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(key: str, value: object) -> dict[str, Any]:
-    if key in _OPTIONS:
-        return {_OPTIONS[key]: list(value) if isinstance(value, tuple) else value}
+    if key in _MOVED_OPTIONS:
+        return {_MOVED_OPTIONS[key]: list(value) if isinstance(value, tuple) else value}
     return dict(value) if isinstance(value, Mapping) else {}
 
 

@@ -1,4 +1,4 @@
-"""Notes: what is given and changes nothing, and what a run is known to suffer from."""
+"""Note settings without an effect, and known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
-from fedloom.choose.shares import by_clusters
+from fedloom.choose.shares import uses_clusters
 from fedloom.engine.setting import Setting
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
-from fedloom.models.imported import by_the_batch
+from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregate import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.tasks import Classification
@@ -30,14 +30,14 @@ def notes_of(
         oracle: the local problems.
         server: the server's state before the first round.
         ctx: of all clients, before the first round.
-        fewest: fewest clients of a round; None where that depends on the draws.
+        fewest: fewest clients of a round. None where that depends on the draws.
         attackers: ``[b]`` their ids.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += [*setting.weigher.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
-    notes += [*_softmax_twice(oracle), *_moved(oracle)]
+    notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
     notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
     notes += _overstepped(setting, fewest, ctx.n)
     if method.global_model(server) is not None:
@@ -46,7 +46,7 @@ def notes_of(
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """The notes on an attack without an attacker or without effect, and on one that leaves no client to be scored."""
+    """Note an attack without an attacker or without effect, and one that leaves no client to be scored."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -61,7 +61,7 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """The notes on a trusted client who attacks, or who may be absent."""
+    """Note a trusted client that attacks or may be absent."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -71,7 +71,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """The note on a rule of all clients' sums, of whose change a server takes more than the cohort's part."""
+    """Note a rule on all clients' sums, of whose change a server takes more than the cohort's part."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -84,10 +84,10 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """The notes on shares or a weigher that a mean does not read."""
+    """Note shares or a weigher that a mean does not use."""
     method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
-    unequal, explicit = by_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
+    unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
         return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
     if explicit and not kinds:
@@ -118,8 +118,8 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """The notes on the statistics of normalisation layers, which are no parameters."""
-    notes, names = list[str](), by_the_batch(oracle.module)
+    """Note the statistics of normalization layers, which are no parameters."""
+    notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         notes.append(
@@ -138,19 +138,20 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """The note on a model that ends with a softmax, where the loss applies its own to the outputs."""
+    """Note a model that ends with a softmax, if the loss applies its own to the outputs."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
     return ["the model ends with a softmax, and the loss applies another to its outputs: leave it out of the model"]
 
 
-def _moved(oracle: Network) -> list[str]:
-    """The notes on buffers, attributes and parameters that a forward pass changes."""
+def _note_changed_values(oracle: Network) -> list[str]:
+    """Note buffers, attributes and parameters that a forward pass changes."""
     notes = []
     if oracle.moved:
         notes.append(
-            f"training changes buffers or attributes of the model ({_some(oracle.moved)}): every step, score and saved "
+            f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}): every step, "
+            "score and saved "
             "model has their initial values; make a parameter of what should last"
         )
     if oracle.hides_randomness:
@@ -163,19 +164,19 @@ def _moved(oracle: Network) -> list[str]:
         notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): oracle 'looped'")
     if oracle.overwritten:
         notes.append(
-            f"a forward pass changes parameters of the model ({_some(oracle.overwritten)}), as max_norm of an "
+            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of an "
             "embedding does: a step of training keeps the change, while scores, saved models and means over clients do "
             "not; bound such parameters within forward instead, without changing them"
         )
     return notes
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
+    """Note that a client drawn twice counts once in kept and accumulating fields, if there are any."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -186,7 +187,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """The notes on what is given and changes nothing beside another choice."""
+    """Note options that have no effect beside another choice."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -207,12 +208,12 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """A sentence on keys that have no effect."""
+    """Render a sentence on keys without effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """The note that a mean over all clients, absent ones as they last were, moves little where most are absent."""
+    """Note that a mean over all clients moves little if most clients are absent and count as they last were."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

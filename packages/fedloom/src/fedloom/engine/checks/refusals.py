@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
-from fedloom.choose.shares import by_clusters
+from fedloom.choose.shares import uses_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import CodeError, ConfigError, Refused, worded
@@ -49,7 +49,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     """Refuse plug-ins that look at models if what the method uploads is not one.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     name = primary_field(type(method)) if upload else ""
     if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
@@ -71,10 +71,10 @@ def check_together(
     aggregator: Aggregator | None = None,
     channel: Channel | None = None,
 ) -> None:
-    """Refuse combinations that make no sense; which do follows from the kinds of the upload's fields.
+    """Refuse combinations that make no sense. Which do follows from the kinds of the upload's fields.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
@@ -162,7 +162,7 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     """Refuse a mixer where a client cannot do with a model of its own in place of the server's.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
@@ -218,7 +218,7 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
     """Refuse a mixer if what the server sends, the download ``down``, is not one model.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
@@ -272,7 +272,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
@@ -294,10 +294,10 @@ def check_attack(setting: Setting) -> None:
     """Refuse forged activations where no client is described by any.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     attack = setting.attack
-    if attack is not None and attack.disguises and not (setting.weigher.describes or by_clusters(setting.weights)):
+    if attack is not None and attack.disguises and not (setting.weigher.describes or uses_clusters(setting.weights)):
         raise Refused(
             f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
             "'clusters' or weigher 'equitable' only",
@@ -310,7 +310,7 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
     """Refuse a rule that trusts a client who is not there.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
@@ -321,7 +321,7 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Refuse a run that would evaluate nothing though nobody asked for that; the note on a run that was asked to.
+    """Refuse a run that would evaluate nothing though nobody asked for that. The note on a run that was asked to.
 
     A test part is empty on purpose where the partition says ``test = 0``, or clients came without any.
 
@@ -341,7 +341,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """The states that `Algorithm.init` gives; user code may give others."""
+    """Return the states that `Algorithm.init` gives. User code may return others."""
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:

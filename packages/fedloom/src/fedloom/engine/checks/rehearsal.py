@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose import Sampler
-from fedloom.choose.shares import by_clusters
+from fedloom.choose.shares import uses_clusters
 from fedloom.engine.clients.messages import first_step, first_upload
 from fedloom.engine.problem import RunProblem
 from fedloom.engine.setting import Setting
@@ -18,10 +18,10 @@ from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, remade
 from fedloom.models.parts import penultimate
-from fedloom.schedule import FORWARD, Deadline, OverSelection, Stream, Synchronous
+from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
-"""Clients times rounds that are drawn to look at the cohorts; of a longer run the first rounds are."""
+"""Clients times rounds that are drawn to look at the cohorts, of a longer run the first rounds are."""
 
 Start = tuple[Fields, Fields, Fields | None]
 """The states of the server, of a client and of what the server keeps of it, before round 1."""
@@ -31,12 +31,12 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     """Draw the cohort of every round, and refuse a rule or a schedule that one of them is too small for.
 
     The draws are those of the run: they follow from its seed. A sampler that learns from uploads draws as if it had not
-    learned anything; one that queries clients has cohorts of one size.
+    learned anything. One that queries clients has cohorts of one size.
 
     Args:
         setting: the run, presets resolved.
         ctx: all clients, before round 1.
-        silent: bool ``[n]`` clients whose devices never answer; None without devices.
+        silent: bool ``[n]`` clients whose devices never answer. None without devices.
 
     Raises:
         ConfigError: the rule, the round and the number of clients that it has.
@@ -99,7 +99,7 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 def check_times(problem: RunProblem, start: Start) -> None:
     """Refuse a deadline or a timeout that no client meets: the fastest client trains its first round for it.
 
-    A client's seconds are at least its work on its device, its upload and the latency of two messages; times in which
+    A client's seconds are at least its work on its device, its upload and the latency of two messages. Times in which
     clients are away only add to them. Clients with fewer samples are taken to work in proportion less.
 
     Args:
@@ -123,7 +123,7 @@ def check_times(problem: RunProblem, start: Start) -> None:
         upload = first_upload(problem.algorithm, start, problem.ctx(1, fastest), work)
     sends = problem.setting.channel is None and len(upload) > 0
     length = int(problem.messages.up(upload).lengths()[0].max()) if sends else 1
-    worked = float(work.counts.backward[0] + FORWARD * work.counts.forward[0])
+    worked = float(work.counts.backward[0] + FORWARD_COST * work.counts.forward[0])
     part = torch.ones_like(sizes) if partial else (sizes / sizes[fastest]).clamp(max=1.0)
     seconds = worked * part * fleet.seconds.double().nan_to_num(posinf=math.inf) + 2 * fleet.latency + length / fleet.up
     least = float(seconds.nan_to_num(nan=math.inf).min())
@@ -155,7 +155,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
     try:
         penultimate(module)
     except ConfigError:
-        if setting.weigher.describes or by_clusters(setting.weights):
+        if setting.weigher.describes or uses_clusters(setting.weights):
             raise
     else:
         if data.classed and not data.each:

@@ -19,12 +19,12 @@ from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
 class ClientState(NamedTuple):
-    """What the clients of a chunk keep once their uploads are accepted.
+    """State that the clients of a chunk keep once their uploads are accepted.
 
     Attributes:
         rows: the method's rows ``[m, .]``.
-        residue: rows that the channel has not sent; None without a channel.
-        optimizer: states of the optimisers; None where they are not kept.
+        residue: rows that the channel has not sent. None without a channel.
+        optimizer: states of the optimisers. None where they are not kept.
     """
 
     rows: Fields
@@ -40,11 +40,11 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """What the clients of a chunk send, and what they keep once it is accepted.
+    """Messages of a chunk's clients, and the state that they keep once they are accepted.
 
     Attributes:
         upload: the upload, after the channel.
-        state: the clients' new state; of it only what is kept on this side.
+        state: the clients' new state, of it only what is kept on this side.
         work: ``[m, 3]`` samples backward and forward, and steps.
         weigher_answer: answers ``[m, k]`` to the weigher's query, if it has one.
         sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
@@ -82,7 +82,7 @@ def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Chun
 
 
 class Computed(NamedTuple):
-    """What a chunk's clients have computed, before the server takes it.
+    """Results of a chunk's clients before the server uses them.
 
     Attributes:
         down: what they received.
@@ -96,7 +96,7 @@ class Computed(NamedTuple):
 
 
 def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Computed:
-    """Train a chunk of honest clients; nothing is stored.
+    """Train a chunk of honest clients. Nothing is stored.
 
     Raises:
         ClientError: code of the method failed.
@@ -106,7 +106,7 @@ def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Co
 
 
 def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
-    """Count the work and traffic of a chunk's output; ``server`` has the ranks of matrices."""
+    """Count the work and traffic of a chunk's output. ``server`` has the ranks of matrices."""
     rows = (output.weigher_answer, output.sampler_report)
     width = sum(answer.shape[1] for answer in rows if answer is not None)
     sent = output.sent or output.upload
@@ -132,13 +132,13 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
 
 
 def inputs_of(job: Job, down: Fields, task: TrainTask) -> Inputs:
-    """What a chunk's clients train from, with their download on the device."""
+    """Return the inputs of a chunk's clients, with their download on the device."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
 def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
-    """The upload and the new rows of the method's client step.
+    """Run the method's client step and return the upload and the new rows.
 
     Raises:
         ClientError: code of the method failed, or returned something else.
@@ -156,7 +156,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
 
 
 def _fault(job: Job, inputs: Inputs, returned: Any) -> str:
-    """What a client's step returned otherwise than declared; empty if all is well."""
+    """Describe how a client step's result differs from the declaration, or "" if it does not."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -203,14 +203,14 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
 
 
 def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
-    """The local models ``[m, .]`` that uploads carry, as attackers see them."""
+    """Decode the local models ``[m, .]`` of uploads, as attackers see them."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         return job.algorithm.decode(down, rows, upload, work.uncounted())
 
 
 def _optimizer_states(job: Job, work: Work) -> Fields | None:
-    """The states of the clients' optimisers after their training; None where they are not kept.
+    """Return the clients' optimizer states after training, or None if they are not kept.
 
     Raises:
         Refused: the method has a call of `descend` that its first round had not.
@@ -244,7 +244,7 @@ def accept(
         down: what these clients received.
         output: what they sent.
         counts: ``[m, 7]`` their work and traffic, where they are known.
-        applied: their uploads as the present server takes them; as they were sent when None.
+        applied: their uploads as the present server takes them, as they were sent when None.
     """
     upload = output.upload
     counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
@@ -278,12 +278,12 @@ def accept(
 
 
 def apply_channel(job: Job, upload: Fields, residue: Any, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
-    """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
+    """Apply the channel to a client's upload and return it with the new residue."""
     assert job.setting.channel is not None
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
     sent, state = job.setting.channel.apply(state, update, noise)
-    return job.messages.with_update(upload, sent), remade(residue, [] if state is None else [state])
+    return job.messages.replace_update(upload, sent), remade(residue, [] if state is None else [state])
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
@@ -294,17 +294,17 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
     else:
         with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
             answer = job.setting.sampler.probe(model, work).cpu()
-    return Answers(answer, asked_counts(job, answer, work_counts(work)))
+    return Answers(answer, question_counts(job, answer, work_counts(work)))
 
 
-def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
-    """What asking cost ``[m, 7]`` (`COUNTS`): the model down, the answer ``[m, k]`` up, and the ``work [m, 3]``."""
+def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
+    """Return the cost of asking ``[m, 7]`` (`COUNTS`): model down, answer ``[m, k]`` up, and ``work [m, 3]``."""
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 
 
 def work_counts(work: Work) -> Tensor:
-    """Samples backward and forward, and steps, of every client ``[m, 3]``."""
+    """Return samples backward, samples forward and steps of every client ``[m, 3]``."""
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 

@@ -19,13 +19,13 @@ from fedloom.seeds import generator
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers, and accept them; see `forged`."""
+    """Forge the uploads of a cohort's attackers, and accept them, see `forged`."""
     received, output = forged(job, down, task, honest, m)
     return accept(job, server, task, received, output)
 
 
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
-    """Forge the uploads of a cohort's attackers; what they received, and what they send.
+    """Forge the uploads of a cohort's attackers from their downloads.
 
     The attack makes models, and the method encodes them (`Algorithm.encode`), so that a model moves the server alike in
     whatever form a method sends it.
@@ -34,7 +34,7 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
         job: the run.
         down: the cohort's download.
         task: the attackers.
-        honest: ``[h, d]`` models of the honest clients, for attackers that see them; none when h is 0.
+        honest: ``[h, d]`` models of the honest clients, for attackers that see them. None when h is 0.
         m: clients of the cohort.
     """
     assert isinstance(job.setting.attack, Forgery)
@@ -57,7 +57,7 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
 
 
 def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """What clients send and keep whose training ended at ``models [m, .]``; ``idle`` is theirs without a step."""
+    """Return upload and rows of clients whose training ended at ``models [m, .]``. ``idle`` is their idle upload."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         message = job.algorithm.encode(models, down, rows, work.uncounted())
@@ -65,7 +65,7 @@ def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields
 
 
 def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
-    """The federation whose attackers train on other labels; what models are evaluated on is left alone."""
+    """Replace the training labels of the attackers. Evaluation data stay unchanged."""
     y, classes = fed.data.y.clone(), len(fed.data.classes)
     for i in attackers.tolist():
         index = fed.indices("train", i)

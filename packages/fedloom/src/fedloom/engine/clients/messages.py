@@ -19,7 +19,7 @@ from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 
-UPDATE = "update"
+UPDATE_FIELD = "update"
 """Name of all that passes the channel, which is written as one field."""
 
 
@@ -37,17 +37,17 @@ class Letter(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Its bytes per client, ``[m]`` or ``[1]``, and as the papers count; nothing to send is no message."""
+        """Its bytes per client, ``[m]`` or ``[1]``, and as the papers count. Nothing to send is no message."""
         if not self.values:
             return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         return self.codec.length(self.values, self.ranks), self.codec.paper_bytes(self.values, self.ranks)
 
     def encode(self) -> bytes:
-        """The message of one client."""
+        """Encode the message of one client."""
         return self.codec.encode({name: value.reshape(-1) for name, value in self.values.items()}, self.ranks)
 
     def decode(self, message: bytes) -> dict[str, Tensor]:
-        """The values of one client's message, in the shapes of these values.
+        """Decode one client's message into tensors of these shapes.
 
         Raises:
             WireError: the bytes are not such a message.
@@ -97,7 +97,7 @@ class Messages:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
     def down(self, message: Fields, server: Fields | None) -> Letter:
-        """How a download is written; ``server`` has the ranks of its matrices, which are measured without it."""
+        """Return the encoding of a download. ``server`` has the ranks of its matrices, measured without it."""
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
             for name, sent in self._sent["down"].items()
@@ -106,14 +106,14 @@ class Messages:
         return self._letter("down", message._asdict(), ranks)
 
     def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
-        """How an upload is written, what passes the channel as one field, and answers ``[m, k]`` that go with it."""
+        """Return the encoding of an upload: what passes the channel as one field, and answers ``[m, k]``."""
         values = message._asdict()
         if self._channel is not None and message:
-            values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE: self.update(message)}
+            values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
-        """How anything else is written."""
+        """Return the encoding of anything else."""
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
@@ -123,7 +123,7 @@ class Messages:
 
     @cached_property
     def changed(self) -> str:
-        """The absolute upload field of which the channel gets a change, to the received model; empty if none is.
+        """Name of the absolute upload field that the channel gets as a change to the received model, or "" without one.
 
         A change is clipped, has noise scaled to its norm, or is compressed, whatever a method uploads.
         """
@@ -137,7 +137,7 @@ class Messages:
 
     @property
     def tracks(self) -> bool:
-        """What is compressed is the change to the client's last upload, which the server keeps and the client too.
+        """Whether compression applies to the change from the client's last upload, which both server and client keep.
 
         So is all that was left out before part of the next change (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS
         2021, arXiv:2106.05203, Algorithm 1), and nothing is left out where uploads settle.
@@ -145,20 +145,20 @@ class Messages:
         return self.sends_change and self._kinds[self.changed].keeps
 
     def change(self, up: Fields, base: Tensor) -> Fields:
-        """The upload with the change to the base ``[d]`` or ``[m, d]`` in place of an absolute model."""
+        """Replace the absolute model of an upload by its change from the base ``[d]`` or ``[m, d]``."""
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """The upload whose `change` this is."""
+        """Invert `change`."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
-        """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
+        """Return what passes the channel ``[m, D]``: the upload's fields side by side, of a part only what travels."""
         pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
-    def with_update(self, up: Fields, update: Tensor) -> Fields:
-        """The upload with other values in the place of those of `update`."""
+    def replace_update(self, up: Fields, update: Tensor) -> Fields:
+        """Replace the values of `update` in an upload."""
         fields = {name: getattr(up, name) for name in self._through}
         widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
         for (name, old), new in zip(fields.items(), update.split(widths, 1), strict=True):
@@ -177,7 +177,7 @@ class Messages:
     def _field(self, direction: Literal["down", "up"], name: str, value: Tensor) -> Field:
         width, dtype = value.shape[-1], value.dtype
         if direction == "up" and self._channel is not None:
-            return self._channel.field(width, dtype) if name == UPDATE else Field((width,), dtype)
+            return self._channel.field(width, dtype) if name == UPDATE_FIELD else Field((width,), dtype)
         encoding = self._sent[direction].get(name, Sent()).encoding
         mask = (self._down_masks if direction == "down" else self.masks).get(name)
         return Field((width,), dtype, encoding, mask=mask, layout=self._layout if encoding == "lowrank" else None)
@@ -192,20 +192,20 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
-    """What one client uploads that takes no step: it shows the widths of the fields."""
+    """Return the upload of a client that takes no step. It has the widths of all fields."""
     weight = ctx.weight[:1].to(oracle.device)
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 
 
 def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
-    """What the first client uploads in a first round; nothing is kept of it."""
+    """Return the first client's upload in a first round. Nothing is stored."""
     return first_step(method, start, ctx, work)[2]
 
 
 def first_step(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
 ) -> tuple[Fields, Fields, Fields]:
-    """What the first client receives, has afterwards and uploads in a first round; nothing is kept of it."""
+    """What the first client receives, has afterwards and uploads in a first round. Nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1

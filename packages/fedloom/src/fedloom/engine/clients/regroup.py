@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fedloom.algorithms import upload_fields
-from fedloom.choose.shares import by_clusters, clusters_of, equal_clusters, period_of
-from fedloom.engine.clients.uploads import kept_sums, moved_sums
+from fedloom.choose.shares import clusters_of, equal_clusters, period_of, uses_clusters
+from fedloom.engine.clients.uploads import server_sums, share_change_sums
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setting import Setting
@@ -36,7 +36,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
         RunStopped: activations are not finite.
     """
     period, t = period_of(job.setting.weights), state.round + 1
-    job = job.with_shares(state.shares)
+    job = job.replace_shares(state.shares)
     if state.shares is None or period is None or t == 1 or (t - 1) % period:
         return job, state
     model = job.algorithm.global_model(state.server)
@@ -49,13 +49,13 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     state = state.with_(totals=totals)
     if torch.equal(shares, job.alpha):
         return job, state
-    before, job = job, job.with_shares(shares)
+    before, job = job, job.replace_shares(shares)
     job.locations.replicate(job.everyone)
     server = state.server
     if job.summed_fields and not job.robust:
         with attribute_error("method", job.algorithm, f"round {t}"):
-            server = job.algorithm.reshared(server, moved_sums(job, before), job.ctx(t))
-    return job, state.with_(server=server, sums=kept_sums(job), shares=shares)
+            server = job.algorithm.reshared(server, share_change_sums(job, before), job.ctx(t))
+    return job, state.with_(server=server, sums=server_sums(job), shares=shares)
 
 
 def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
@@ -67,11 +67,11 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         ctx: all clients.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
     """
     method, schedule, aggregator, weights = setting.method, setting.schedule, setting.aggregator, str(setting.weights)
     name, what, period = type(method).__name__, f"weights = {weights!r}", period_of(weights)
-    if by_clusters(weights) and accounted(setting.channel, aggregator) is not None:
+    if uses_clusters(weights) and accounted(setting.channel, aggregator) is not None:
         raise Refused(
             f"delta requires epsilon, but with {what} clients send activations without noise, so none holds",
             rule="epsilon-misses-clusters",

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.engine.clients.chunk import ClientOutput, accept, asked_counts
+from fedloom.engine.clients.chunk import ClientOutput, accept, question_counts
 from fedloom.engine.clients.scores import sizes_of
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.local.rows import Fields, rows_of
 from fedloom.processes.clients import (
-    COUNTS,
+    CLIENT_COUNTS,
     Answers,
     AskRequest,
     ChunkResult,
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class RemoteClients(ABC):
-    """Clients that are reached by messages; see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
+    """Clients that are reached by messages, see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
 
     A subclass carries the requests: `train_each`, `ask_each` and `score_each`. A client that sends no usable reply is
     missing in what they return.
@@ -51,7 +51,7 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
-        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``; the model of an output is left out.
+        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The model of an output is left out.
 
         Raises:
             RunStopped: too few clients answered.
@@ -59,18 +59,18 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Ask candidates; the answers ``[1, k]`` and the work ``[1, 3]`` of each."""
+        """Ask candidates. The answers ``[1, k]`` and the work ``[1, 3]`` of each."""
 
     @abstractmethod
     def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
-        """Have clients score models; the figures of each by "model/part/metric"."""
+        """Have clients score models. The figures of each by "model/part/metric"."""
 
     def can_train(self, client: int) -> bool:
         """Whether a client is worth a request: it has training samples."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train the clients; one without samples or a usable reply is left out of the round.
+        """Train the clients. One without samples or a usable reply is left out of the round.
 
         Raises:
             RunStopped: too few clients answered, for the network's rule or the aggregator.
@@ -85,20 +85,20 @@ class RemoteClients(ABC):
                 output = self.with_model(outputs.pop(c), received[c])
                 yield accept(self._job, request.server, task, received[c], output)
             else:
-                nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
+                nothing = torch.zeros(1, len(CLIENT_COUNTS), dtype=torch.long)
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates; one that gives no answer is worth less than any other."""
+        """Ask candidates. One that gives no answer is worth less than any other."""
         clients = request.ids.tolist()
         answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
         width = next((values.shape[1] for values, _ in answers.values()), 1)
         least = torch.full((1, width), -torch.inf, dtype=self._job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
         values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, least) for c in clients), strict=True))
-        yield Answers(values, asked_counts(self._job, values, work))
+        yield Answers(values, question_counts(self._job, values, work))
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Scores that every client has of the models on its own samples; NaN where it did not answer."""
+        """Scores that every client has of the models on its own samples. NaN where it did not answer."""
         figures = self.score_each(request)
         scores: Scores = {}
         for key in sorted({key for named in figures.values() for key in named if key.count("/") == 2}):
@@ -107,8 +107,8 @@ class RemoteClients(ABC):
             scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
         yield scores | self.global_sizes(request)
 
-    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """The value of a call, made at the server."""
+    def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """Return the value of a call made at the server."""
         return call()
 
     def global_sizes(self, request: ScoreRequest) -> Scores:
@@ -127,7 +127,7 @@ class RemoteClients(ABC):
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
     def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
-        """The output with the client's model, if the server's side looks at it."""
+        """Add the client's model to the output, if the server's side looks at it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output
@@ -135,7 +135,7 @@ class RemoteClients(ABC):
 
 
 class StreamedClients(RemoteClients):
-    """Clients that are asked one by one and answer when they do; see `fedloom.engine.virtual.real`.
+    """Clients that are asked one by one and answer when they do, see `fedloom.engine.virtual.real`.
 
     Attributes:
         patience: seconds without a client to ask after which a run ends.
@@ -159,7 +159,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def present(self) -> AbstractSet[int]:
-        """The clients that can be asked to train."""
+        """Return the clients that can be asked to train."""
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
@@ -167,11 +167,11 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
-        """Send a client its download, fields ``[1, .]`` or ``[.]``; ``server`` where it still has its ranks."""
+        """Send a client its download, fields ``[1, .]`` or ``[.]``. ``server`` where it still has its ranks."""
 
     @abstractmethod
     def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
-        """What clients have sent since the last call, and those of whom nothing usable will come."""
+        """Return the clients' messages since the last call, and the clients that will send nothing usable."""
 
     @abstractmethod
     def give_up(self, client: int) -> None:

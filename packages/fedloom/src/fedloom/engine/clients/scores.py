@@ -15,22 +15,22 @@ from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
-from fedloom.processes.clients import COUNTS, Scores, ScoreTask
+from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
 from fedloom.tasks.calibration import recalibrated
 
-COST = ("", "")
-"""Where `Scores` have the work that personal models took, per client: samples backward and forward."""
-WORTH = 2e9
-"""Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
+WORK_KEY = ("", "")
+"""Key of the work of personal models in `Scores`, per client: samples backward and forward."""
+MAX_RANK_OPERATIONS = 2e9
+"""Multiply-adds that the singular values of one evaluation may cost. Ranks of more or larger models are left out."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
     """Clients ``[n]`` that take the global model.
 
     The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
-    part is empty (FLAME, model selection), unless it alone has outputs that are not finite; `fedloom.metrics.ROLES` has
+    part is empty (FLAME, model selection), unless it alone has outputs that are not finite. `fedloom.metrics.ROLES` has
     the metric.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
@@ -40,7 +40,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Scores of the hybrid model on every part, from those of the other two; none where one of them has none."""
+    """Return scores of the hybrid model on every part, from the other two models' scores. None if one has none."""
     if not {("global", select_on), ("personal", select_on)} <= scores.keys():
         return {}
     takes_global = choose_model(scores, select_on)
@@ -65,17 +65,17 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
     scores: Scores = {}
     if global_model is not None:
         row = global_model.to(job.oracle.device)
-        scores |= _by_part(job, "global", row, task)
+        scores |= _score_parts(job, "global", row, task)
         if task.common:
-            if _by_own_statistics(job):
+            if _uses_own_statistics(job):
                 job.oracle.set_statistics(row, task.cohort)
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
         assert down is not None
         models, cost = _personal_models(job, down, task.round, task.ids)
-        scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
-        scores |= _by_part(job, "personal", models, task)
+        scores[WORK_KEY] = dict(zip(CLIENT_COUNTS[:2], cost.double().T.contiguous(), strict=True))
+        scores |= _score_parts(job, "personal", models, task)
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
             common = [_score_common(job, row) for row in models]
@@ -84,7 +84,7 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
 
 
 def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
-    """Personal models ``[m, d]``; a client never seen trains one from the template first, but for before round 1.
+    """Personal models ``[m, d]``. A client never seen trains one from the template first, but for before round 1.
 
     Raises:
         ClientError: code of the method failed.
@@ -150,15 +150,15 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
     return torch.cat(pieces), index, sizes
 
 
-def outputs_of(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
-    """Outputs by part of clients ``ids [m]``, on their lines: of one model ``[d]``, or one of each client ``[m, d]``.
+def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
+    """Return a function from a part to outputs of clients ``ids [m]``, for one model ``[d]`` or one each ``[m, d]``.
 
     The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it. Lines
     are those of the objective, where it has any (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
-        if _by_own_statistics(job):
+        if _uses_own_statistics(job):
             models = models.expand(len(ids), -1)
     pass_of, fitted = pass_shared if models.ndim == 1 else pass_own, job.setting.task.line_part
     line = None if fitted is None else line_of(job, pass_of(job, models, ids, fitted))
@@ -172,19 +172,19 @@ def outputs_of(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callabl
     return outputs
 
 
-def _by_own_statistics(job: Job) -> bool:
+def _uses_own_statistics(job: Job) -> bool:
     """Whether clients score the global model with statistics of normalisation layers of their own."""
     return bool(job.oracle.normalisers) and job.setting.evaluate.statistics == "own"
 
 
-def _by_part(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
+def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
     """Scores of models of a kind on every part of a chunk of clients."""
-    outputs = outputs_of(job, models, task.ids, task.cohort)
+    outputs = part_outputs(job, models, task.ids, task.cohort)
     return {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
 
 
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
-    """Outputs of the "global" or the "personal" models on the test parts of the scored clients, on their lines.
+    """Compute outputs of "global" or "personal" models on the scored clients' test parts.
 
     They are those that `scores_of` judges.
     """
@@ -195,11 +195,11 @@ def final_outputs(job: Job, state: State, kind: str) -> Pass:
         row = job.algorithm.global_model(state.server)
         assert row is not None
         models = row.to(job.oracle.device)
-    return outputs_of(job, models, job.scored_ids, state.cohort)("test")
+    return part_outputs(job, models, job.scored_ids, state.cohort)("test")
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
-    """Slope and intercept ``[m, 2]`` of a model's outputs at every client; see `Objective.line`."""
+    """Slope and intercept ``[m, 2]`` of a model's outputs at every client, see `Objective.line`."""
     outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
@@ -211,7 +211,7 @@ def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
 
 
 def common_test(fed: Federation, scored: Tensor) -> Tensor:
-    """The source's test set if the federation keeps one, else the test parts of the clients ``scored`` together."""
+    """Return the source's test set if the federation keeps one, else the joint test parts of clients ``scored``."""
     return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
@@ -228,7 +228,7 @@ def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each; none for other methods.
+    """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each. None for other methods.
 
     ``nonzeros`` are the parameters that are not zero. With a prox that makes low ranks, and where it is cheap enough,
     ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each matrix as
@@ -240,7 +240,7 @@ def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Te
     figures = {"nonzeros": rows.count_nonzero(1).double().cpu()}
     shapes = torch.tensor(list(layout.matrix_shapes.values())).reshape(-1, 2)
     cost = 10 * len(rows) * float((shapes.prod(1) * shapes.amin(1)).sum())
-    if "lowrank" in forms and cost <= WORTH:
+    if "lowrank" in forms and cost <= MAX_RANK_OPERATIONS:
         ranks = torch.stack([layout.ranks(row) for row in rows]).cpu()
         dense = shapes.prod(1)
         figures["rank"] = ranks.sum(1).double()

@@ -18,11 +18,11 @@ from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
 from fedloom.local.rows import Fields, remade
-from fedloom.processes.clients import COUNTS, SumResult, TrainResult
+from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 
-SUMMED, AT = "summed.", "at."
+SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
 """Names in the state of an aggregator: what it has of sums of changes, and its last values of them."""
-PIECE = 1 << 16
+CONVERTED_ELEMENTS = 1 << 16
 """Elements that are converted together: what is converted stays in the cache until it is added."""
 
 
@@ -40,7 +40,7 @@ class RowsField:
         self.parts = [] if before is None else [before.clone()]
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
-        """What a chunk adds.
+        """Return what a chunk adds.
 
         Args:
             up: its uploads.
@@ -56,7 +56,7 @@ class RowsField:
         self.parts.append(part)
 
     def finish(self, cohort: Uploads) -> Tensor:
-        """What the server gets."""
+        """Return what the server gets."""
         return torch.cat(self.parts)
 
 
@@ -83,8 +83,10 @@ class MeanField(RowsField):
         if not self.parts:
             self.parts = [_empty(part, torch.float64).copy_(part)]
         else:
-            scratch = part.new_empty(min(PIECE, len(part)), dtype=torch.float64)
-            for total, piece in zip(self.parts[0].split(PIECE), part.split(PIECE), strict=True):
+            scratch = part.new_empty(min(CONVERTED_ELEMENTS, len(part)), dtype=torch.float64)
+            for total, piece in zip(
+                self.parts[0].split(CONVERTED_ELEMENTS), part.split(CONVERTED_ELEMENTS), strict=True
+            ):
                 total.add_(scratch[: len(piece)].copy_(piece))
 
     def finish(self, cohort: Uploads) -> Tensor:
@@ -109,22 +111,22 @@ class KeptField(RowsField):
         return _divided(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """The field, times its weight if it has one."""
+        """Multiply the field by its weight, if it has one."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
 def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
-    """A sum in double precision over a number, in the precision of the run."""
+    """Divide a double-precision sum, and return it in the run's precision."""
     quotient = _empty(total, job.oracle.dtype)
-    scratch = total[:PIECE].clone()
-    for to, piece in zip(quotient.split(PIECE), total.split(PIECE), strict=True):
+    scratch = total[:CONVERTED_ELEMENTS].clone()
+    for to, piece in zip(quotient.split(CONVERTED_ELEMENTS), total.split(CONVERTED_ELEMENTS), strict=True):
         to.copy_(torch.div(piece, divisor, out=scratch[: len(piece)]))
     return quotient
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A vector to be filled, of numpy on a CPU: that of a large model is in pages of 2 MB, which are quick to touch."""
+    """Allocate a vector, on a CPU by numpy: a large one then lies in pages of 2 MB, which are quick to touch."""
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
         return torch.empty_like(like, dtype=dtype)
@@ -132,27 +134,27 @@ def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
-    """The upload's fields before anything has arrived."""
+    """Return the upload's fields before anything has arrived."""
     mean = GatheredMean if job.gathers else MeanField
     kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
 def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """What the accepted uploads of a chunk add, by field."""
+    """Return what the accepted uploads of a chunk add, by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
-    """Sums over all clients of what the server keeps before the first round."""
+    """Sum what the server keeps before the first round over all clients."""
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
-def kept_sums(job: Job) -> dict[str, Tensor]:
-    """Sums over all clients of what the server keeps now, by the job's shares."""
+def server_sums(job: Job) -> dict[str, Tensor]:
+    """Sum what the server keeps now over all clients, by the job's shares."""
     fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
@@ -162,8 +164,8 @@ def kept_sums(job: Job) -> dict[str, Tensor]:
     return sums
 
 
-def moved_sums(job: Job, before: Job) -> Fields:
-    """How far the sums by shares of what clients' uploads add up to move with the shares, ``[d]`` of every field."""
+def share_change_sums(job: Job, before: Job) -> Fields:
+    """Return the shift ``[d]`` of every field's sum by shares when the shares change."""
     sums: list[Tensor] = [torch.zeros_like(row, dtype=torch.float64) for row in job.summed.template]
     step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
     for ids in job.everyone.split(job.chunk) if sums else ():
@@ -177,22 +179,22 @@ class Uploads:
 
     Args:
         job: the run.
-        sums: over all clients, of the fields that the server keeps; not modified.
+        sums: over all clients, of the fields that the server keeps. Not modified.
 
     Attributes:
         job: the run.
         ids: accepted clients, result by result.
-        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean; none of a client that is part of a sum.
+        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean. None of a client that is part of a sum.
         share: their sum, added up result by result.
         dropped: clients whose upload is unusable.
-        counts: ``[7]`` work and traffic of all of them (`COUNTS`).
+        counts: ``[7]`` work and traffic of all of them (`CLIENT_COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
         self.job, self._fields = job, fields_of(job, sums)
         self.ids: list[Tensor] = []
         self.dropped: list[int] = []
-        self.counts = torch.zeros(len(COUNTS), dtype=torch.long)
+        self.counts = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
         self._answers: dict[str, list[Tensor]] = {}
         self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
 
@@ -219,11 +221,11 @@ class Uploads:
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
-        """The answers of every accepted client by kind; see `fedloom.processes.clients.ChunkResult`."""
+        """Return the answers of every accepted client by kind, see `fedloom.processes.clients.ChunkResult`."""
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
-        """The sentence on uploads that were dropped, if any were."""
+        """Return the sentence on dropped uploads, if there are any."""
         dropped = self.dropped
         uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
         return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
@@ -234,7 +236,7 @@ class Uploads:
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(self, ctx: Ctx, weigher: Any, aggregator: dict[str, Tensor]) -> tuple[Any, Any, dict[str, Tensor]]:
-        """The upload as the server gets it, and the new states of the weigher and the aggregator, from the old ones.
+        """Aggregate the uploads. Return what the server gets, and the new states of weigher and aggregator.
 
         Raises:
             RunStopped: too few uploads for the aggregator.
@@ -252,7 +254,7 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state.
+        """Apply a robust rule to the cohort's rows, or to all rows that the server has seen. Return its new state too.
 
         Of changes to clients' rows that the server adds up, the rule decides on the sums of all clients seen. The
         server gets how far its value has moved, over `Ctx.part`, by which it multiplies: it adds up to that value.
@@ -272,23 +274,23 @@ class Uploads:
             for name, field in self._fields.items()
             if field.kind.averaged and name not in summed
         }
-        moved = {name: value for name, value in state.items() if not name.startswith(SUMMED)}
+        moved = {name: value for name, value in state.items() if not name.startswith(SUM_PREFIX)}
         combined, moved = self._combined(ctx, moved, rows, self.shares, ctx.ids) if rows else ({}, moved)
         if not summed:
             return combined, moved
         job.locations.replicate(torch.arange(job.n))
         ids = job.summed.occupied.nonzero()[:, 0]
-        sums = {name.removeprefix(SUMMED): value for name, value in state.items() if name.startswith(SUMMED)}
-        before = {name: sums.pop(AT + name, getattr(job.summed.template, name)) for name in summed}
+        sums = {name.removeprefix(SUM_PREFIX): value for name, value in state.items() if name.startswith(SUM_PREFIX)}
+        before = {name: sums.pop(LAST_VALUE_PREFIX + name, getattr(job.summed.template, name)) for name in summed}
         value, sums = self._combined(ctx, sums, job.summed.read(ids)._asdict(), job.masses[ids], ids)
         combined |= {name: (value[name] - before[name]) / ctx.part for name in summed}
-        sums |= {AT + name: value[name] for name in summed}
-        return combined, moved | {SUMMED + name: value for name, value in sums.items()}
+        sums |= {LAST_VALUE_PREFIX + name: value[name] for name in summed}
+        return combined, moved | {SUM_PREFIX + name: value for name, value in sums.items()}
 
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The aggregator's value of rows of some clients, by their primary field or else their first, and its state."""
+        """Combine the rows of some clients by their primary, else first field. Return the aggregator's state too."""
         job = self.job
         assert job.setting.aggregator is not None
         primary = job.primary if job.primary in rows else next(iter(rows))
@@ -315,7 +317,7 @@ def weights_of(job: Job, weigher: Any, info: Tensor | None, ctx: Ctx) -> tuple[T
 
 
 def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> None:
-    """That an aggregator gave one vector of every field."""
+    """Check that an aggregator returned one vector per field."""
     wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
     got = {name: [*value.shape] for name, value in combined.items()}
     if got != wanted:

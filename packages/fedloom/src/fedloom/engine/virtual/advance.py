@@ -22,7 +22,7 @@ def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str,
     """Go on to the next step of the server.
 
     Returns:
-        The state after it, with the time at which it was taken; and sentences on what happened.
+        The state after it, with the time at which it was taken. And sentences on what happened.
 
     Raises:
         RunStopped: too few uploads are usable or can arrive, or the server's state is not finite.

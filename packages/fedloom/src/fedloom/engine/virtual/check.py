@@ -14,7 +14,7 @@ def check_schedule(setting: Setting, n: int) -> None:
     """Refuse a schedule that cannot be, or that the method or another part makes no sense with.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
         ConfigError: more clients than there are.
     """
     schedule, method = setting.schedule, setting.method
@@ -51,10 +51,10 @@ def check_stream(setting: Setting, n: int | None) -> None:
 
     Args:
         setting: the run, presets resolved.
-        n: clients; None where they are not known yet.
+        n: clients. None where they are not known yet.
 
     Raises:
-        Refused: the run makes no sense; the message has the reason.
+        Refused: the run makes no sense. The message has the reason.
         ConfigError: more clients than there are.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler

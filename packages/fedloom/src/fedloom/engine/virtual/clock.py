@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.algorithms._messages import download_type
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, Computed
 from fedloom.engine.job import Job
-from fedloom.local.rows import group_of, named
+from fedloom.local.rows import group_of, name_tensors
 from fedloom.schedule import Fleet
 
 Rows = NDArray[np.float64]
@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 
 class Fate(IntEnum):
-    """What became of the work of a client."""
+    """Outcome of a client's work."""
 
     USED = 0
     """Its upload is part of a step."""
@@ -33,15 +33,15 @@ class Fate(IntEnum):
     LATE = 2
     """The round ended before it answered."""
     LOST = 3
-    """It was given up after the time-out."""
+    """Work given up after the time-out."""
     QUERIED = 4
-    """It answered a question of the sampler."""
+    """Answer to a question of the sampler."""
 
 
-LOG = ("client", "version", "round", "start", "end", "busy", "fate")
+LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
 """Columns of the log: the client, the server's steps at its dispatch, the step that took its upload or in which it was
 given up, seconds of its dispatch and its end, its busy seconds, and its `Fate`."""
-CLIENT, VERSION, ROUND, START, END, BUSY, FATE = range(7)
+CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
 """When a client answers or is given up, the number of its dispatch, the client, its flight and place there, its
@@ -49,13 +49,13 @@ dispatch, its busy seconds, and whether it is given up. Events are sorted by the
 
 
 class Flight(NamedTuple):
-    """What clients have computed together, while their uploads are under way.
+    """Joint results of clients whose uploads are under way.
 
     Attributes:
         version: steps that the server had taken at the dispatch.
         ids: ``[m]`` the clients.
         times: ``[m]`` how often each was drawn.
-        places: ``[k]`` ascending places of those that are not back yet; the tensors have these rows only.
+        places: ``[k]`` ascending places of those that are not back yet. The tensors have these rows only.
         fields: by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and what was received.
     """
 
@@ -66,8 +66,8 @@ class Flight(NamedTuple):
     fields: dict[str, Tensor]
 
     @classmethod
-    def of(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """The flight of a chunk, all of whose clients are under way."""
+    def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
+        """Create the flight of a chunk with all its clients under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
@@ -75,7 +75,7 @@ class Flight(NamedTuple):
         return np.searchsorted(self.places, places)
 
     def without(self, places: Ids) -> Flight:
-        """The flight after some have come back."""
+        """Remove returned clients from the flight."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
@@ -86,21 +86,21 @@ class Flight(NamedTuple):
         return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
 
 
-def flat(computed: Computed) -> dict[str, Tensor]:
-    """What a chunk's clients have computed, by name: the fields of a flight."""
+def flatten_results(computed: Computed) -> dict[str, Tensor]:
+    """Collect the results of a chunk's clients by name: the fields of a flight."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
     answers["trained"] = output.trained
-    return named({"counts": computed.counts, "work": output.work, **groups, **answers})
+    return name_tensors({"counts": computed.counts, "work": output.work, **groups, **answers})
 
 
 Piece = tuple[Flight, Ids]
-"""A flight, and the places of those of its clients whose uploads arrive."""
+"""Flight, and the places of its clients whose uploads arrive."""
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
-    """What the clients of some pieces have computed, one piece after another; a single piece is as it was."""
+    """Join the results of the clients of several pieces. A single piece is returned unchanged."""
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
@@ -123,7 +123,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
-    """The fields of a flight's clients; what all have received alike has a row for each if ``spread``."""
+    """Return the fields of a flight's clients, with ``spread``, a shared download gets a row per client."""
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
     else:
@@ -146,8 +146,8 @@ class Clock:
         flights: what they have computed, by number.
         back: of a flight's clients, the places of those that are back while their rows are still held.
         serial: number of the next dispatch.
-        log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
-        pool: clients that were drawn and wait for a place, with how often each was drawn; from ``pool_start`` on.
+        log: ``[u, 7]`` pieces of the log (`LOG_COLUMNS`), each at least twice as long as the next.
+        pool: clients that were drawn and wait for a place, with how often each was drawn, from ``pool_start`` on.
         pool_start: how many clients have left the pool.
         away_sets: at most one set of the clients of the queue, for the step that follows.
     """
@@ -163,11 +163,11 @@ class Clock:
     away_sets: list[set[int]] = field(default_factory=list, compare=False)
 
     def away(self) -> set[int]:
-        """The clients of the queue: a set that the caller may change."""
+        """Return the clients of the queue, as a set that the caller may change."""
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """The log with more rows."""
+        """Append rows to the log."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -175,17 +175,17 @@ class Clock:
         return tuple(pieces)
 
     def history(self) -> Rows:
-        """The log ``[u, 7]`` as one array."""
-        return np.concatenate([np.zeros((0, len(LOG))), *self.log])
+        """Return the log ``[u, 7]`` as one array."""
+        return np.concatenate([np.zeros((0, len(LOG_COLUMNS))), *self.log])
 
     def used_in(self, round: int) -> Rows:
-        """The rows of the log ``[k, 7]`` whose uploads are part of the newest step, which is that of the round."""
+        """Return the log rows ``[k, 7]`` whose uploads are part of the newest step."""
         newest: Rows = self.log[-1]
-        chosen: Rows = newest[(newest[:, ROUND] == round) & (newest[:, FATE] == Fate.USED)]
+        chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == Fate.USED)]
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, for a checkpoint; what several flights have received alike is there once."""
+        """Everything by name, for a checkpoint, what several flights have received alike is there once."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
@@ -209,7 +209,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """The clock of `tensors`."""
+        """Restore the clock from `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -246,7 +246,7 @@ class UploadCounts(NamedTuple):
 
     Attributes:
         used: ``[n]`` uploads that are part of a step.
-        staleness: ``[n]`` their mean staleness; nan of a client without any.
+        staleness: ``[n]`` their mean staleness. Nan of a client without any.
         unheard: ``[n]`` uploads that are part of none.
     """
 
@@ -258,16 +258,21 @@ class UploadCounts(NamedTuple):
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
     """Count what the log has of every client's uploads."""
     log = clock.history()
-    merged, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
-    used, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (merged, lost))
-    stale = np.bincount(merged[:, CLIENT].astype(int), merged[:, ROUND] - merged[:, VERSION] - 1, n)
+    merged, lost = (
+        log[log[:, FATE_COLUMN] == Fate.USED],
+        log[(log[:, FATE_COLUMN] >= Fate.UNUSABLE) & (log[:, FATE_COLUMN] <= Fate.LOST)],
+    )
+    used, unheard = (np.bincount(some[:, CLIENT_COLUMN].astype(int), minlength=n) for some in (merged, lost))
+    stale = np.bincount(
+        merged[:, CLIENT_COLUMN].astype(int), merged[:, ROUND_COLUMN] - merged[:, VERSION_COLUMN] - 1, n
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = stale / np.where(used, used, np.nan)
     return UploadCounts(*(torch.from_numpy(some).double() for some in (used, mean, unheard)))
 
 
 class Use(NamedTuple):
-    """How the clients' time was used until now.
+    """Use of the clients' time until now.
 
     Attributes:
         busy: ``[n]`` seconds of work and messages.
@@ -283,9 +288,9 @@ class Use(NamedTuple):
 def use_of(clock: Clock, fleet: Fleet) -> Use:
     """Add up what the log and the clients under way have of every client's time."""
     log, n = clock.history(), fleet.n
-    busy = np.bincount(log[:, CLIENT].astype(int), log[:, BUSY], n)
+    busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:
-        so_far = fleet.worked(client, start, min(end, clock.now)) if clock.now > start else 0.0
+        so_far = fleet.presence_seconds(client, start, min(end, clock.now)) if clock.now > start else 0.0
         busy[client] += min(so_far, whole) if math.isfinite(whole) else so_far
     absent, work = fleet.absent(clock.now), torch.from_numpy(busy)
     return Use(work, absent, clock.now - work - absent)

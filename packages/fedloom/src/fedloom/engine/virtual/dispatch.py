@@ -17,7 +17,7 @@ from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Fate, Flight, Ids, Piece, Rows, flat, gathered
+from fedloom.engine.virtual.clock import Fate, Flight, Ids, Piece, Rows, flatten_results, gathered
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (
     ChunkResult,
@@ -30,7 +30,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """The rows of the log ``[m, 7]`` of clients that all begin at ``start`` and whose uploads are taken."""
+    """Build the log rows ``[m, 7]`` of clients that all begin at ``start`` and whose uploads are used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
@@ -48,7 +48,7 @@ def compute(
         state: the state at the dispatch.
         ids: ``[m]`` clients, ascending.
         times: ``[m]`` how often each was drawn.
-        steps: ``[m]`` local steps that they take; None: as many as the run's settings have.
+        steps: ``[m]`` local steps that they take. None: as many as the run's settings have.
     """
     t = state.round + 1
     order = longest_first(job, ids)
@@ -62,7 +62,7 @@ def compute(
         some = None if steps is None else steps[places]
         request = TrainRequest(t, places, ids[places], share[places], down, state.server, some)
         for task, fields in clients.compute(request):
-            flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), fields))
+            flights.append(Flight.create(state.round, task.ids, task.share[:, 0].long(), fields))
     if len(forging):
         task = TrainTask(t, forging, ids[forging], share[forging], None if steps is None else steps[forging])
         models = [f.fields["trained"] for f in flights if "trained" in f.fields]
@@ -70,16 +70,16 @@ def compute(
 
         def attack() -> dict[str, Tensor]:
             received, output = forged(job, down, task, honest, len(ids))
-            return flat(computed(job, state.server, task.ids, received, output))
+            return flatten_results(computed(job, state.server, task.ids, received, output))
 
-        flights.append(Flight.of(state.round, task.ids, times[forging], clients.on_one(task.ids, attack)))
+        flights.append(Flight.create(state.round, task.ids, times[forging], clients.call_once(task.ids, attack)))
     return flights
 
 
 def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Step the server on uploads that have arrived; the clients whose uploads were used come with it."""
+    """Step the server on uploads that have arrived. The clients whose uploads were used come with it."""
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
     shares = torch.from_numpy(times.astype(np.float64))[:, None]
@@ -88,7 +88,7 @@ def step_on(
     for store in job.stores.values():
         store.touch(cohort)
     uploads, begin = Uploads(job, state.sums), 0
-    for group in _together(job, pieces, t):
+    for group in _group_pieces(job, pieces, t):
         m = sum(len(places) for _, places in group)
         part = slice(begin, begin + m)
         begin += m
@@ -102,15 +102,15 @@ def step_on(
                 applied = applied_now(job, state.server, t, task.ids, output.upload, down, torch.tensor(lags))
             return accept(job, state.server, task, down, output, counts, applied)
 
-        uploads.add(clients.on_one(task.ids, arrive))
+        uploads.add(clients.call_once(task.ids, arrive))
     new, events = take(job, state, t, cohort, sampler, query_counts, uploads)
     return new, events, torch.cat(uploads.ids).numpy()
 
 
-def _together(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
+def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
     """Pieces that are taken together, of at most a chunk's clients.
 
-    Whole chunks of the present version are taken as a round takes them, one by one, to the bit; so are pieces of a
+    Whole chunks of the present version are taken as a round takes them, one by one, to the bit. So are pieces of a
     method that needs a single download to know its client's start.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)

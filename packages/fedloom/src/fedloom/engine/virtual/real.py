@@ -19,19 +19,19 @@ from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Event, Flight, flat
-from fedloom.engine.virtual.stream import DRAWS, Version
+from fedloom.engine.virtual.clock import Event, Flight, flatten_results
+from fedloom.engine.virtual.stream import MAX_VERSION_DRAWS, Version
 from fedloom.errors import RunStopped, Stop
-from fedloom.local.rows import Fields, group_of, named, rows_of
+from fedloom.local.rows import Fields, group_of, name_tensors, rows_of
 from fedloom.schedule import Stream
 
-END: Final = 0
-CLIENT: Final = 2
-FLIGHT: Final = 3
+END_INDEX: Final = 0
+CLIENT_INDEX: Final = 2
+FLIGHT_INDEX: Final = 3
 
 
 class RealVersion(Version):
-    """A version at real sites; see `Version`."""
+    """A version at real sites, see `Version`."""
 
     _clients: StreamedClients
 
@@ -40,7 +40,7 @@ class RealVersion(Version):
         clients.begin_at(self._now)
         self._longest = self._timeout = min(schedule.timeout or clients.longest, clients.longest)
         self._present, self._unusable, self._stuck = clients.present(), set[int](), math.inf
-        for event in [e for e in self._queue if math.isinf(e[END]) and not clients.is_asked(e[CLIENT])]:
+        for event in [e for e in self._queue if math.isinf(e[END_INDEX]) and not clients.is_asked(e[CLIENT_INDEX])]:
             self._queue.remove(event)  # an earlier process of the server has asked
             self._ask(event)
 
@@ -55,7 +55,9 @@ class RealVersion(Version):
         for place in range(len(ids)):
             one, number = slice(place, place + 1), self._serial_of_flight()
             received = rows_of(down, one)
-            self._flights[number] = Flight.of(state.round, ids[one], times[one], named({"received": received}))
+            self._flights[number] = Flight.create(
+                state.round, ids[one], times[one], name_tensors({"received": received})
+            )
             self._ready[int(ids[place])] = number, 0, 0.0
 
     def _dispatch(self, client: int) -> None:
@@ -66,9 +68,9 @@ class RealVersion(Version):
 
     def _ask(self, event: Event) -> None:
         """Send a client what its flight has, now."""
-        flight = self._flights[event[FLIGHT]]
+        flight = self._flights[event[FLIGHT_INDEX]]
         server = self._state.server if flight.version == self._state.round else None
-        self._clients.ask_to_train(event[CLIENT], flight.version + 1, self._received(flight), server)
+        self._clients.ask_to_train(event[CLIENT_INDEX], flight.version + 1, self._received(flight), server)
         end, serial, client, number, place, *_ = event
         insort(self._queue, (end, serial, client, number, place, self._clients.seconds(), 0.0, False), lo=self._next)
 
@@ -80,14 +82,14 @@ class RealVersion(Version):
         clients, before = self._clients, self._present
         outputs, failed = clients.arrived()
         now, self._present = clients.seconds(), clients.present()
-        for event in [e for e in self._queue[self._next :] if math.isinf(e[END])]:
+        for event in [e for e in self._queue[self._next :] if math.isinf(e[END_INDEX])]:
             _, serial, client, number, place, start, _, _ = event
             flight = self._flights[number]
             if client in outputs:
                 received = self._received(flight)
                 output = clients.with_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
-                fields = flat(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
+                fields = flatten_results(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
                 self._flights[number] = flight._replace(fields=fields)
             elif client in failed:
                 self._unusable.add(client)
@@ -98,10 +100,10 @@ class RealVersion(Version):
             self._queue.remove(event)
             ended = (now, serial, client, number, place, start, now - start, client not in outputs)
             insort(self._queue, ended, lo=self._next)
-        if self._next < len(self._queue) and math.isfinite(self._queue[self._next][END]):
+        if self._next < len(self._queue) and math.isfinite(self._queue[self._next][END_INDEX]):
             return
         if self._present - before:
-            self._left = DRAWS
+            self._left = MAX_VERSION_DRAWS
             self._refill()
         if self._under_way():
             self._stuck = math.inf

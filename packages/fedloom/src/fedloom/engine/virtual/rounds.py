@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round, sample
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import CLIENT, END, FATE, Clock, Fate, Piece, Rows
+from fedloom.engine.virtual.clock import CLIENT_COLUMN, END_COLUMN, FATE_COLUMN, Clock, Fate, Piece, Rows
 from fedloom.engine.virtual.dispatch import compute, log_rows, step_on
 from fedloom.errors import RunStopped, Stop
 from fedloom.processes.clients import (
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """A round that ends with its last answer: the same numbers as without a clock."""
+    """Run a round that ends with its last answer. Its numbers are the same as without a clock."""
     assert state.clock is not None
     assert job.fleet is not None
     observed, t = Observed(clients), state.round + 1
@@ -42,18 +42,18 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
     now = start
     for result in observed.trained:
         rows = log_rows(job.fleet, result.ids.numpy(), result.counts, state.round, t, start)
-        rows[~result.accepted.numpy(), FATE] = Fate.UNUSABLE
-        now = max(now, float(rows[:, END].max()))
+        rows[~result.accepted.numpy(), FATE_COLUMN] = Fate.UNUSABLE
+        now = max(now, float(rows[:, END_COLUMN].max()))
         log.append(rows)
     if math.isinf(now):
-        silent = [int(row[CLIENT]) for rows in log for row in rows if math.isinf(row[END])]
+        silent = [int(row[CLIENT_COLUMN]) for rows in log for row in rows if math.isinf(row[END_COLUMN])]
         raise RunStopped(Stop.UNUSABLE, f"round {t}: clients {silent[:8]} never answer; give [schedule] a deadline")
     clock = state.clock
     return new.with_(clock=Clock(now, clock.queue, log=clock.logged(np.concatenate(log)))), events
 
 
 def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """A round that ends at its deadline, or when enough have answered."""
+    """Run a round that ends at its deadline, or after enough answers."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
@@ -69,20 +69,20 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
     if isinstance(schedule, Deadline):
         end = start + schedule.seconds
         if steps is not None:
-            log[(steps == 0)[_places(cohort, log[:, CLIENT])].numpy(), END] = math.inf
-        in_time = log[:, END] <= end
-        now = float(log[:, END].max()) if in_time.all() else end
+            log[(steps == 0)[_places(cohort, log[:, CLIENT_COLUMN])].numpy(), END_COLUMN] = math.inf
+        in_time = log[:, END_COLUMN] <= end
+        now = float(log[:, END_COLUMN].max()) if in_time.all() else end
     else:
         assert isinstance(schedule, OverSelection)
-        first = np.lexsort((np.arange(len(log)), log[:, END]))[: schedule.enough(len(log))]
+        first = np.lexsort((np.arange(len(log)), log[:, END_COLUMN]))[: schedule.enough(len(log))]
         in_time = np.isin(np.arange(len(log)), first)
-        now = float(log[first, END].max())
+        now = float(log[first, END_COLUMN].max())
         if math.isinf(now):
             raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients ever answer")
     overdue = ~in_time
-    log[overdue, FATE], log[overdue, END] = Fate.LATE, now
-    log[overdue, 5] = [job.fleet.worked(int(client), start, now) for client in log[overdue, CLIENT]]
-    lost = torch.from_numpy(log[overdue, CLIENT].astype(np.int64))
+    log[overdue, FATE_COLUMN], log[overdue, END_COLUMN] = Fate.LATE, now
+    log[overdue, 5] = [job.fleet.presence_seconds(int(client), start, now) for client in log[overdue, CLIENT_COLUMN]]
+    lost = torch.from_numpy(log[overdue, CLIENT_COLUMN].astype(np.int64))
     before = state.with_(tally=state.tally.plus(lost))
     events: tuple[str, ...] = ()
     if overdue.any():
@@ -101,7 +101,7 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
         )
         return new, events
     new, more, used = step_on(job, clients, before, t, pieces, sampler, query_counts)
-    log[in_time & ~np.isin(log[:, CLIENT], used), FATE] = Fate.UNUSABLE
+    log[in_time & ~np.isin(log[:, CLIENT_COLUMN], used), FATE_COLUMN] = Fate.UNUSABLE
     done = Clock(now, clock.queue, log=clock.logged(np.concatenate([*asking, log])))
     return new.with_(clock=done), (*events, *more)
 
@@ -144,8 +144,8 @@ class Observed:
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         return self._clients.score(request)
 
-    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
-        result = self._clients.on_one(ids, call)
+    def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        result = self._clients.call_once(ids, call)
         self._note(result)
         return result
 
@@ -160,7 +160,7 @@ class Observed:
         now, log = state.clock.now, list[Rows]()
         for ids, counts in self.queries:
             rows = log_rows(job.fleet, ids.numpy(), counts, state.round, state.round + 1, now)
-            rows[:, FATE] = Fate.QUERIED
-            now = max(now, float(rows[:, END].max()))
+            rows[:, FATE_COLUMN] = Fate.QUERIED
+            now = max(now, float(rows[:, END_COLUMN].max()))
             log.append(rows)
         return now, log

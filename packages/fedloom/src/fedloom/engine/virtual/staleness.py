@@ -1,8 +1,8 @@
 """Staleness: how an upload that started from an older model is applied to the present one.
 
-What is a change to the received model is multiplied by the factor of its staleness and added to the present model; an
+What is a change to the received model is multiplied by the factor of its staleness and added to the present model. An
 absolute model becomes such a change first. What the server adds up over rounds or keeps of every client arrives whole,
-for its sums must stay those of the clients' states; figures such as losses and counts arrive whole too.
+for its sums must stay those of the clients' states. Figures such as losses and counts arrive whole too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedloom.schedule import Stream
 
 
 def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
-    """The fields of an upload that are changes to the received model, or become ones."""
+    """Return the upload fields that are changes to the received model, or become ones."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
 
@@ -30,7 +30,7 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """The upload as the present server takes it; as it is where no upload is stale and no model is mixed in.
+    """Convert an upload for the present server. It is unchanged if it is not stale and no model is mixed in.
 
     Args:
         job: the run, whose schedule is a `Stream`.

@@ -14,25 +14,25 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.engine.round import checked_ids
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import LOG, Clock, Event, Fate
+from fedloom.engine.virtual.clock import LOG_COLUMNS, Clock, Event, Fate
 from fedloom.engine.virtual.dispatch import compute, step_on
 from fedloom.errors import RunStopped, Stop, attribute_error
-from fedloom.processes.clients import COUNTS, Clients, LocalClients
+from fedloom.processes.clients import CLIENT_COUNTS, Clients, LocalClients
 from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
-DRAWS = 16
+MAX_VERSION_DRAWS = 16
 """Draws of the sampler at one version before a place stays free until the next event."""
 
-WAITS = 1000
+MAX_IDLE_ATTEMPTS = 1000
 """Times that all places are free and no drawn client is there, or that a client is given up, in a row, before a run
-ends; of the latter, and once for every client."""
+ends, of the latter, and once for every client."""
 
 
-LOST, USED, UNUSABLE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
+LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
 
-NO_QUERIES = torch.zeros(len(COUNTS), dtype=torch.long)
-"""What asking candidates costs where none are asked."""
+NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
+"""Cost of asking candidates if none are asked."""
 
 
 class Version(ABC):
@@ -60,13 +60,13 @@ class Version(ABC):
         self._away = clock.away()
         self._pool, self._pool_start = clock.pool, clock.pool_start
         self._ready: dict[int, tuple[int, int, float]] = {}
-        self._sampler, self._draws, self._left = state.sampler, 0, DRAWS
+        self._sampler, self._draws, self._left = state.sampler, 0, MAX_VERSION_DRAWS
         self._waiting: list[Event] = []
         self._lost: list[Event] = []
         self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
-        """Dispatch and wait until enough uploads are there; step the server."""
+        """Dispatch and wait until enough uploads are there. Step the server."""
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
@@ -92,7 +92,7 @@ class Version(ABC):
         self._lost.append(event)
         self._away.discard(event[2])
         self._silent += 1
-        if self._silent >= WAITS + self._job.n:
+        if self._silent >= MAX_IDLE_ATTEMPTS + self._job.n:
             t = self._state.round + 1
             detail = f"round {t}: the last {self._silent} clients were all given up after {self._timeout:g} s"
             raise RunStopped(Stop.UNUSABLE, f"{detail}; raise schedule.timeout")
@@ -113,7 +113,7 @@ class Version(ABC):
         """
 
     def _fill(self, free: int, ahead: int) -> None:
-        """Dispatch clients now, as many as places are free; compute those that may follow at this version with them."""
+        """Dispatch clients now, as many as places are free. Compute those that may follow at this version with them."""
         if free <= 0:
             return
         chosen = self._choose(free)
@@ -136,7 +136,7 @@ class Version(ABC):
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Take the next clients that are free and there from the pool, with how often they were drawn.
 
-        Clients that are under way leave the pool; those that are not there stay in their places.
+        Clients that are under way leave the pool. Those that are not there stay in their places.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -154,7 +154,7 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw another cohort; its clients wait in the pool, in an order drawn for it, unless they are ``excluded``."""
+        """Draw another cohort. Its clients wait in the pool, in an order drawn for it, unless they are ``excluded``."""
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
         if k:
@@ -193,10 +193,10 @@ class Version(ABC):
         return new.with_(clock=self._after(set(used.tolist()), places)), events
 
     def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
-        """The clock after the step."""
+        """Return the clock after the step."""
         t, log, flights = self._state.round + 1, list[float](), self._flights
         for end, _, client, number, _, start, busy, lost in (*self._waiting, *self._lost):
-            fate = LOST if lost else USED if client in used else UNUSABLE
+            fate = LOST_FATE if lost else USED_FATE if client in used else UNUSABLE_FATE
             log += (client, flights[number].version, t, start, end, busy, fate)
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])
@@ -204,7 +204,7 @@ class Version(ABC):
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
-        rows = np.array(log).reshape(-1, len(LOG))
+        rows = np.array(log).reshape(-1, len(LOG_COLUMNS))
         self._away.difference_update([event[2] for event in self._waiting])
         del self._queue[: self._next]
         return Clock(
@@ -214,7 +214,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """A version in virtual time, in which the devices say how long a client takes; see `Version`."""
+    """A version in virtual time, in which the devices say how long a client takes, see `Version`."""
 
     _clients: LocalClients
 
@@ -231,8 +231,8 @@ class VirtualVersion(Version):
         t, before = self._state.round + 1, self._under_way()
         times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
         soonest = min(times, default=math.inf)
-        self._waits, self._left = self._waits + 1, DRAWS
-        if self._waits <= WAITS and math.isfinite(soonest) and before < self._most:
+        self._waits, self._left = self._waits + 1, MAX_VERSION_DRAWS
+        if self._waits <= MAX_IDLE_ATTEMPTS and math.isfinite(soonest) and before < self._most:
             self._now = max(self._now, soonest)
             self._refill()
             if self._under_way() > before:
@@ -260,7 +260,7 @@ class VirtualVersion(Version):
             end = presence.end(client, self._now, busy)
         if self._timeout is not None and end > self._now + self._timeout:
             end, lost = self._now + self._timeout, True
-            busy = self._fleet.worked(client, self._now, end)
+            busy = self._fleet.presence_seconds(client, self._now, end)
         insort(self._queue, (end, self._serial, client, number, place, self._now, busy, lost), lo=self._next)
         self._away.add(client)
         self._serial += 1

@@ -37,7 +37,7 @@ class Log(FileIO):
 
 
 def main() -> None:
-    """Entry point of the command ``fedloom``; a standard stream that its caller has closed is the null device.
+    """Entry point of the command ``fedloom``. A standard stream that its caller has closed is the null device.
 
     What the encoding of the output lacks, such as a table's rule in ASCII, is a question mark.
     """

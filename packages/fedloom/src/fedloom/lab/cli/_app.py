@@ -46,7 +46,7 @@ def _for_reader() -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGPIPE) from None
 
 
-PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
+HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
 """Groups of commands in the help, in the order in which a newcomer meets them."""
 
 
@@ -57,7 +57,7 @@ class Words(TyperGroup):
     """
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """The context; help and the version are printed here."""
+        """Create the context, after printing help or the version if asked."""
         with _for_reader():
             return super().make_context(*args, **extra)
 
@@ -67,7 +67,7 @@ class Words(TyperGroup):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """The words that are left for the command."""
+        """Return the remaining words for the command."""
         for k, word in enumerate(args):
             empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
@@ -80,8 +80,8 @@ class Words(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by `PANELS`; commands without a panel come last."""
-        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
+        """Write the commands by `HELP_PANELS`. Commands without a panel come last."""
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in HELP_PANELS}
         width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -95,7 +95,7 @@ class Words(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """The command that the first word names; for a wrong word the nearest ones, once."""
+        """Find the command that the first word names. A wrong word suggests the nearest ones once."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
@@ -130,13 +130,13 @@ def options(
 
 
 def say(*lines: object, err: bool = False) -> None:
-    """Write lines to the terminal; names in them come from files, so control characters are shown as escapes."""
+    """Write lines to the terminal. Names in them come from files, so control characters are shown as escapes."""
     for line in lines:
         typer.echo(printable(line), err=err)
 
 
 def say_json(value: object) -> None:
-    """Write a value as JSON to the terminal; numbers that are not finite become null."""
+    """Write a value as JSON to the terminal. Numbers that are not finite become null."""
     typer.echo(json.dumps(finite_only(value), indent=2))
 
 
@@ -159,7 +159,10 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="run code that the file names by import path, though it is another user's or a package's; read it first",
+        help=(
+            "run code that the file names by import path although another user or a package owns it. Read "
+            "the code first"
+        ),
     ),
 ]
 Join = Annotated[
@@ -175,7 +178,7 @@ ExecutorName = Annotated[
         help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
+DataDir = Annotated[Path | None, typer.Option(help="folder of data sets. Else the environment variable FEDLOOM_DATA")]
 
 
 def worker_count(text: str) -> int | str:
@@ -189,7 +192,7 @@ def worker_count(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-EXTRAS = {
+PACKAGES_BY_MODULE = {
     **dict.fromkeys(("Crypto", "cryptography", "prometheus_client"), "fedloom-sites[deploy]"),
     **dict.fromkeys(("flwr", "opendp"), "fedloom-sites"),
     **dict.fromkeys(("altair", "vl_convert"), "fedloom[charts]"),
@@ -204,7 +207,7 @@ def about_file(file: Path) -> Iterator[None]:
     """Begin the lines of a refusal with the experiment file and the line of the key that they are about.
 
     Raises:
-        ConfigError: as inside, with file and line; so is a DataError.
+        ConfigError: as inside, with file and line. So is a DataError.
     """
     try:
         yield
@@ -238,11 +241,11 @@ KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 def line_of(
     text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
 ) -> int | None:
-    r"""Return the line of an experiment file, from 1, that a message is about; None if it has none.
+    r"""Return the line of an experiment file, from 1, that a message is about. None if it has none.
 
     Args:
         text: of the file.
-        table: the table that has the key; empty at the top of the file.
+        table: the table that has the key. Empty at the top of the file.
         key: the key.
         word: a key or a value that is unknown.
         array: the list of tables, in place of a table.
@@ -272,7 +275,7 @@ def line_of(
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
+    """Print an expected error as a sentence on standard error and exit: 2 for bad input, 1 for a failure."""
     try:
         yield
     except RunStopped as stop:
@@ -291,7 +294,7 @@ def errors() -> Iterator[None]:
         say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
-        package = EXTRAS.get((error.name or "").partition(".")[0])
+        package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])
         if package is None:
             raise
         say(f"error: this needs {error.name}; install it with: pip install '{package}'", err=True)

@@ -12,11 +12,11 @@ from typing import Any
 Offer = Callable[[str], list[str]]
 """The word so far -> words that go on from it."""
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def offer(words: Callable[[], Iterable[str]]) -> Offer:
-    """Complete a word by those of ``words()`` that begin with it."""
+    """Complete a word from ``words()``."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -25,13 +25,13 @@ def offer(words: Callable[[], Iterable[str]]) -> Offer:
 
 
 def one_of(*words: str) -> Offer:
-    """Fixed words."""
+    """Offer fixed words."""
     return offer(lambda: words)
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
     """Keys of the dictionary that a module calls ``name``, as its text has them."""
-    for node in ast.parse((PACKAGE / module).read_text(encoding="utf-8")).body:
+    for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
             yield from (
                 key.value for key in node.value.keys if isinstance(key, ast.Constant) and type(key.value) is str
@@ -44,7 +44,7 @@ def _algorithms() -> Iterator[str]:
 
 
 def _summary() -> dict[str, Any]:
-    """``summary.json`` of the first run directory on the line; empty if there is none.
+    """Read ``summary.json`` of the first run directory on the line, or {} without one.
 
     The line is what the shell hands over: nothing of it is parsed while an option waits for its value.
     """
@@ -58,7 +58,7 @@ def _summary() -> dict[str, Any]:
     return {}
 
 
-def _of_runs(key: str) -> Offer:
+def _complete_runs(key: str) -> Offer:
     return offer(lambda: dict.fromkeys(str(run[key]) for run in _summary().get("runs", ()) if key in run))
 
 
@@ -66,9 +66,9 @@ algorithms = offer(_algorithms)
 """Names for ``fedloom describe``."""
 sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 """Names for ``fedloom data``."""
-methods, seeds = _of_runs("method"), _of_runs("seed")
+methods, seeds = _complete_runs("method"), _complete_runs("seed")
 """Labels and seeds of a run directory."""
-clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MOST))))
+clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
 """Numbers of clients of a run directory."""
-MOST = 1000
+MAX_OFFERED_CLIENTS = 1000
 """Clients that are offered."""

@@ -53,18 +53,18 @@ def analyze(
         from fedloom.data.sources.table.reading import TableSource
         from fedloom.formats import option
         from fedloom.lab.experiment import read
-        from fedloom.lab.experiment.overrides import with_overrides
+        from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.lab.printing import print_rows
         from fedloom.values import make
 
-        experiment, options = read(file), with_overrides({}, "fedloom analyze", values or ())
+        experiment, options = read(file), apply_overrides({}, "fedloom analyze", values or ())
         chosen = experiment.find(name)
         analysis = (
             analysis_of(name, options)
             if chosen is None
             else make(chosen.with_, options, name, type(chosen).model_fields)
         )
-        agreed = make(Rules, with_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
+        agreed = make(Rules, apply_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
         source = keeping(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source
         data = source.read(data_dir)

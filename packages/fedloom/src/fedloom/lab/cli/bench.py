@@ -21,32 +21,34 @@ def bench(
     file: FileArgument,
     workers: Annotated[
         list[str] | None,
-        typer.Option(help="processes to measure, or 'auto'; may be repeated; 1 and all cores by default"),
+        typer.Option(help="processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
     ] = None,
     oracle: Annotated[
         list[str] | None,
         typer.Option(
-            help="how gradients are computed: fused, stacked or looped; may be repeated; all by default",
+            help="computation of gradients: fused, stacked or looped. May be repeated (default: all)",
             autocompletion=offer.one_of("fused", "stacked", "looped"),
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, of one more that is played")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
     ranks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="calculate rounds with so many ranks on a machine instead; may be repeated"),
+        typer.Option(min=1, help="calculate rounds with this many ranks per machine instead (may be repeated)"),
     ] = None,
-    machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: machines; 1 by default")] = None,
+    machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: number of machines (default: 1)")] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link; 1000 by default"),
+        typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link (default: 1000)"),
     ] = None,
     trip: Annotated[
-        float | None, typer.Option(min=0, help="with --ranks: milliseconds there and back; 1 by default")
+        float | None, typer.Option(min=0, help="with --ranks: round-trip time in milliseconds (default: 1)")
     ] = None,
-    clients: Annotated[int | None, typer.Option(min=1, help="with --ranks: clients, if not those of the file")] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="with --ranks: number of clients (default: the file's)")
+    ] = None,
     cohort: Annotated[
-        int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
+        int | None, typer.Option(min=1, help="with --ranks: clients of a round (default: the file's)")
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -16,21 +16,21 @@ from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
-LISTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add; each is a function that returns names with a line each."""
-KINDS = (
+LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
+"""Kinds of parts that other packages add. Each is a function that returns names with a line each."""
+LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
-    "devices", "schedules", "analyses", "metrics", *LISTS.names,
+    "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
-NAME = 22
+MIN_NAME_WIDTH = 22
 """Characters that the column of names has at least."""
 
 
 @app.command(name="list", rich_help_panel="Start")
 def list_command(
     what: Annotated[
-        str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
+        str, typer.Argument(help=f"one of {', '.join(LISTED_KINDS)}", autocompletion=offer.one_of(*LISTED_KINDS))
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
@@ -41,11 +41,11 @@ def list_command(
     Example: fedloom list partitions
     """
     with errors():
-        if what not in KINDS:
-            raise unknown("kind of part", what, KINDS, "fedloom list")
+        if what not in LISTED_KINDS:
+            raise unknown("kind of part", what, LISTED_KINDS, "fedloom list")
         families: dict[str, list[tuple[str, str]]]
-        if what in LISTS.names:
-            families = {"": LISTS[what].load()()}
+        if what in LISTS_ENTRY_POINTS.names:
+            families = {"": LISTS_ENTRY_POINTS[what].load()()}
         else:
             from fedloom.lab.experiment.index import index
 
@@ -62,21 +62,21 @@ def list_command(
 
 def _print(lines: list[tuple[str, str]]) -> None:
     width = get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in in_two_columns(lines, width):
+    for line in format_columns(lines, width):
         say(line)
 
 
-def in_two_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield names with their lines beside them, or below where a terminal is narrow; None folds nothing.
+def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield names with their lines beside them, or below where a terminal is narrow. None folds nothing.
 
     >>> [*in_two_columns([("fedavg", "average of models.")], 18)]
     ['  fedavg', '    average of', '    models.']
     """
-    indent = 2 + max(NAME, 2 + max(len(name) for name, _ in lines))
+    indent = 2 + max(MIN_NAME_WIDTH, 2 + max(len(name) for name, _ in lines))
     for name, line in lines:
         if width is None or indent + len(line) <= width:
             yield f"  {name}".ljust(indent) + line
-        elif width - indent >= NAME:
+        elif width - indent >= MIN_NAME_WIDTH:
             first, *rest = wrap(line, width - indent)
             yield f"  {name}".ljust(indent) + first
             yield from (" " * indent + text for text in rest)
@@ -120,7 +120,7 @@ def describe(
 
 
 def _options_of(name: str) -> dict[str, Any]:
-    """Return a method's own options as JSON schema: type, default, range and meaning; empty for a method by path."""
+    """Return a method's own options as JSON schema: type, default, range and meaning. Empty for a method by path."""
     from fedloom.lab.experiment.index import index
 
     choices = json.loads(index().schema)["properties"]["method"]["items"]["anyOf"]
@@ -149,10 +149,10 @@ def data(
     ],
     data_dir: DataDir = None,
     fetch: Annotated[
-        bool, typer.Option("--fetch", help="fetch its original files first, checked by their digests (extra fetch)")
+        bool, typer.Option("--fetch", help="fetch the original files first and check their digests (extra fetch)")
     ] = False,
 ) -> None:
-    """Print what a data set has; with --fetch get it first.
+    """Print what a data set has, with --fetch get it first.
 
     These are counts, shapes, classes and the checksum.
 

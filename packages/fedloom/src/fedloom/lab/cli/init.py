@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @app.command(rich_help_panel="Start")
 def init(
-    table: Annotated[Path, typer.Argument(help="CSV or Parquet file, a row per sample", show_default=False)],
-    by: Annotated[str | None, typer.Option(help="column that names the site of a row; '' for none")] = None,
+    table: Annotated[Path, typer.Argument(help="CSV or Parquet file with a row per sample", show_default=False)],
+    by: Annotated[str | None, typer.Option(help="column that names the site of a row. '' for none")] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 for an event, where the target is the time to it; '' for none")
+        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for none")
     ] = None,
     subject: Annotated[
         str | None, typer.Option(help="column of whom a row is, as a patient with several rows; '' for none")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="experiment file; beside the table by default")] = None,
+    out: Annotated[Path | None, typer.Option(help="experiment file to write (default: beside the table)")] = None,
     agree: Annotated[
-        bool, typer.Option("--agree", help="write a document on the columns too, which all sites can agree on")
+        bool, typer.Option("--agree", help="also write an agreement on the columns for all sites")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace an experiment file that is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,
 ) -> None:
     """Look at a table and draft an experiment file.
 
@@ -76,7 +76,7 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """The data, read with the draft's options, so that no draft is written that would not run."""
+    """Read the data with the draft's options, so that every written draft runs."""
     from fedloom.lab.experiment import parse
 
     document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}

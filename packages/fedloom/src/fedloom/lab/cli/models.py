@@ -1,4 +1,4 @@
-"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
+"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export_model``."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ ModelOption = Annotated[
 
 
 KeepOption = Annotated[
-    list[str] | None, typer.Option("--keep", help="column that goes with the predictions, as an id; may be repeated")
+    list[str] | None, typer.Option("--keep", help="column to copy to the predictions, such as an id (may be repeated)")
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="probability from which the second class is predicted; 0.5 by default"),
+    typer.Option("--threshold", help="probability from which the second class is predicted (default: 0.5)"),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="replace a file of another kind that is there")]
+ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
 
 
 @app.command(name="models", rich_help_panel="Use models")
@@ -95,12 +95,18 @@ def predict(
     data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
     method: Annotated[
         str | None,
-        typer.Option("--method", help="label; the best on validation by default", autocompletion=offer.methods),
+        typer.Option(
+            "--method",
+            help="label of a method of the run (default: the best on validation)",
+            autocompletion=offer.methods,
+        ),
     ] = None,
     seed: SeedOption = None,
     client: Annotated[
         str | None,
-        typer.Option("--client", help="whose model; by default that of each row's site", autocompletion=offer.clients),
+        typer.Option(
+            "--client", help="client whose model predicts (default: the site of each row)", autocompletion=offer.clients
+        ),
     ] = None,
     model: ModelOption = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
@@ -183,12 +189,12 @@ def adapt(
     data: DataOption,
     method: MethodOption = None,
     seed: SeedOption = None,
-    rounds: Annotated[int, typer.Option(help="client steps of the method; the server's state is fixed")] = 1,
-    epochs: Annotated[int | None, typer.Option(help="passes over the data per round; the run's by default")] = None,
+    rounds: Annotated[int, typer.Option(help="client steps of the method. The server's state stays fixed")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="passes over the data per round (default: the run's)")] = None,
     steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
-    lr: Annotated[float | None, typer.Option(help="step size, instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="share of the data that is scored and not trained on")] = 0.2,
-    out: Annotated[Path | None, typer.Option(help="safetensors file; RUN/adapted/... by default")] = None,
+    lr: Annotated[float | None, typer.Option(help="step size instead of the run's schedule")] = None,
+    holdout: Annotated[float, typer.Option(help="share of the data for scoring, not for training")] = 0.2,
+    out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -249,7 +255,9 @@ def export(
     ] = "safetensors",
     factorise: Annotated[
         bool | None,
-        typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
+        typer.Option(
+            help=("replace each low-rank layer by two thin ones (default: for methods of low rank, such as FedSLR)")
+        ),
     ] = None,
     threshold: ThresholdOption = None,
     force: ForceOption = False,
@@ -264,7 +272,7 @@ def export(
     with errors():
         from fedloom.lab.experiment import open_run
         from fedloom.trained.export import decision, units
-        from fedloom.trained.export import export as write
+        from fedloom.trained.export import export_model as write
         from fedloom.trained.files import check_model_file
 
         check_model_file(out, format, inputs=(model,), force=force)
@@ -284,7 +292,7 @@ def export(
 
 
 def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
-    """The run that is meant: the only method's, the first seed's."""
+    """Return the requested run: by default the only method's first seed."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:

@@ -38,43 +38,45 @@ if TYPE_CHECKING:
 def run(
     file: FileArgument,
     out: Annotated[
-        Path | None, typer.Option(help="run directory; runs/<name of the file> by default, with -refit after --refit")
+        Path | None, typer.Option(help="run directory (default: runs/<name of the file>, with -refit after --refit)")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
+    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="forget what the run directory holds and start anew; with --method, of these methods only",
+            help="delete the results in the run directory and start again. With --method, of these methods only",
         ),
     ] = False,
     track: Annotated[
         str | None,
         typer.Option(
-            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) as they come",
+            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
             autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time; write nothing")
+        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time, and write nothing")
     ] = False,
     values: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="another value, as local.lr=0.1, settings=paper or method.LABEL.mu=1; a method's own table stays; "
-            "may be repeated",
+            help=(
+                "change a value, such as local.lr=0.1, settings=paper or method.LABEL.mu=1. A method's "
+                "own table has precedence (may be repeated)"
+            ),
         ),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="run this method only, by label or algorithm; may be repeated")
+        list[str] | None, typer.Option(help="run this method only, by label or algorithm (may be repeated)")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
     refit: Annotated[
         bool,
         typer.Option(
-            "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
+            "--refit", help="train on all samples with the first seed, without a test part, as after cross-validation"
         ),
     ] = False,
     join: Join = False,
@@ -100,10 +102,10 @@ def run(
         from fedloom.lab.experiment import Plan
         from fedloom.lab.experiment.track import Tracker, check_tracker
         from fedloom.lab.experiment.units.executors import open_executor
-        from fedloom.lab.progress import shown
-        from fedloom.processes.distributed import joined
+        from fedloom.lab.progress import show_progress
+        from fedloom.processes.distributed import join_ranks
 
-        with joined() as ranks:
+        with join_ranks() as ranks:
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
             engine = None if executor is None else open_executor(executor)
@@ -117,7 +119,7 @@ def run(
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             before = _recorded_figures(where)
-            with shown(plan) as show:
+            with show_progress(plan) as show:
                 outcomes = plan.run(show, *([tracker] if tracker else []), join=join, executor=engine)
     open_runs = [outcome for outcome in outcomes if outcome.status == "interrupted"]
     if plan.ranks.rank == 0:
@@ -146,7 +148,7 @@ def run(
 
 
 def _preview(plan: Plan) -> None:
-    """What a run would do, on standard output."""
+    """Print what a run would do."""
     from fedloom.lab.experiment.measure.bench import estimates, minutes
     from fedloom.lab.printing import print_rows
 
@@ -201,13 +203,13 @@ def _print_table(out: Path) -> None:
 
 
 def _recorded_figures(out: Path) -> bytes:
-    """Return a digest of the recorded figures; empty if none are there."""
+    """Return a digest of the recorded figures. Empty if none are there."""
     place = out / "metrics.parquet"
     return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
 
 
 def _print_failures(outcomes: Sequence[Outcome]) -> None:
-    """Print a line for every run that ended badly; interrupted runs have one line together."""
+    """Print a line for every run that ended badly. Interrupted runs have one line together."""
     for outcome in outcomes:
         if outcome.status not in ("done", "interrupted"):
             say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
@@ -255,7 +257,7 @@ def merge(
         lacks = join_folders(runs, out)
         _print_conclusions([out])
         if can_draw():
-            say(f"report: {report.write([out], out / 'report.html', charts=False)}")
+            say(f"report: {report.write_report([out], out / 'report.html', charts=False)}")
     for label, seed in lacks:
         say(f"no directory has {label}, seed {seed}", err=True)
     if lacks:
@@ -266,36 +268,39 @@ def merge(
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file; report.html of the first run directory by default")
+        Path | None, typer.Option(help="HTML file to write (default: report.html of the first run directory)")
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(help="columns of results.tex, by their names in results.csv: 'accuracy,bytes_up'; six by default"),
+        typer.Option(
+            help=(
+                "columns of results.tex, by their names in results.csv, such as 'accuracy,bytes_up' (default: "
+                "six columns)"
+            )
+        ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            help="the method that every other one is compared with (pairs.csv, pairs.tex); local or fedavg by default"
-        ),
+        typer.Option(help="baseline of the comparisons (pairs.csv, pairs.tex). Default: local or fedavg"),
     ] = None,
     models: Annotated[
         str,
         typer.Option(
-            help="rows of a method that are compared and printed: used (the model that a client would use), personal "
-            "(the personal one, else the global one), all",
+            help=(
+                "models to compare and print per method: used (the model that a client would use), "
+                "personal (else global), or all"
+            ),
             autocompletion=offer.one_of("used", "personal", "all"),
         ),
     ] = "used",
     margin: Annotated[
         float | None,
-        typer.Option(help="methods that differ by no more are equivalent, in the metric's units: 0.01 is a point"),
+        typer.Option(help="largest difference that counts as equivalent, in the metric's units: 0.01 is a point"),
     ] = None,
     card: Annotated[
-        bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
+        bool, typer.Option("--card", help="also write a model card, card.md, for people to complete")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="replace files that are there and that no report wrote")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace existing files that no report wrote")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.
@@ -306,17 +311,19 @@ def report_command(
     """
     with errors():
         from fedloom.lab import report
-        from fedloom.lab.report.comparison.contenders import MODELS
+        from fedloom.lab.report.comparison.contenders import COMPARED_MODELS
 
         chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
-        kind = next((kind for kind in MODELS if kind == models), None)
+        kind = next((kind for kind in COMPARED_MODELS if kind == models), None)
         if kind is None:
-            raise unknown("choice", models, MODELS, "--models")
+            raise unknown("choice", models, COMPARED_MODELS, "--models")
         page = out or runs[0] / "report.html"
         beside = page.with_suffix("") / "card.md"
         if card:
             report.check_card(beside)
-        shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
+        shown = report.write_report(
+            runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force
+        )
         page_file = report.write_card(runs, beside) if card else None
         if as_json:
             _print_json(

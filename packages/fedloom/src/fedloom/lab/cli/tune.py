@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 def tune(
     file: FileArgument,
     out: Annotated[
-        Path | None, typer.Option(help="directory of the search; runs/<name of the file>-tune by default")
+        Path | None, typer.Option(help="directory of the search (default: runs/<name of the file>-tune)")
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="settings per method; replaces [tune] trials")] = None,
-    workers: Annotated[str | None, typer.Option(help="methods at a time, or 'auto'; replaces [engine] workers")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="trials per method. Replaces [tune] trials")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="methods to tune at a time, or 'auto'. Replaces [engine] workers")
+    ] = None,
     data_dir: DataDir = None,
-    force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+    force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start again")] = False,
     join: Join = False,
     trust: Trust = False,
 ) -> None:
@@ -47,7 +49,7 @@ def tune(
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.lab.tune import Tuning
-        from fedloom.lab.tune.search import beyond, note_limits
+        from fedloom.lab.tune.search import note_limits, report_overspending
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
@@ -58,7 +60,7 @@ def tune(
             say(
                 f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
             )
-    for sentence in beyond(findings):
+    for sentence in report_overspending(findings):
         say(f"warning: {sentence}", err=True)
     for sentence in note_limits(findings):
         say(f"note: {sentence}", err=True)

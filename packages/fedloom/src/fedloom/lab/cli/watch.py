@@ -17,13 +17,13 @@ import typer
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError
 from fedloom.lab.cli._app import app, errors, say
-from fedloom.rundir import WORK
+from fedloom.rundir import WORK_FOLDER
 
-HOST = "127.0.0.1"
-WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
+LOCAL_HOST = "127.0.0.1"
+WAITING_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
 <body><main><h1>No figures yet</h1><p>They come with an evaluation; this page looks again by itself.</p></main></body>
 </html>"""
-LIVE = """<script>
+LIVE_SCRIPT = """<script>
 let tag = null;
 setInterval(async () => {
   try {
@@ -33,14 +33,14 @@ setInterval(async () => {
   } catch { /* the command has ended: the last figures stay */ }
 }, %d);
 </script></body>"""
-"""What makes a report look for news: only what has changed is drawn again."""
+"""Script that polls for changes of a report and redraws only them."""
 
 
 @app.command(rich_help_panel="Run")
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,
-    every: Annotated[int, typer.Option(min=1, help="seconds between two looks")] = 5,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: a free one)")] = 8321,
+    every: Annotated[int, typer.Option(min=1, help="seconds between two updates")] = 5,
     list_: Annotated[
         bool, typer.Option("--list", help="print who works on which run, how far it is and what failed; serve nothing")
     ] = False,
@@ -62,10 +62,10 @@ def watch(
             return
         page = Page(run, every)
         try:
-            server = ThreadingHTTPServer((HOST, port), handler(page))
+            server = ThreadingHTTPServer((LOCAL_HOST, port), handler(page))
         except OSError as error:
             raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another --port, or 0") from None
-        say(f"report: http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
+        say(f"report: http://{LOCAL_HOST}:{server.server_port}/ (Ctrl-C ends)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -96,34 +96,36 @@ class Page:
                 raise RunDirError(f"{folder} is no run directory; give the --out of 'fedloom run'")
             self._folder = places[0](folder)
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
-        self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING
+        self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """The page as it is now; what cannot be read at this moment leaves the last one."""
+        """Return the current page. The last page stays if a file cannot be read at this moment."""
         from fedloom.lab import report
         from fedloom.lab.experiment.live import newest, snapshot
-        from fedloom.lab.report.document import POLICY
+        from fedloom.lab.report.document import CONTENT_POLICY
 
         work = self._work()
         with self._lock, suppress(FedloomError, FileNotFoundError):
             if (newest_files := newest(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
                 tables = snapshot(self._folder, place / self._folder.resolve().name)
-                self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
+                self._text = report.write_report([tables], place / "page.html", charts=False).read_text(
+                    encoding="utf-8"
+                )
                 self._shown_files = newest_files
-        if self._text is WAITING:
+        if self._text is WAITING_PAGE:
             refresh = f'<meta http-equiv="refresh" content="{self._every}">'
             text = self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
             return text.replace("</main>", f"{work}</main>", 1)
-        live = self._text.replace(POLICY, f"{POLICY}; connect-src 'self'", 1)
+        live = self._text.replace(CONTENT_POLICY, f"{CONTENT_POLICY}; connect-src 'self'", 1)
         live = live.replace('<main class="wrap">', f'<main class="wrap">{work}', 1)
-        return (LIVE % (1000 * self._every)).join(live.rsplit("</body>", 1))
+        return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def _work(self) -> str:
-        """The table of who works on what, while processes share the directory; empty otherwise."""
+        """The table of who works on what, while processes share the directory. Empty otherwise."""
         from fedloom.lab.experiment.units.status import list_status
 
-        if not (self._folder / WORK).is_dir():
+        if not (self._folder / WORK_FOLDER).is_dir():
             return ""
         with suppress(OSError, ValueError, KeyError):
             rows = list_status(self._folder)
@@ -135,7 +137,7 @@ class Page:
         return ""
 
     def close(self) -> None:
-        """Removes what was written for it."""
+        """Delete the files that were written for the page."""
         self._draft.cleanup()
 
 
@@ -155,7 +157,7 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
             self._answer(body=False)
 
         def _answer(self, *, body: bool) -> None:
-            hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+            hosts = {f"{name}:{self.server.server_port}" for name in (LOCAL_HOST, "localhost")}
             if self.headers.get("Host", "") not in hosts:
                 self.send_error(HTTPStatus.FORBIDDEN, "Wrong host")
                 return
@@ -178,6 +180,6 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the terminal is the user's."""
+            """Print nothing: the terminal is the user's."""
 
     return Handler

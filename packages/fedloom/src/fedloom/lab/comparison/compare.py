@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Any, Unpack
 from weakref import finalize
 
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
@@ -22,18 +22,18 @@ from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
 from fedloom.lab.experiment.outputs import Outcome
 from fedloom.lab.experiment.units.executors import Executor
-from fedloom.lab.progress import counted, remark, shown
-from fedloom.lab.report.comparison.contenders import MODELS, Models
+from fedloom.lab.progress import count_progress, remark, show_progress
+from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
 
 
 class Comparison(RecordedComparison):
-    """What `compare` gives: the recorded comparison, and every run of it with its models.
+    """Result of `compare`: the recorded comparison, and every run with its models.
 
     Attributes:
-        folder: the run directory, as `fedloom run` writes it; `fedloom.open_run` opens it too.
+        folder: the run directory, as `fedloom run` writes it. `fedloom.open_run` opens it too.
         results: of every run that has one, by (label, seed).
         failures: the sentence on every run without a result, by (label, seed).
         chosen: the settings that were chosen for every method by its label; empty without a search.
@@ -66,7 +66,7 @@ class Comparison(RecordedComparison):
         return self.results[key]
 
 
-@on_cpu()
+@default_to_cpu()
 @entered("python")
 def compare(
     methods: Mapping[str, object] | Sequence[object],
@@ -97,18 +97,19 @@ def compare(
             table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
             ``rounds``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``. A list of methods
             is labelled by their names.
-        data: a federation; or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.of` takes;
-            or clients as `fedloom.Federation.of` takes them, such as a list with a pair ``(train, test)`` of each.
-        model: as in `fedloom.simulate`; softmax when None.
-        partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
-            drawn anew with every seed. A federation is split already, and seeds change all else.
-        seeds: one run of every method per seed; with fewer than five nothing is tested. Seeds with which the
+        data: a federation. Or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.create`
+            takes. Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)``
+            of each.
+        model: as in `fedloom.simulate`. Softmax when None.
+        partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``.
+            Drawn anew with every seed. A federation is split already, and seeds change all else.
+        seeds: one run of every method per seed, with fewer than five nothing is tested. Seeds with which the
             runs of two methods only repeat others, since they draw nothing that matters, count once.
-        tune: trials per method, chosen on validation data with equal work, before the runs; or the table ``[tune]`` of
+        tune: trials per method, chosen on validation data with equal work, before the runs. Or the table ``[tune]`` of
             an experiment file. None: the settings are taken as they are.
-        against: label of the method that the others are tested against; None: local or FedAvg if one is there.
+        against: label of the method that the others are tested against. None: local or FedAvg if one is there.
         models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
-            personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
+            personal model the better one on the client's validation part). ``personal``, as papers report it; ``all``.
         margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
         analyses: what is computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
@@ -128,7 +129,7 @@ def compare(
         The comparison: figures of every method, their tests, models, and the report.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together; nothing has been run then.
+        ConfigError: values that cannot work, or (Refused) do not work together. Nothing has been run then.
         DataError: no data set can be made of the data.
         RunDirError: the folder holds another comparison.
         RunStopped: interrupted (the same call with the folder resumes), or a search of which no trial completed.
@@ -142,8 +143,8 @@ def compare(
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
-    if models not in MODELS:
-        raise unknown("choice", models, MODELS, "compare: models")
+    if models not in COMPARED_MODELS:
+        raise unknown("choice", models, COMPARED_MODELS, "compare: models")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
     definition = GivenExperiment(
         methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
@@ -175,7 +176,7 @@ def _compared(
     join: bool = False,
     executor: Executor | None = None,
 ) -> Comparison:
-    """The comparison in a folder, after all that is missing has been run."""
+    """Run what is missing and return the comparison in a folder."""
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
@@ -183,7 +184,7 @@ def _compared(
         plan = Plan(definition.read(document), place)
         for line in plan.remarks if progress else ():
             remark(line)
-        with shown(plan) if progress else nullcontext(_silent) as hear:
+        with show_progress(plan) if progress else nullcontext(_silent) as hear:
             outcomes = plan.run(hear, page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
@@ -202,15 +203,17 @@ def _compared(
 def _tuned(
     definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool, join: bool
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """The document with the settings that a search has chosen, and these by label."""
+    """Return the document with the settings that a search chose, and these settings by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
-    from fedloom.lab.tune.search import beyond, note_limits
+    from fedloom.lab.tune.search import note_limits, report_overspending
 
     search = Tuning(document, "compare", out, read=definition.read)
-    shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
+    shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
         findings = search.run(lambda *_: None, hear, join=join)
-    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *note_limits(findings)) if progress else ():
+    for sentence in (
+        (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress else ()
+    ):
         remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 

@@ -1,7 +1,7 @@
 """An experiment of values that Python holds: data in memory, methods, modules, a partition or a ready federation.
 
 It is the same `Experiment` that a file gives, so it is tuned, run, resumed and reported by the same code. Its settings
-name what is held in memory by class and digest; a folder is continued by the same call with the same values.
+name what is held in memory by class and digest. A folder is continued by the same call with the same values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field, model_serializer
 
 from fedloom.data import partition as partitions
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import PARTS, Federation
+from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import Source
 from fedloom.engine.setting import Choices, Setting
@@ -25,12 +25,12 @@ from fedloom.engine.tables import name_method
 from fedloom.errors import ConfigError
 from fedloom.hints import Places, unknown
 from fedloom.lab.experiment.file import parse, read_analyses
-from fedloom.lab.experiment.schema import TABLES, Experiment
+from fedloom.lab.experiment.schema import SETTING_TABLES, Experiment
 from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of
 
-SETS = {"x", "train"}
-"""Keys of a mapping that is a data set; other mappings are clients by name."""
+DATA_SET_KEYS = {"x", "train"}
+"""Keys of a mapping that is a data set. Other mappings are clients by name."""
 
 
 class InMemory(Source):
@@ -50,7 +50,7 @@ class InMemory(Source):
 
 
 class Ready(Partition):
-    """Clients that are there already; every seed has the same."""
+    """Clients that are there already. Every seed has the same."""
 
     kind: ClassVar[str] = "ready"
     held: Any = Field(exclude=True, repr=False, description="the federation")
@@ -59,7 +59,7 @@ class Ready(Partition):
     def _named(self) -> dict[str, Any]:
         fed: Federation = self.held
         digest = hashlib.blake2b(fed.data.checksum().encode(), digest_size=8)
-        for part in PARTS:
+        for part in DATA_PARTS:
             for tensor in fed.parts[part]:
                 digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return {"clients": fed.n, "digest": digest.hexdigest()}
@@ -77,7 +77,7 @@ class GivenExperiment:
 
     Args:
         methods: by label, or several that are called by their names.
-        data: a federation; or a data set, its name, or what `Dataset.of` makes one of.
+        data: a federation. Or a data set, its name, or what `Dataset.create` makes one of.
         partition: how a data set is split.
         seeds: one run of every method per seed.
         tune: how settings are looked for.
@@ -91,7 +91,7 @@ class GivenExperiment:
         experiment: what is made of it.
 
     Raises:
-        ConfigError: values that cannot work; the message names the method or choice.
+        ConfigError: values that cannot work. The message names the method or choice.
         DataError: no data set can be made of the data.
     """
 
@@ -114,7 +114,7 @@ class GivenExperiment:
             raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")
         source, partition = _federation(data, partition)
         tables = _methods(methods)
-        way = _by_call(tables, keywords)
+        way = _call_places(tables, keywords)
         for key, value in choices.items():
             if key not in way.keys:
                 raise unknown("key", key, way.keys, "compare", way.hint(key, value))
@@ -130,7 +130,7 @@ class GivenExperiment:
 
     @property
     def references(self) -> list[str]:
-        """What the methods may be compared with: each of them, and the better of training alone and FedAvg."""
+        """Return the possible baselines: each method, and the better of local training and FedAvg."""
         compared = self.experiment.methods
         alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
@@ -141,7 +141,7 @@ class GivenExperiment:
         return parse(document, where, self._way)
 
 
-def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
+def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
     """Return the way in of a comparison in Python: its keywords, among them the choices that all methods share."""
 
     def special(key: str, value: object) -> str:
@@ -154,7 +154,7 @@ def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> P
 
     way = Setting.places(method=False, special=special)
     keys = (*keywords, *(key for key in Choices.__annotations__ if key != "seed"))
-    tables = {**way.tables, "tune": TABLES["tune"].keys()}
+    tables = {**way.tables, "tune": SETTING_TABLES["tune"].keys()}
     return replace(way, tables=tables, plain=keys, keys=keys)
 
 
@@ -165,9 +165,9 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
     if (
         partition is None
         and isinstance(data, list | Mapping)
-        and not (isinstance(data, Mapping) and SETS & data.keys())
+        and not (isinstance(data, Mapping) and DATA_SET_KEYS & data.keys())
     ):
-        data = Federation.of(data)
+        data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
             raise ConfigError("compare: the data are split already; leave partition out, or give a data set")
@@ -180,7 +180,7 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
     if isinstance(partition, str) or (
         isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)
     ):
-        partition = TABLES["partition"].read(partition, "compare: partition", "partition", Setting.places())
+        partition = SETTING_TABLES["partition"].read(partition, "compare: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
         raise ConfigError("compare: partition has split data already: give it in the place of the data")
     if isinstance(partition, type) and issubclass(partition, Partition):
@@ -191,7 +191,7 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
             f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
             "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"
         )
-    source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.of(data))
+    source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
     return source, partition
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.schema import Method as Method
     from fedloom.lab.experiment.tuning import Tune as Tune
 
-_MODULES = {
+_MODULE_NAMES = {
     "Event": "events",
     "Experiment": "schema",
     "Listener": "events",
@@ -46,8 +46,8 @@ _MODULES = {
     "read": "file",
 }
 
-__all__ = [*_MODULES]
+__all__ = [*_MODULE_NAMES]
 
-__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})
+__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()})
 
 __dir__ = lister(__name__)

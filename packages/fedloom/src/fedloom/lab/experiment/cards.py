@@ -1,4 +1,4 @@
-"""Cards for people: what every method is, and its options; and every other part that an experiment chooses by name."""
+"""Cards for people: what every method is, and its options. And every other part that an experiment chooses by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.engine.checks.refusals import check_mixer, check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
-from fedloom.models import KINDS
+from fedloom.models import MODEL_CLASSES
 from fedloom.options import limits_of
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
@@ -27,9 +27,9 @@ from fedloom.rows.channel import CHANNELS
 from fedloom.schedule import DEVICES, SCHEDULES
 from fedloom.values import Value, choose, fields_of
 
-PARTS: Mapping[str, Mapping[str, type[Value]]] = {
+PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
     "partitions": PARTITIONS,
-    "models": KINDS,
+    "models": MODEL_CLASSES,
     "data": SOURCES,
     "samplers": SAMPLERS,
     "weighers": WEIGHERS,
@@ -43,15 +43,15 @@ PARTS: Mapping[str, Mapping[str, type[Value]]] = {
 }
 """The topics of ``fedloom list`` beside methods, metrics and recipes."""
 
-METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
+COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
 """The methods that pages count: all but a reference with the data of all clients in one place."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:
-    """Names of `PARTS`, or "metrics", each with one line."""
+    """Names of `PART_KINDS`, or "metrics", each with one line."""
     if what == "metrics":
         return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
-    return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PARTS[what].items()]
+    return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PART_KINDS[what].items()]
 
 
 def families() -> dict[str, list[tuple[str, str]]]:
@@ -65,7 +65,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
 
 
 def text(entry: type[Algorithm] | Preset) -> str:
-    """The card of a registry entry."""
+    """Render the card of a registry entry."""
     if isinstance(entry, Preset):
         return inspect.cleandoc(entry.card)
     module = inspect.getmodule(entry)
@@ -73,10 +73,10 @@ def text(entry: type[Algorithm] | Preset) -> str:
 
 
 def card(name: str) -> str:
-    """The card of a method, or of a class of user code by its import path, with its options, defaults and ranges.
+    """Render the card of a method or of a user's class by import path, with its options, defaults and ranges.
 
     Raises:
-        ConfigError: there is no such method; the message has the nearest name.
+        ConfigError: there is no such method. The message has the nearest name.
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
@@ -84,7 +84,7 @@ def card(name: str) -> str:
     return "\n".join(lines)
 
 
-LOSES: Mapping[str, tuple[str, dict[str, Any]]] = {
+THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "sampler": ("rounds without all clients", {}),
     "schedule": ("a schedule other than 'synchronous'", {}),
     "weigher": ("a weigher other than 'shares'", {"weigher": WEIGHERS["samples"]()}),
@@ -97,11 +97,11 @@ LOSES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def theory(name: str) -> list[str]:
-    """State what the method's paper proves, on what conditions, and which parts it does not cover; nothing without."""
+    """State what the method's paper proves, on what conditions, and which parts it does not cover. Nothing without."""
     if name not in THEOREMS:
         return []
     theorem = THEOREMS[name]
-    lost = [words for kind, (words, _) in LOSES.items() if kind in loses(name)]
+    lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in loses(name)]
     sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
     sentences += [f"The theorem is lost, while the run still works, with {', '.join(lost[:-1])} or {lost[-1]}."]
     return ["", *wrap(" ".join(filter(None, sentences)), 120)]
@@ -119,16 +119,18 @@ def loses(name: str) -> tuple[str, ...]:
             if kind == "mixer":
                 check_mixer(method.algorithm, MIXERS["attention"](), None)
             else:
-                check_together(method.algorithm, LocalSGD(), **{"weigher": SharesWeigher(), **LOSES[kind][1]})
+                check_together(
+                    method.algorithm, LocalSGD(), **{"weigher": SharesWeigher(), **THEOREM_EXAMPLES[kind][1]}
+                )
         except Refused:
             return False
         return True
 
-    return tuple(kind for kind in LOSES if kind not in THEOREMS[name].covers and is_taken(kind))
+    return tuple(kind for kind in THEOREM_EXAMPLES if kind not in THEOREMS[name].covers and is_taken(kind))
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """The constants of ``settings = "paper"`` and ``"released"``, where they are not the defaults."""
+    """List the constants of ``settings = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:
@@ -141,7 +143,7 @@ def _paper(entry: type[Algorithm] | Preset) -> list[str]:
 
 
 def cards() -> dict[str, str]:
-    """The card of every method of the registry."""
+    """Render the card of every method of the registry."""
     return {name: card(name) for name in REGISTRY}
 
 

@@ -10,8 +10,8 @@ from fedloom.algorithms import REGISTRY, Preset
 from fedloom.algorithms._base import SETTINGS
 from fedloom.analyses import ANALYSES
 from fedloom.engine.setting import Setting
-from fedloom.imports import PATTERN
-from fedloom.lab.experiment.schema import TABLES, Top
+from fedloom.imports import IMPORT_PATH_PATTERN
+from fedloom.lab.experiment.schema import SETTING_TABLES, Top
 from fedloom.values import Value
 
 Schema = dict[str, Any]
@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 
 def json_schema() -> str:
-    """The JSON schema of experiment files, for editors."""
+    """Render the JSON schema of experiment files, for editors."""
     shared: Schema = {}
 
     def one(value: type[Value] | Preset) -> Schema:
@@ -42,12 +42,12 @@ def json_schema() -> str:
             if all(c["properties"].get(name) == field for c in choices) and shared.setdefault(name, field) == field:
                 for c in choices:
                     c["properties"][name] = {"$ref": f"#/$defs/{name}"}  # once for all kinds
-        path = {"type": "string", "pattern": PATTERN, "description": "import path of a class of user code"}
+        path = {"type": "string", "pattern": IMPORT_PATH_PATTERN, "description": "import path of a class of user code"}
         choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}
 
     head = one(Top)["properties"]
-    tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in TABLES.items()}
+    tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in SETTING_TABLES.items()}
     other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}

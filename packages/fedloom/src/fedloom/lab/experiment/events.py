@@ -15,10 +15,10 @@ from fedloom.engine.records import Divergence
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
-PAUSE = 0.2
+EVENT_INTERVAL_SECONDS = 0.2
 """Seconds between two events of a run in another process that has measured nothing new."""
 
-PATIENCE = 2.0
+ERROR_GRACE_SECONDS = 2.0
 """Seconds after an error in which events under way are still passed on."""
 
 Figures = dict[str, float]
@@ -33,10 +33,10 @@ class Event(NamedTuple):
         seed: of the run.
         rounds: in all.
         round: rounds done.
-        figures: what was measured since the last event, by round; in a run's first event everything so far.
-        pace: seconds that a round takes lately, with its share of evaluation; None while that is not known.
-        diverged: the sentence of a run that is found to diverge now; it continues.
-        status: how the run has ended, in a word; empty during the run.
+        figures: what was measured since the last event, by round, in a run's first event everything so far.
+        pace: seconds that a round takes lately, with its share of evaluation. None while that is not known.
+        diverged: the sentence of a run that is found to diverge now. It continues.
+        status: how the run has ended, in a word. Empty during the run.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Receives every event; its return value is ignored, and its failure is a warning that ends no run."""
+"""Receives every event. Its return value is ignored, and its failure is a warning that ends no run."""
 
 
 class Emitter:
@@ -68,12 +68,12 @@ class Emitter:
         self._records_read, self._last, self._divergence, self._guard = 0, 0.0, Divergence(), Guard()
 
     def __call__(self, state: State) -> None:
-        """An event after a round."""
+        """Send an event after a round."""
         if len(state.records.items) > self._records_read or time.monotonic() - self._last >= self._pause:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
-        """The event at the end of a run, which has no state if code failed."""
+        """Send the event at the end of a run. It has no state if code failed."""
         if state is not None:
             self._emit(state, status)
             return
@@ -102,12 +102,12 @@ class EventQueue:
         self._queue: SimpleQueue[Event | None] = get_context("fork").SimpleQueue()
 
     def send(self, event: Event) -> None:
-        """A listener for another process."""
+        """Pass an event to another process."""
         self._queue.put(event)
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """While it is open, a thread passes on every event; after an error those that come within `PATIENCE`."""
+        """Pass on every event in a thread within the block, and for `ERROR_GRACE_SECONDS` after an error."""
         guard = Guard()
 
         def listen() -> None:
@@ -124,7 +124,7 @@ class EventQueue:
         try:
             yield
         except BaseException:
-            patience = PATIENCE  # a process that was killed may hold the queue, or have sent half an event
+            patience = ERROR_GRACE_SECONDS  # a process that was killed may hold the queue, or have sent half an event
             raise
         finally:
             ending = threading.Thread(target=end, daemon=True)

@@ -1,4 +1,4 @@
-"""Running an experiment: every method with every seed, what is missing only, several at a time where that pays."""
+"""Run an experiment: every missing method and seed, several at a time if that pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from fedloom.analyses import ANALYSES
 from fedloom.analyses.registry import name_of
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
@@ -33,7 +33,7 @@ from fedloom.errors import (
     entered,
 )
 from fedloom.lab import report
-from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
+from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Emitter, Event, EventQueue, Listener
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
@@ -52,25 +52,25 @@ from fedloom.lab.report.charts.look import can_draw
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool
-from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import (
-    CHECKPOINTS,
-    FILES,
-    FOLDERS,
-    LIVE,
-    MODELS,
-    REPORT,
-    SETTINGS,
-    WORK,
+    CHECKPOINTS_FOLDER,
+    LIVE_FOLDER,
+    MODELS_FOLDER,
+    REPORT_FILE,
+    RESULT_FILES,
+    RESULT_FOLDERS,
+    SETTINGS_FILE,
+    WORK_FOLDER,
     analysis_file,
 )
-from fedloom.storage.checkpoint import check_digest
+from fedloom.storage.checkpoint import check_file_digest
 from fedloom.storage.claims import UnitClaim, publish
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
 
-EMPTY: Mapping[Any, Any] = MappingProxyType({})
+NO_CHOICES: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
 
 
@@ -82,10 +82,10 @@ class Plan:
         out: the run directory, created if need be.
         data_dir: folder of data sets.
         force: forget what is there, once `run` has the directory for itself.
-        partly: what is forgotten is of the experiment's methods only; the directory must be of this experiment.
-        dry: look only; nothing is written or forgotten.
+        partly: what is forgotten is of the experiment's methods only. The directory must be of this experiment.
+        dry: look only. Nothing is written or forgotten.
         reads: files that the call reads, as the experiment file.
-        ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
+        ranks: processes that all make the same calls. Rank 0 alone uses the directory, but for rows on its machine.
 
     Attributes:
         notes: what is known of every method before its first round, by its label.
@@ -94,10 +94,10 @@ class Plan:
         RunDirError: the directory is of another experiment, or not a run directory.
         DataError: the data cannot be read.
         ConfigError: the experiment cannot work, or the directory lies in a run directory or a deployment, or has what
-            the call reads; nothing has been written then.
+            the call reads. Nothing has been written then.
     """
 
-    @on_cpu()
+    @default_to_cpu()
     @entered("file")
     def __init__(
         self,
@@ -109,14 +109,19 @@ class Plan:
         partly: bool = False,
         dry: bool = False,
         reads: Sequence[object] = (),
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
         self._directory = ExperimentDirectory(experiment, out, force=force, partly=partly)
         self.runs = self._directory.runs
         if ranks.rank == 0:
             self._directory.check()
-            entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
+            entries = (
+                *RESULT_FOLDERS,
+                *RESULT_FILES,
+                *map(analysis_file, ANALYSES),
+                *(() if is_run_directory(out) else (SETTINGS_FILE,)),
+            )
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
@@ -170,17 +175,17 @@ class Plan:
             listeners: hear of every round, and of the end of every run.
             page: write the report.
             join: share the runs with other processes that join, on any machine that has the directory.
-            executor: computes the runs, with ``submit(function, *arguments)``; see `units.executors`.
+            executor: computes the runs, with ``submit(function, *arguments)``, see `units.executors`.
 
         Returns:
             The outcome of every run, those that were there included.
 
         Raises:
-            CheckpointError: a disk that is full or refuses; what was finished is kept.
-            RunDirError: another process works in the directory, or has made it another experiment's; or two labels
+            CheckpointError: a disk that is full or refuses, what was finished is kept.
+            RunDirError: another process works in the directory, or has made it another experiment's. Or two labels
                 differ only in case, which its disk ignores.
             ConfigError: it is to join, with ranks, or to forget what is there.
-            RunStopped: the user interrupted a process that joined; the others go on.
+            RunStopped: the user interrupted a process that joined. The others go on.
         """
         if executor is not None:
             self._check_travels(executor, join=join)
@@ -218,10 +223,10 @@ class Plan:
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Have an executor compute the runs that are missing: whether the user stopped it, and which have failed."""
-        folders = [(run, self._directory.folder(CHECKPOINTS, *run)) for run in self.runs]
+        folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
-        failures, draft = dict[tuple[str, int], str](), self.out / WORK
+        failures, draft = dict[tuple[str, int], str](), self.out / WORK_FOLDER
         with interruptible() as interrupted:
             for k, reply in compute_units(executor, self._luggage(), units, interrupted):
                 (method, seed), folder = missing[k]
@@ -246,7 +251,10 @@ class Plan:
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers = None if self.share.runs == 1 else self.share.workers
         hear: tuple[Listener, ...] = (*listeners, partial(_note_end, ended))
-        units = [WorkUnit(path.name, path) for path in (self._directory.folder(CHECKPOINTS, *run) for run in self.runs)]
+        units = [
+            WorkUnit(path.name, path)
+            for path in (self._directory.folder(CHECKPOINTS_FOLDER, *run) for run in self.runs)
+        ]
 
         def do(k: int, claim: UnitClaim) -> str | None:
             outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
@@ -279,7 +287,7 @@ class Plan:
 
     def _write_page(self, outcomes: Sequence[Outcome], *, page: bool) -> None:
         if page and can_draw() and any(o.result is not None for o in outcomes):
-            report.write([self.out], self.out / REPORT, charts=False)
+            report.write_report([self.out], self.out / REPORT_FILE, charts=False)
 
     def _run_all(
         self,
@@ -288,9 +296,9 @@ class Plan:
         workers: int | None = None,
         interrupted: bool = False,
         ended: Collection[tuple[str, int]] = (),
-        failures: Mapping[tuple[str, int], str | None] = EMPTY,
+        failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
     ) -> list[Outcome]:
-        """The outcome of every run; the listeners have received those that have ``ended`` already.
+        """Run everything and return the outcome of every run. Listeners already have the runs that ``ended``.
 
         Runs with ``failures`` have failed in another process, and are not tried again.
         """
@@ -316,16 +324,16 @@ class Plan:
         advance: bool = True,
         claim: UnitClaim | None = None,
     ) -> Outcome:
-        """The outcome of a run; with a number of workers it is one of several that go on at a time.
+        """The outcome of a run, with a number of workers it is one of several that go on at a time.
 
         With a claim it is computed in the claim's folder.
         """
         setting = method.setting.with_(seed=seed)
         if workers is not None:
             setting = setting.with_(engine=setting.engine.with_(workers=workers))
-        emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else PAUSE)
+        emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else EVENT_INTERVAL_SECONDS)
         folder, fed = (
-            self._directory.folder(CHECKPOINTS, method, seed) if claim is None else claim.state,
+            self._directory.folder(CHECKPOINTS_FOLDER, method, seed) if claim is None else claim.state,
             self.federations[seed],
         )
         place = self.out if claim is None else claim.folder
@@ -345,7 +353,7 @@ class Plan:
         return outcome
 
     def _run_side_by_side(self, share: Share, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
-        """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
+        """Compute the runs in forked processes. Their checkpoints hold the results. True if the user stopped it."""
         line = EventQueue()
 
         def handle(_shared: None, k: int) -> None:
@@ -363,18 +371,18 @@ class Plan:
     def _write(self, outcomes: list[Outcome]) -> None:
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
             if outcome.complete and outcome.result is not None:
-                _save_models(outcome.result, self._directory.folder(MODELS, method, seed))
+                _save_models(outcome.result, self._directory.folder(MODELS_FOLDER, method, seed))
         write_tables(self.out, outcomes)
         federation = self.federations[self.experiment.head.seeds[0]]
         more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
-        shutil.rmtree(self.out / LIVE, ignore_errors=True)
+        shutil.rmtree(self.out / LIVE_FOLDER, ignore_errors=True)
 
     def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
-        """Do the further runs of analyses for every complete run; rows of runs that have them are kept."""
+        """Do the further runs of analyses for every complete run. Rows of runs that have them are kept."""
         further, tables = self._further(outcomes), list[pa.Table]()
         further.write(tables)
         share = decide_share(self.experiment, self.federations, further.methods)
@@ -395,7 +403,7 @@ def _save_models(result: Result, folder: Path) -> None:
     """Write the models, unless they lie there intact."""
     try:
         for name in result.models.files():
-            check_digest(folder / f"{name}.safetensors")
+            check_file_digest(folder / f"{name}.safetensors")
     except LayoutError:
         result.models.save_in_run(folder)
 

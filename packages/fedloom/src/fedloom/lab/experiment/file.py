@@ -14,28 +14,28 @@ import tomli_w
 from fedloom.analyses import Analysis, analysis_of
 from fedloom.analyses.registry import name_of
 from fedloom.data.sources import Source
-from fedloom.engine.checks.moved import with_analyses
+from fedloom.engine.checks.moved import move_analyses
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.hints import Places, unknown
-from fedloom.lab.experiment.overrides import with_overrides
+from fedloom.lab.experiment.overrides import apply_overrides
 from fedloom.lab.experiment.schema import (
-    TABLES,
+    SETTING_TABLES,
     Constants,
     Experiment,
     Head,
     Method,
     MethodKeys,
     Top,
-    by_file,
+    file_places,
 )
-from fedloom.lab.experiment.units.grid import with_grid
+from fedloom.lab.experiment.units.grid import expand_grid
 from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import difference, dump, flat, make, table
+from fedloom.values import dump, find_difference, flatten_document, make, table
 
 
 def read(
@@ -52,13 +52,13 @@ def read(
     """Read the experiment of a TOML file, with the changes of `fedloom.lab.experiment.overrides.with_overrides`.
 
     Args:
-        path: the file; that of a run directory too, whose table ``resolved`` records with what it was made.
+        path: the file, that of a run directory too, whose table ``resolved`` records with what it was made.
         values: other values, as ``local.lr=0.1``.
-        methods: the methods that stay; all when empty.
+        methods: the methods that stay. All when empty.
         rounds: of every method.
         trust: run the code that it names by import path, though it is another user's.
         refit: train on all samples with the first seed.
-        document: of the file, where it has been read already; the file is not read again then.
+        document: of the file, where it has been read already. The file is not read again then.
         engine: replaces keys of its [engine], where it is not None.
 
     Raises:
@@ -66,9 +66,9 @@ def read(
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
-    content = with_analyses(content) if "resolved" in document else content
+    content = move_analyses(content) if "resolved" in document else content
     check_document(content, path, trust=trust)
-    document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
+    document = apply_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
         document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
@@ -79,17 +79,17 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     """Make the experiment of a document.
 
     Args:
-        document: of an experiment file; in Python its tables may be values, and its algorithms methods.
+        document: of an experiment file, in Python its tables may be values, and its algorithms methods.
         where: the file, for messages.
-        way: how the document came; None: as a file.
+        way: how the document came. None: as a file.
 
     Raises:
-        ConfigError: unknown keys, wrong types, values out of range; the message names the file, the key, what was got
+        ConfigError: unknown keys, wrong types, values out of range. The message names the file, the key, what was got
             and what is allowed.
         DataError: the path of its data leads to no data set.
     """
-    document = with_grid(document, where)
-    way = way or by_file()
+    document = expand_grid(document, where)
+    way = way or file_places()
     for key, value in document.items():
         if key not in way.keys:
             raise unknown("key", key, way.keys, where, way.hint(key, value))
@@ -103,10 +103,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"{where}: at least one [[method]] is needed; {way.form}")
     source, partition, tune = (
-        TABLES[name].read(document.get(name, {}), f"{where}: {way.name_table(name)}", name, way)
+        SETTING_TABLES[name].read(document.get(name, {}), f"{where}: {way.name_table(name)}", name, way)
         for name in ("data", "partition", "tune")
     )
-    base, model = Setting.of("fedavg", seed=top.seeds[0]), document.get("model", {})
+    base, model = Setting.create("fedavg", seed=top.seeds[0]), document.get("model", {})
     choices = {key: document[key] for key in Setting.model_fields if key in document}
     analyses = read_analyses(document.get("analysis", ()), where)
     common = grouped(Setting.read(choices, where, way, base), analyses)
@@ -155,15 +155,15 @@ def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     return setting if weigher == setting.weigher else setting.with_(weigher=weigher)
 
 
-def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Merge the table [local] with a method's own; epochs take the place of steps, and the other way round."""
+def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Merge the table [local] with a method's own. Epochs take the place of steps, and the other way round."""
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}
     return {**{key: value for key, value in local.items() if key not in replaced}, **changes}
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Name the first key in which recorded settings differ from those of now, for a message; empty where none does.
+    """Name the first key in which recorded settings differ from the current ones, for a message, or "" if they agree.
 
     Methods and analyses may be added or left out. What was recorded before an option existed has its default.
 
@@ -176,7 +176,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
         KeyError, TypeError: ``recorded`` is no document of settings.
     """
     now, recorded = (
-        {k: v for k, v in document.items() if k != "analysis"} for document in (now, with_analyses(recorded))
+        {k: v for k, v in document.items() if k != "analysis"} for document in (now, move_analyses(recorded))
     )
     try:
         recorded, complete = parse(recorded).settings(), True
@@ -186,13 +186,13 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 
     def keys_of(document: Mapping[str, Any]) -> dict[str, object]:
         shared = {**document, "method": [m for m in document["method"] if m["label"] in both]}
-        dotted = flat(tomllib.loads(tomli_w.dumps(shared)))
+        dotted = flatten_document(tomllib.loads(tomli_w.dumps(shared)))
         return {key: value for key, value in dotted.items() if not re.fullmatch(free, key)}
 
     before, after = keys_of(recorded), keys_of(now)
     if not complete:
         before, after = ({key: side[key] for key in before.keys() & after.keys()} for side in (before, after))
-    return difference(before, after)
+    return find_difference(before, after)
 
 
 def _methods(
@@ -213,7 +213,7 @@ def _methods(
 def _method(
     declared: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Places
 ) -> Method:
-    """Make the method of a table; the experiment's choice of constants holds where it has none."""
+    """Make the method of a table. The experiment's choice of constants holds where it has none."""
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"
         raise ConfigError(f"{where}: algorithm {got}; {way.form}")
@@ -224,6 +224,6 @@ def _method(
     constants = {} if settings == "default" else {"settings": settings}
     method = NamedMethod.read(declared["algorithm"], {**constants, **options}, where, way)
     if isinstance(choices.get("local"), Mapping):
-        choices["local"] = merged(local if isinstance(local, Mapping) else dump(common.local), choices["local"])
+        choices["local"] = merge_local(local if isinstance(local, Mapping) else dump(common.local), choices["local"])
     setting = common.read({**choices, "algorithm": method.value}, where, way, common)
     return Method(label, method.name, {**constants, **options}, setting, method.entry)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fedloom import cache
 from fedloom.analyses.registry import ANALYSES
 
-NAME = "index.json"
+INDEX_FILE = "index.json"
 
 
 class Index(NamedTuple):
@@ -33,17 +33,17 @@ class Index(NamedTuple):
 
 
 def index() -> Index:
-    """Return the index that is kept; where there is none, or one of other sources, make it."""
-    text = cache.find(NAME, _sources())
+    """Return the cached index. Build it if it is missing or of other sources."""
+    text = cache.find(INDEX_FILE, _sources())
     return _make() if text is None else Index(**json.loads(text))
 
 
 def _make() -> Index:
-    from fedloom.lab.experiment.cards import PARTS, cards, families, parts
+    from fedloom.lab.experiment.cards import PART_KINDS, cards, families, parts
     from fedloom.lab.experiment.editors import json_schema
 
-    texts = Index(families(), {what: parts(what) for what in (*PARTS, "metrics")}, cards(), json_schema())
-    cache.keep(NAME, _sources(), json.dumps(texts._asdict()))
+    texts = Index(families(), {what: parts(what) for what in (*PART_KINDS, "metrics")}, cards(), json_schema())
+    cache.keep(INDEX_FILE, _sources(), json.dumps(texts._asdict()))
     return texts
 
 

@@ -8,34 +8,36 @@ from fedloom.errors import LayoutError
 from fedloom.lab.experiment.opened import RunDirectory
 from fedloom.lab.experiment.recorded import RecordedRun
 from fedloom.metrics import leading, metric, worst
-from fedloom.rundir import ADAPTED, MODELS, folder_of
+from fedloom.rundir import ADAPTED_FOLDER, MODELS_FOLDER, run_folder
 from fedloom.trained.model import facts_of, open_tensors
-from fedloom.trained.model_source import KINDS
+from fedloom.trained.model_source import MODEL_CHOICES
 
 Row = dict[str, str | int | float | None]
 """A model: cells by column."""
 
 
 def listed(opened: RunDirectory) -> list[Row]:
-    """A row for every model: method, seed, kind, how many, its leading metric, and its file.
+    """List every model: method, seed, kind, count, leading metric, and file.
 
     The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
-    tenth of the clients; of an adapted model it is that on the samples that were held out.
+    tenth of the clients, of an adapted model it is that on the samples that were held out.
     """
     table = opened.table()
     lead = leading(table["metric"].unique().to_pylist())
     rows = [row for run in opened for row in _rows(opened, run, lead)]
-    return rows + [_adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED).glob("*.safetensors"))]
+    return rows + [
+        _adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED_FOLDER).glob("*.safetensors"))
+    ]
 
 
 def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
     measured = run.measured()
     rows = list[Row]()
-    for kind in KINDS:
+    for kind in MODEL_CHOICES:
         if (kind, "test", lead) not in measured:
             continue
         values = run.final(kind, lead)
-        file = folder_of(opened.path, MODELS, run.method, run.seed) / f"{kind}.safetensors"
+        file = run_folder(opened.path, MODELS_FOLDER, run.method, run.seed) / f"{kind}.safetensors"
         rows.append(
             {
                 "method": run.method,

@@ -10,16 +10,25 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from fedloom.engine.state import State
-from fedloom.lab.experiment.outputs import labelled, of_runs, write_parquet
-from fedloom.rundir import LIVE, METRICS, PARTITION, SETTINGS, SUMMARY, TIMINGS, WORK, file_name
+from fedloom.lab.experiment.outputs import labelled, select_runs, write_parquet
+from fedloom.rundir import (
+    LIVE_FOLDER,
+    METRICS_FILE,
+    PARTITION_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    TIMINGS_FILE,
+    WORK_FOLDER,
+    file_name,
+)
 from fedloom.storage.files import make_folder
 
-PAUSE = 2.0
+WRITE_INTERVAL_SECONDS = 2.0
 """Seconds between two files of these figures of a run, at least."""
 
 
 class LiveFigures:
-    """A callback of `simulate` that writes a run's figures in the meantime, so that others can look; see `snapshot`.
+    """A callback of `simulate` that writes a run's figures in the meantime, so that others can look, see `snapshot`.
 
     Args:
         out: the run directory.
@@ -29,13 +38,13 @@ class LiveFigures:
     """
 
     def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
-        self._folder, self._label, self._seed, self._rounds = out / LIVE, label, seed, rounds
+        self._folder, self._label, self._seed, self._rounds = out / LIVE_FOLDER, label, seed, rounds
         self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
         """After a round, where something was measured since the last file."""
         count, now = len(state.records.items), time.monotonic()
-        if count == self._records_written or (now - self._last < PAUSE and state.round < self._rounds):
+        if count == self._records_written or (now - self._last < WRITE_INTERVAL_SECONDS and state.round < self._rounds):
             return
         self._last, self._records_written = now, count
         make_folder(self._folder)
@@ -44,18 +53,18 @@ class LiveFigures:
 
 
 def newest(out: Path) -> dict[str, int]:
-    """The files of a run directory that a report reads, with their times: what differs when there is news."""
-    names = (SETTINGS, METRICS, TIMINGS, PARTITION, SUMMARY)
+    """Return the files of a run directory that a report reads, with their times. They differ when there is news."""
+    names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
     times = dict[str, int]()
     for path in paths:
-        with suppress(FileNotFoundError):  # a run deletes its files in `LIVE` at its end
+        with suppress(FileNotFoundError):  # a run deletes its files in `LIVE_FOLDER` at its end
             times[path.name] = path.stat().st_mtime_ns
     return times
 
 
 def snapshot(out: Path, into: Path) -> Path:
-    """A run directory with the figures so far, for a report: `out` of a finished run, else a copy of its tables.
+    """Write a run directory with the current figures for a report. A finished run is returned as it is.
 
     Args:
         out: the run directory.
@@ -70,17 +79,17 @@ def snapshot(out: Path, into: Path) -> Path:
     make_folder(into)
     tables = [pq.read_table(path) for path in live.values()]
     recorded = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
-    if (out / METRICS).exists():
-        tables = [of_runs(pq.read_table(out / METRICS), recorded, invert=True), *tables]
-    for name in (SETTINGS, TIMINGS, PARTITION):
+    if (out / METRICS_FILE).exists():
+        tables = [select_runs(pq.read_table(out / METRICS_FILE), recorded, invert=True), *tables]
+    for name in (SETTINGS_FILE, TIMINGS_FILE, PARTITION_FILE):
         (into / name).unlink(missing_ok=True)
         if (out / name).exists():
             shutil.copyfile(out / name, into / name)
-    write_parquet(into / METRICS, tables)
+    write_parquet(into / METRICS_FILE, tables)
     return into
 
 
 def _live_files(out: Path) -> list[Path]:
     """Files of figures, of runs of this machine and of those that other processes have claimed, newer attempts last."""
-    claimed = sorted(out.glob(f"{WORK}/*/*/{LIVE}/*.parquet"), key=lambda path: int(path.parts[-3]))
-    return [*sorted((out / LIVE).glob("*.parquet")), *claimed]
+    claimed = sorted(out.glob(f"{WORK_FOLDER}/*/*/{LIVE_FOLDER}/*.parquet"), key=lambda path: int(path.parts[-3]))
+    return [*sorted((out / LIVE_FOLDER).glob("*.parquet")), *claimed]

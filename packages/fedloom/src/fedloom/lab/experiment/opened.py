@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources import Source
-from fedloom.engine.checks.moved import with_analyses
+from fedloom.engine.checks.moved import move_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, RunDirError
 from fedloom.formats import option
@@ -27,25 +27,34 @@ from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.report import result_table
 from fedloom.lab.report.reading import read_table
 from fedloom.metrics import leading, metric
-from fedloom.models.imported import Held, OwnModel, given_model
-from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, place_of, read_summary
+from fedloom.models.imported import Held, OwnModel, describe_model
+from fedloom.rundir import (
+    METRICS_FILE,
+    MODELS_FOLDER,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    check_digest,
+    place_of,
+    read_summary,
+    run_folder,
+)
 from fedloom.storage import read_toml
 from fedloom.trained.model import Model, facts_of, open_tensors
-from fedloom.trained.model_source import KINDS
+from fedloom.trained.model_source import MODEL_CHOICES
 from fedloom.trained.models import MOST_PERSONAL_FIRST
 from fedloom.trained.predictions import (
     OWN_SCALE,
     Evaluated,
     Predictions,
-    alone,
     assigned,
     evaluated,
+    predict_with_one,
     predicted,
 )
 from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
 
-COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
+FIGURE_COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
 
 class RecordedData(Source):
@@ -58,7 +67,7 @@ class RecordedData(Source):
 class RunDirectory:
     """A run directory.
 
-    Iterating gives its runs; ``opened["flame", 0]`` is the run of a method and a seed.
+    Iterating gives its runs. ``opened["flame", 0]`` is the run of a method and a seed.
 
     Args:
         path: the directory.
@@ -72,7 +81,7 @@ class RunDirectory:
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
         self.path, self._model, self._trust = place_of(path, "path"), model, trust
-        settings = self.path / SETTINGS
+        settings = self.path / SETTINGS_FILE
         if deployed := _deployed(self.path):
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
@@ -81,7 +90,7 @@ class RunDirectory:
         try:
             self._document = read_toml(settings, "settings of the run")
             check_digest(settings, settings.read_bytes())
-            summary = read_summary(self.path / SUMMARY)
+            summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
             raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
@@ -93,9 +102,9 @@ class RunDirectory:
             raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
         if model is None:
             return
-        if given_model(model) is None:
+        if describe_model(model) is None:
             raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
-        if not any(_held(table) for table in (self._document, *self._methods)):
+        if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
             raise ConfigError(f"{settings} names the models of its runs; leave model out")
 
     def __iter__(self) -> Iterator[RecordedRun]:
@@ -118,7 +127,7 @@ class RunDirectory:
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
-        """The runs of a method, of a seed, of both, or all.
+        """Return the runs of a method, of a seed, of both, or all runs.
 
         Raises:
             ConfigError: there is no such method or seed.
@@ -132,7 +141,7 @@ class RunDirectory:
 
     @cached_property
     def _table(self) -> pa.Table:
-        return read_table(self.path / METRICS, COLUMNS)
+        return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
         """Every figure of every run, with the columns ``method`` and ``seed`` first.
@@ -140,13 +149,13 @@ class RunDirectory:
         Raises:
             RunDirError: the file is missing or damaged.
         """
-        if not (self.path / METRICS).is_file():
+        if not (self.path / METRICS_FILE).is_file():
             raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
         return self._table
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings; its data and clients are not looked for, they may be elsewhere by now.
+        """The settings. Its data and clients are not looked for, they may be elsewhere by now.
 
         Raises:
             ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
@@ -154,12 +163,12 @@ class RunDirectory:
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """The settings with some of the methods: what another method names may be gone."""
-        check_document(self._document, self.path / SETTINGS, trust=self._trust)
+        """Return the settings with some of the methods. Code of other methods may be gone."""
+        check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
-        document = {k: v for k, v in with_analyses(self._document).items() if k not in apart}
+        document = {k: v for k, v in move_analyses(self._document).items() if k not in apart}
         tables = {"data": RecordedData(), "method": [self._with_model(method) for method in methods]}
-        return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
+        return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS_FILE))
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
@@ -168,33 +177,34 @@ class RunDirectory:
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _with_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """A table of settings, whose model is the one in hand where it names none."""
-        held = self._model is not None and _held(table)
+        """Return a table of settings with the given model, if the table names none."""
+        held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
     def _setting(self, label: str) -> Setting:
-        """The settings of a method."""
+        """Return the settings of a method."""
         tables = [m for m in self._methods if m.get("label") == label]
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS}: no name or import path leads to the method of {label!r} ({name}); in Python, "
+                f"{self.path / SETTINGS_FILE}: no name or import path leads to the method of {label!r} ({name}); "
+                "in Python, "
                 "the same call of fl.compare with this folder has its models, and runs nothing again"
             )
         return self._experiment(tables).methods[0].setting
 
     def saved_models(self, method: str, seed: int) -> SavedModels:
-        """The files of the models of a run."""
-        run, folder = self._setting(method), folder_of(self.path, MODELS, method, seed)
+        """Return the files of a run's models."""
+        run, folder = self._setting(method), run_folder(self.path, MODELS_FOLDER, method, seed)
         return SavedModels(folder, run.method, run.model, run.local, seed, method, run.task)
 
     @cached_property
     def new_data(self) -> NewData:
-        """How new data are read: with the options of the run."""
+        """Return the options for reading new data: the run's."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """New data with labels: a name or a path, as ``[data] source`` has it, in the terms of the run's models.
+        """Read new data with labels, by name or path as in ``[data] source``, in the terms of the run's models.
 
         Raises:
             DataError: it is missing or damaged.
@@ -217,10 +227,10 @@ class RunDirectory:
         Args:
             data: a file of rows (of texts: lines of a .txt), or what `fedloom.data.new_rows.new_rows` takes. Of a
                 table, the column that named the clients in training names them here too.
-            method: label; None: the best on validation, see `best`.
-            seed: of the run; None: the first.
-            client: whose model predicts all rows; None: each row its site's, without sites the global one.
-            kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows; None: a
+            method: label. None: the best on validation, see `best`.
+            seed: of the run. None: the first.
+            client: whose model predicts all rows. None: each row its site's, without sites the global one.
+            kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows. None: a
                 client's best.
             data_dir: folder of data sets.
             keep: columns of a table that go with the predictions.
@@ -232,9 +242,9 @@ class RunDirectory:
         first = self.runs(method, seed)[0].models
         new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
         rows = new_data.rows(first.recipe.facts, data, data_dir, keep)
-        if kind is not None and kind not in KINDS:
+        if kind is not None and kind not in MODEL_CHOICES:
             model = self.adapted(kind, method, seed)
-            return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
+            return predicted(rows, predict_with_one(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
         if method is None:
             sites = set(rows.sites or ()) if client is None else {first.names[0]}
             chosen = self.best(seed, personal=bool(sites), shared=not sites or not sites <= set(first.names))
@@ -253,7 +263,7 @@ class RunDirectory:
         client: str | int | None = None,
         kind: str | None = None,
     ) -> Iterator[Evaluated]:
-        """Models scored on new data with labels, each as `predict` uses it; arguments and errors as `predict`.
+        """Models scored on new data with labels, each as `predict` uses it. Arguments and errors as `predict`.
 
         Without a client and a kind: of every run all models where each row's site is a client of it, else the global
         one. Where a table's model would be scaled as at the clients on average, a second line has it scaled on the new
@@ -262,14 +272,14 @@ class RunDirectory:
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
         rows = new_rows(runs[0].models.recipe.facts, data)
-        if kind is not None and kind not in KINDS:
+        if kind is not None and kind not in MODEL_CHOICES:
             model = self.adapted(kind, method, seed)
-            yield Evaluated(model.about, model.about["kind"], OWN_SCALE, alone(model, rows), rows, data)
+            yield Evaluated(model.about, model.about["kind"], OWN_SCALE, predict_with_one(model, rows), rows, data)
             return
         yield from evaluated([run.models for run in runs], data, rows, client, kind)
 
     def load(self, path: Path | str) -> Model:
-        """A model that was adapted to one of the runs, from its file.
+        """Load a model that was adapted to one of the runs, from its file.
 
         Raises:
             LayoutError: no file of a model, or of another architecture.
@@ -281,7 +291,7 @@ class RunDirectory:
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
-        """The model of a file, which must have been adapted to one of some runs.
+        """Load the model of a file that was adapted to one of some runs.
 
         Raises:
             LayoutError: no file of a model, or of another architecture.
@@ -294,11 +304,11 @@ class RunDirectory:
         return model
 
     def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
-        """The run of the method whose models are best on validation after the last round, mean over clients and seeds.
+        """Return the run whose models are best on validation after the last round, mean over clients and seeds.
 
         Args:
-            seed: of the run; None: the first that is done.
-            personal: the clients' own models count, where a method has them; else global models only.
+            seed: of the run. None: the first that is done.
+            personal: the clients' own models count, where a method has them. Else global models only.
             shared: the method must have a global model.
 
         Raises:
@@ -331,7 +341,7 @@ class RunDirectory:
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """The result table: a row per method and model, means over seeds."""
+        """Render the result table: a row per method and model, means over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -346,7 +356,7 @@ class RunDirectory:
 
 
 def _deployed(path: Path) -> str:
-    """What part of a deployment a folder is, and the commands for its models; empty for any other folder."""
+    """Describe which part of a deployment a folder is, and the commands for its models, or "" for other folders."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
     if (path.parent / "site.toml").is_file():
@@ -356,22 +366,22 @@ def _deployed(path: Path) -> str:
     return ""
 
 
-def _held(table: Mapping[str, Any]) -> bool:
+def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
     """Whether a table of settings has a model that no name leads to."""
     model = table.get("model")
     return isinstance(model, Mapping) and model.get("kind") == Held.kind
 
 
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
-    """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
+    """Open a run directory that `fedloom run` wrote: its table, runs and models. Nothing is computed again.
 
-    Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
+    Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for. A file
     of a model never names any.
 
     Args:
         path: the directory.
         model: the module, class or function that `fedloom.compare` was given as the model, where no import path leads
-            to it; of a module the weights do not matter.
+            to it, of a module the weights do not matter.
         trust: run that code though the directory is another user's.
 
     Raises:

@@ -25,23 +25,23 @@ from fedloom.engine.result import Result
 from fedloom.errors import DataError, Refused, RunDirError
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.rundir import (
-    METRICS,
+    METRICS_FILE,
     NO_DIGEST,
-    PARTITION,
-    SETTINGS,
-    SUMMARY,
-    TIMINGS,
+    PARTITION_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    TIMINGS_FILE,
     RunRecord,
     Summary,
     analysis_file,
     check_digest,
-    with_digest,
+    insert_digest,
 )
 from fedloom.storage.disk import regular
 from fedloom.storage.files import write_atomic
 from fedloom.version import __version__
 
-VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
+RECORDED_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
 
 Spent = tuple[Sequence[float], Sequence[float]]
@@ -49,7 +49,7 @@ Spent = tuple[Sequence[float], Sequence[float]]
 
 
 class Outcome(NamedTuple):
-    """One run of the comparison: its result, or why there is none.
+    """One run of the comparison: its result, or the reason for having none.
 
     damaged: what it had saved cannot be read, so that its figures of before stay in the tables.
     """
@@ -90,10 +90,10 @@ def write_settings(out: Path, experiment: Experiment) -> None:
     versions = {
         "fedloom": __version__,
         "python": platform.python_version(),
-        **{v: _version(v) for v in VERSIONS},
+        **{v: _version(v) for v in RECORDED_PACKAGES},
     }
     document = {**experiment.settings(), "resolved": {"versions": versions}}
-    write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(document)}# {NO_DIGEST}\n".encode()))
+    write_atomic(out / SETTINGS_FILE, insert_digest(f"{tomli_w.dumps(document)}# {NO_DIGEST}\n".encode()))
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -108,20 +108,20 @@ def write_measured(
     runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
     keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """The same files, from a method's label, a seed, its figures, and the seconds and one-off costs of its rounds.
+    """Write the measured figures, from label, seed, figures, seconds and one-off costs of the rounds.
 
     Of the runs to ``keep``, the rows that the files have stay.
     """
     metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
-    write_parquet(out / METRICS, metrics, keep)
-    write_parquet(out / TIMINGS, seconds, keep)
+    write_parquet(out / METRICS_FILE, metrics, keep)
+    write_parquet(out / TIMINGS_FILE, seconds, keep)
 
 
 def write_analyses(
     out: Path, analyses: Sequence[Analysis], outcomes: Sequence[Outcome], federation: Federation
 ) -> list[str]:
-    """Write the tables of analyses after the last round, a file each; return notes.
+    """Write the tables of analyses after the last round, a file each. Return notes.
 
     Further runs have their file by `write_further`.
 
@@ -158,7 +158,7 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """The table of an analysis by sums, and notes; where it has no answer, a note on that alone."""
+    """The table of an analysis by sums, and notes, where it has no answer, a note on that alone."""
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
@@ -166,7 +166,7 @@ def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table],
 
 
 def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
-    """Labels and seeds of the runs of which an analysis' file has rows of further runs; none where it is damaged."""
+    """Labels and seeds of the runs of which an analysis' file has rows of further runs. None where it is damaged."""
     names, path = ["method", "seed"], out / analysis_file(name_of(analysis))
     try:
         check_digest(path, regular(path).read_bytes())
@@ -188,9 +188,9 @@ def write_further(
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
-    """One table of all, and of the rows of the runs to ``keep`` that are there; without any, no file is left."""
+    """One table of all, and of the rows of the runs to ``keep`` that are there, without any, no file is left."""
     if keep and path.exists():
-        tables = [*tables, of_runs(pq.read_table(path), keep)]
+        tables = [*tables, select_runs(pq.read_table(path), keep)]
     if not tables:
         path.unlink(missing_ok=True)
         return
@@ -198,11 +198,11 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
     with pq.ParquetWriter(sink, table.schema, compression="zstd") as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({"digest": NO_DIGEST})
-    write_atomic(path, with_digest(sink.getvalue()))
+    write_atomic(path, insert_digest(sink.getvalue()))
 
 
-def of_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """The rows of the named runs of a table of several; ``invert``: of all that are not named."""
+def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
+    """Select the rows of the named runs of a table, or with ``invert`` all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -214,7 +214,7 @@ def write_summary(
     federations: Mapping[int, Federation],
     more: Sequence[str] = (),
 ) -> None:
-    """``summary.json``: how every run ended; ``partition.parquet``: how the data were split."""
+    """``summary.json``: how every run ended. ``partition.parquet``: how the data were split."""
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
     write_splits(out, federations, attackers)
@@ -237,7 +237,7 @@ def write_summary(
         metrics={k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
         warnings=tuple(dict.fromkeys([*notes, *more])),
     )
-    write_atomic(out / SUMMARY, summary.content())
+    write_atomic(out / SUMMARY_FILE, summary.content())
 
 
 def write_splits(
@@ -246,7 +246,7 @@ def write_splits(
     """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
     attackers_by_seed = attackers or {}
     tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
-    write_parquet(out / PARTITION, tables)
+    write_parquet(out / PARTITION_FILE, tables)
 
 
 def _run(outcome: Outcome, role: str | None) -> RunRecord:
@@ -277,16 +277,16 @@ def partition_table(
     attackers: NDArray[np.int64] | None = None,
     tests: Split | None = None,
 ) -> pa.Table:
-    """A row per client of the n.
+    """Build the partition table, a row per client.
 
     Args:
         seed: of the cut.
         names: of the clients.
         sizes: training samples ``[n]``.
-        counts: of them by class ``[n, C]``; C = 0 for a regression, and where only the sizes are known.
-        groups: planted group ``[n]``; None: -1 for all.
+        counts: of them by class ``[n, C]``. C = 0 for a regression, and where only the sizes are known.
+        groups: planted group ``[n]``. None: -1 for all.
         attackers: numbers of the clients that attack.
-        tests: the clients' test parts, of which their sizes and one digest of all are written; None: not known.
+        tests: the clients' test parts, of which their sizes and one digest of all are written. None: not known.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {

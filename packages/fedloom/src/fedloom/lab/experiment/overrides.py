@@ -11,13 +11,13 @@ from fedloom.analyses import ANALYSES, Analysis
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 from fedloom.rundir import label_of
-from fedloom.values import FACTOR, table
+from fedloom.values import FACTOR_PATTERN, table
 
-WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
+BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
 """Text that needs no quotes, for the shell takes them away."""
 
 
-def with_overrides(
+def apply_overrides(
     document: Mapping[str, object],
     where: str,
     values: Sequence[str] = (),
@@ -26,19 +26,19 @@ def with_overrides(
     *,
     refit: bool = False,
 ) -> dict[str, Any]:
-    """Apply the changes of the command line to a document; `fedloom.lab.experiment.parse` checks the outcome.
+    """Apply the changes of the command line to a document. `fedloom.lab.experiment.parse` checks the outcome.
 
     Args:
         document: of an experiment file.
         where: the file, for messages.
         values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, the value as in TOML. Another ``kind``
-            or ``source`` starts its table anew; epochs take the place of steps, and the other way round.
-        methods: labels, or names of algorithms, of the methods that stay; all when empty.
+            or ``source`` starts its table anew. Epochs take the place of steps, and the other way round.
+        methods: labels, or names of algorithms, of the methods that stay. All when empty.
         rounds: of every method, in place of the file's.
         refit: train on all samples with the first seed, as after a cross-validation: there is nothing to test on.
 
     Raises:
-        ConfigError: a text of another form, or a method that is not there; the message names the key.
+        ConfigError: a text of another form, or a method that is not there. The message names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -67,7 +67,7 @@ def with_overrides(
 
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """The experiment without test samples, and without validation ones unless models are recalibrated on them."""
+    """Remove the test samples, and the validation samples unless models are recalibrated on them."""
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
@@ -79,7 +79,7 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Whether an analysis reads a run, whose test parts are empty here; one by sums is of all rows."""
+    """Whether an analysis reads a run, whose test parts are empty here. One by sums is of all rows."""
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
@@ -104,7 +104,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The table of a method that a key names, and the rest of the key."""
+    """Find the method table that a key names, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")
@@ -117,6 +117,6 @@ def _value(key: str, text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
-        if WORD.fullmatch(text):
+        if BARE_TEXT_PATTERN.fullmatch(text):
             return text
         raise ConfigError(f"--set {key}: {text!r} is not a value of TOML: {error}") from None

@@ -47,11 +47,11 @@ class RecordedRun:
         return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
+        """Return a metric of every scored client after the last evaluated round, float64 ``[s]``.
 
         Args:
-            model: as in `fedloom.engine.result.Result.final`; None: the model that a client would use.
-            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            model: as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
+            metric: its name. None: accuracy, or the metric that leads where that was not measured.
             part: of the clients' samples.
 
         Raises:
@@ -71,18 +71,20 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """An Altair chart of a metric by round; see `fedloom.lab.report.notebook.chart`."""
+        """Draw an Altair chart of a metric by round, see `fedloom.lab.report.notebook.chart`."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
-        return display.chart(self.table(), metric, part)
+        return display.draw_curve(self.table(), metric, part)
 
     def _repr_html_(self) -> str:
         from fedloom.lab.report import notebook as display
 
-        return display.page(self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}")
+        return display.notebook_page(
+            self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}"
+        )
 
     def measured(self) -> set[tuple[str, str, str]]:
-        """What was measured of every client: (model, part, metric)."""
+        """Return the figures that every client has: (model, part, metric)."""
         kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
         return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
 

@@ -1,4 +1,4 @@
-"""Experiment: a comparison as a value; one federation, one model, several methods."""
+"""Experiment: a comparison as a value. One federation, one model, several methods."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Method:
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
-        """What `algorithm` names."""
+        """Algorithm or preset that `algorithm` names."""
         return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
-        """The method as a TOML table, defaults filled in."""
+        """Return the method as a TOML table with defaults filled in."""
         fields, algorithm = fields_of(self.entry), dump(self.setting.method)
         choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
@@ -65,11 +65,11 @@ def _printable(text: str) -> str:
 
 
 Title = Annotated[str, AfterValidator(_printable)]
-"""What tables and charts call something."""
+"""Name in tables and charts."""
 
 
 Constants = Literal["default", "paper", "released"]
-"""The constants of options that are not given: fedloom's defaults, the paper's own, or those of its public code."""
+"""Constants of options that are not given: fedloom's defaults, the paper's own, or its public code's."""
 
 
 def _no_path(text: str) -> str:
@@ -79,13 +79,11 @@ def _no_path(text: str) -> str:
 
 
 class Head(Value):
-    """The plain keys of an experiment file that are no choices of a run; the others are those of `Setting`."""
+    """Plain keys of an experiment file that are no choices of a run. `Setting` has the others."""
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
-    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
-    settings: Constants = Field(
-        "default", description="of every method that does not say its own: default, paper or released"
-    )
+    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="seeds. Every method runs once per seed")
+    settings: Constants = Field("default", description="default constants of the methods: default, paper or released")
 
     @field_validator("seeds")
     @classmethod
@@ -98,14 +96,14 @@ class Head(Value):
 class MethodKeys(Value):
     """The plain keys of a method that are no choices of a run."""
 
-    label: Title = Field(description="what the method is called in tables and charts")
-    settings: Constants = Field("default", description="constants of the options that are not given")
+    label: Title = Field(description="name of the method in tables and charts")
+    settings: Constants = Field("default", description="constants of options that are not given")
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="open questions of a draft, which runs once they are answered and deleted"),
+    Field((), description="open questions of a draft. It runs after they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
@@ -115,7 +113,7 @@ class DataTable(SettingTable):
     """The table [data], whose key ``source`` is a data set's name, or a path, which chooses the reader."""
 
     def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
-        """Read the source of a table; a file or folder is looked at, so that its reader is known.
+        """Read the source of a table. A file or folder is looked at, so that its reader is known.
 
         Raises:
             ConfigError: no such source, or an option that it does not have.
@@ -143,7 +141,7 @@ def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mappi
         raise type(error)(f"{where}: {error}") from None
 
 
-TABLES: dict[str, SettingTable] = {
+SETTING_TABLES: dict[str, SettingTable] = {
     "data": DataTable(Source, SOURCES, key="source"),
     "partition": SettingTable(Partition, PARTITIONS, "iid"),
     **Setting.tables(),
@@ -152,16 +150,16 @@ TABLES: dict[str, SettingTable] = {
 """The tables of an experiment file beside its methods."""
 
 
-def by_file() -> Places:
+def file_places() -> Places:
     """Return the way in of an experiment file."""
-    tables = {name: table.keys() for name, table in TABLES.items()}
+    tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
-    keys = (*TABLES, *Top.model_fields, "method", "analysis")
+    keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
     return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
 
 
-SHARED = ("model", "task")
-"""What a method has from the experiment unless it has its own; settings name it there alone."""
+SHARED_TABLES = ("model", "task")
+"""Tables that a method takes from the experiment unless it has its own. Only settings of methods name them."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +205,14 @@ class Experiment:
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
 
     def with_(self, **choices: object) -> Experiment:
-        """The same experiment with other choices, in every method."""
+        """Return the same experiment with other choices in every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 
     def settings(self) -> dict[str, Any]:
-        """The whole experiment as a TOML document, defaults filled in."""
+        """Return the whole experiment as a TOML document with defaults filled in."""
         whole = self.common.document()
-        shared = (*Setting.plain(), *SHARED)
+        shared = (*Setting.plain(), *SHARED_TABLES)
         common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}
         methods = [m.settings() for m in self.methods]
         return {
@@ -224,6 +222,6 @@ class Experiment:
             "partition": dump(self.partition, kind=self.partition.kind),
             **common,
             "model": {**common["model"], "kind": self.model_kind},
-            "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
+            "method": [{k: v for k, v in m.items() if k not in SHARED_TABLES or v != whole[k]} for m in methods],
             **({"analysis": [dump(value, kind=name_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

@@ -1,8 +1,8 @@
 """Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Figures are those of the whole federation; what is logged is the same after a restart. The files of all are in the run
-directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
-WANDB_MODE is set otherwise; ``wandb sync`` sends what it wrote.
+Figures are those of the whole federation, what is logged is the same after a restart. The files of all are in the run
+directory's folder ``tracking``, with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
+WANDB_MODE is set otherwise. ``wandb sync`` sends what it wrote.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedloom.errors import ConfigError, sentence_of
 from fedloom.hints import unknown
 from fedloom.lab.experiment.events import Event, Figures
 from fedloom.lab.experiment.schema import Experiment
-from fedloom.rundir import folder_of
+from fedloom.rundir import run_folder
 from fedloom.storage.files import make_folder
 
 if TYPE_CHECKING:
@@ -41,19 +41,19 @@ LONGEST_CAUSE = 300
 """Most characters of a library's error in a warning."""
 LONGEST_NAME = 250
 """Most characters of a name in MLflow."""
-FOLDER = "tracking"
-MOST = 1000
+TRACKING_FOLDER = "tracking"
+MAX_METRICS_PER_CALL = 1000
 """Metrics that MLflow takes at once."""
 
 
 class Writer(Protocol):
-    """Where the figures of one run go."""
+    """Destination of one run's figures."""
 
     last: int
     """The last round that is there."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Adds the figures of a later round."""
+        """Add the figures of a later round."""
         ...
 
     def close(self, status: str) -> None:
@@ -88,7 +88,7 @@ class Tracker:
         self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
     def __call__(self, event: Event) -> None:
-        """Writes what is newer than the last round that is there; closes the writer at the end of the run."""
+        """Write the rounds after the last written one, and close the writer at the end of the run."""
         key = event.label, event.seed
         with self._lock:
             self._waiting.setdefault(key, {}).update(event.figures)
@@ -123,7 +123,7 @@ class Tracker:
 
 
 class TensorBoard:
-    """Event files of one run; they are written anew, from the first round, when it is resumed."""
+    """Event files of one run. They are written anew, from the first round, when it is resumed."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -145,7 +145,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run in MLflow; it is found again, and continued after its last round, when it is resumed."""
+    """A run in MLflow. It is found again, and continued after its last round, when it is resumed."""
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
 
@@ -171,8 +171,8 @@ class MLflow:
         now = int(time.time() * 1000)
         names = mlflow_names(figures)
         metrics = [Metric(names[name], value, now, round) for name, value in figures.items()]
-        for start in range(0, len(metrics), MOST):
-            self._client.log_batch(self._run, metrics=metrics[start : start + MOST])
+        for start in range(0, len(metrics), MAX_METRICS_PER_CALL):
+            self._client.log_batch(self._run, metrics=metrics[start : start + MAX_METRICS_PER_CALL])
         self._client.set_tag(self._run, "fedloom.round", round)
         self.last = round
 
@@ -181,7 +181,7 @@ class MLflow:
 
 
 def mlflow_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of figures as MLflow allows them, by ours; those that differ stay different.
+    """Return the names of figures as MLflow allows them, by ours. Those that differ stay different.
 
     >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
     {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
@@ -200,14 +200,14 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Letters, digits and ``_-. :/``; no part is empty or leads elsewhere as a path would."""
+    """Letters, digits and ``_-. :/``. No part is empty or leads elsewhere as a path would."""
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
 
 
 class WandB:
-    """An offline run of W&B; it is written anew, from the first round, when it is resumed."""
+    """An offline run of W&B. It is written anew, from the first round, when it is resumed."""
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
         import wandb
@@ -248,7 +248,7 @@ def check_tracker(kind: str | None) -> None:
         return
     if kind not in TRACKERS:
         raise unknown("tracker", kind, TRACKERS, "--track")
-    for package in NEEDED[kind]:
+    for package in TRACKER_PACKAGES[kind]:
         if find_spec(package) is None:
             extra = "wandb" if kind == "wandb" else "track"
             raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[{extra}]'")
@@ -256,22 +256,22 @@ def check_tracker(kind: str | None) -> None:
 
 def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
     def make(label: str, seed: int) -> Writer:
-        return TensorBoard(folder_of(out, FOLDER, label, seed))
+        return TensorBoard(run_folder(out, TRACKING_FOLDER, label, seed))
 
-    return make, f"tensorboard --logdir {out / FOLDER}"
+    return make, f"tensorboard --logdir {out / TRACKING_FOLDER}"
 
 
 def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_SECONDS))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
-    folder = (out / FOLDER).resolve()
+    folder = (out / TRACKING_FOLDER).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
     settings = {m.label: m.settings() for m in experiment.methods}
 
     @cache
     def opened() -> tuple[MlflowClient, str]:
-        """The client and the number of its experiment; a run's directory is its own only once the run has begun."""
+        """Return the client and its experiment number. A run creates its directory when it begins."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -303,9 +303,9 @@ def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
     def make(label: str, seed: int) -> Writer:
         named = {"seed": seed, **settings[label]}
-        return WandB(folder_of(out, FOLDER, label, seed), project, f"{label}-{seed}", named)
+        return WandB(run_folder(out, TRACKING_FOLDER, label, seed), project, f"{label}-{seed}", named)
 
-    return make, f"wandb sync {out / FOLDER}/*/wandb/offline-run-*"
+    return make, f"wandb sync {out / TRACKING_FOLDER}/*/wandb/offline-run-*"
 
 
 TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
@@ -314,8 +314,8 @@ TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
     "wandb": _wandb,
 }
 """The trackers of ``fedloom run --track``."""
-NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
-"""The packages of each; MLflow's database needs the last two."""
+TRACKER_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+"""The packages of each. MLflow's database needs the last two."""
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

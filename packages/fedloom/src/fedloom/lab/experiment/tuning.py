@@ -14,11 +14,11 @@ Scalar = bool | int | float | str
 
 
 class Range(Value):
-    """An interval; of whole numbers where both ends are."""
+    """An interval, of whole numbers where both ends are."""
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
-    log: bool = Field(False, description="even in the logarithm")
+    log: bool = Field(False, description="uniform in the logarithm")
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
@@ -30,52 +30,58 @@ class Range(Value):
 
 
 Dimension = Range | tuple[Scalar, ...]
-"""Where a setting is looked for: a range, or a list of choices; an empty list leaves the setting alone."""
+"""Search range of a setting: a range, or a list of choices. An empty list leaves the setting alone."""
 Space = Mapping[str, Dimension]
 """Settings of a method, as ``mu`` or ``local.lr``, and where they are looked for."""
 
 
 class Tune(Value):
-    """How hyper-parameters are looked for: the same number of trials and the same work for every method."""
+    """Search for hyperparameters: the same number of trials and the same work for every method."""
 
-    trials: int = Field(
-        20, ge=1, description="settings tried per method; lists with no more settings than that are gone through whole"
-    )
+    trials: int = Field(20, ge=1, description="trials per method. A list with fewer settings is searched completely")
     rounds: int | None = Field(
         None,
         ge=1,
-        description="work of a trial, in rounds of plain local training; the experiment's if not given",
+        description="work of a trial, in rounds of plain local training (default: the experiment's)",
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
-        (), description="a trial's score is the mean over these seeds; the first of the experiment when empty"
+        (), description="seeds whose mean is a trial's score (default: the experiment's first)"
     )
     metric: str | None = Field(
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
-        description="validation metric, mean over clients, or with /weighted, as accuracy/weighted, weighted by their "
-        "samples; that of the task if not given, as AUROC on two classes",
+        description=(
+            "validation metric, mean over clients, or weighted by their samples as in accuracy/weighted "
+            "(default: the task's metric, such as AUROC for two classes)"
+        ),
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "used"] = Field(
         "auto",
-        description="the model that is scored; auto is the personal one where the method has it, mean scores both the "
-        "global and the personal one where the method has both, used the hybrid of both there",
+        description=(
+            "model to score: auto (the personal model, if the method has one), mean (the mean of global "
+            "and personal, if both exist), used (their hybrid, if both exist)"
+        ),
     )
-    prune: bool = Field(
-        True, description="stop a trial that is below the median of the complete ones at the same point"
-    )
-    startup: int = Field(5, ge=1, description="trials that run to their end before any is stopped")
+    prune: bool = Field(True, description="stop a trial below the median of complete trials at the same point")
+    startup: int = Field(5, ge=1, description="complete trials required before any trial is stopped")
     simulated_seconds: float | None = Field(
         None,
         gt=0,
-        description="a trial ends after so much virtual time and is scored there; its rounds are the most it may take",
+        description="virtual time after which a trial ends and is scored. Its rounds are an upper limit",
     )
     equal_work: bool = Field(
         True,
-        description="give each trial, and each method in the tuned file, the rounds that cost what `rounds` of plain "
-        "training cost; false: `rounds` rounds, or those in the method's own table",
+        description=(
+            "give each trial, and each method in the tuned file, as many rounds as the cost of `rounds` "
+            "plain rounds buys (false: `rounds` rounds, or the method's own number)"
+        ),
     )
-    seed: NonNegativeInt = Field(0, description="of the search itself")
-    defaults: bool = Field(True, description="look for the settings of the default spaces too; false: of `space` only")
+    seed: NonNegativeInt = Field(0, description="seed of the search")
+    defaults: bool = Field(True, description="also search the default spaces (false: `space` only)")
     space: dict[str, dict[str, Dimension]] = Field(
-        {}, description="per method (label or algorithm; all for every one): setting = [choices] or {low, high, log}"
+        {},
+        description=(
+            "search space per method (label or algorithm; all for every method): setting = [choices] or "
+            "{low, high, log}"
+        ),
     )

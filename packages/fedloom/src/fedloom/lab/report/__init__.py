@@ -5,9 +5,9 @@ from __future__ import annotations
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.comparison.card import check_card, write_card
 from fedloom.lab.report.comparison.conclusion import as_record, conclude, conclusions
-from fedloom.lab.report.comparison.criteria import NEAR, cumulative
+from fedloom.lab.report.comparison.criteria import TARGET_SHARE, cumulative
 from fedloom.lab.report.comparison.family import (
-    LEVEL,
+    FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
     PairVerdict,
     TestedDifference,
@@ -21,10 +21,10 @@ from fedloom.lab.report.comparison.family import (
 from fedloom.lab.report.comparison.moderated import seeds_for
 from fedloom.lab.report.csv_files import csv_of_table
 from fedloom.lab.report.numbers import (
-    EMPTY,
-    ENOUGH,
-    MODELS,
-    WORK,
+    EMPTY_CURVE,
+    MIN_SEEDS,
+    MODEL_KINDS,
+    WORK_FIGURES,
     Curve,
     Estimate,
     curve,
@@ -32,19 +32,19 @@ from fedloom.lab.report.numbers import (
     seeds_of,
     test_metrics,
 )  # fmt: skip
-from fedloom.lab.report.page import write
+from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key, Run
 from fedloom.lab.report.tables import result_table
 
 __all__ = [
-    "EMPTY",
-    "ENOUGH",
-    "LEVEL",
-    "MODELS",
+    "EMPTY_CURVE",
+    "FAMILY_ERROR_LEVEL",
+    "MIN_SEEDS",
+    "MODEL_KINDS",
     "MODERATED_LEVEL",
-    "NEAR",
-    "WORK",
+    "TARGET_SHARE",
+    "WORK_FIGURES",
     "Curve",
     "Estimate",
     "Key",
@@ -72,6 +72,6 @@ __all__ = [
     "seeds_for",
     "seeds_of",
     "test_metrics",
-    "write",
     "write_card",
+    "write_report",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def inert(cell: T) -> T | str:
-    """A cell of a CSV file; text that a spreadsheet would compute gets an apostrophe before it, as OWASP advises.
+    """Make a CSV cell inert: text that a spreadsheet would compute gets an apostrophe, as OWASP advises.
 
     Numbers have up to 12 digits.
 
@@ -32,7 +32,7 @@ def inert(cell: T) -> T | str:
 
 
 def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
-    """A header and rows as CSV, every cell inert; cells without a value are empty."""
+    """Render a header and rows as CSV with inert cells. Missing values are empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(map(inert, columns))
@@ -43,7 +43,7 @@ def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str
 
 
 def csv_of_table(table: pa.Table) -> bytes:
-    """An Arrow table as CSV, its names and texts inert and its numbers in full."""
+    """Render an Arrow table as CSV with inert names and texts, and all digits of numbers."""
     names = [str(inert(name)) for name in table.column_names]
     columns = [
         pa.array(map(inert, column.to_pylist()), pa.string()) if pa.types.is_string(column.type) else column

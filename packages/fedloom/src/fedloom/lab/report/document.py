@@ -12,37 +12,37 @@ from types import MappingProxyType
 
 from fedloom.cache import find, keep
 from fedloom.lab.report import overview
-from fedloom.lab.report.charts.calibrated import LEAD as IN_USE
+from fedloom.lab.report.charts.calibrated import CALIBRATION_TEXT as IN_USE
 from fedloom.lab.report.charts.calibrated import threshold_tables
-from fedloom.lab.report.charts.kit import HIDDEN, Figure, Rows
+from fedloom.lab.report.charts.kit import HIDDEN_COLUMNS, Figure, Rows
 from fedloom.lab.report.charts.look import can_draw, import_charts, theme
 from fedloom.lab.report.charts.partition import skew_table
-from fedloom.lab.report.comparison.by_patient import by_patients, differences_html
+from fedloom.lab.report.comparison.by_patient import differences_html, patient_gains
 from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, contenders
-from fedloom.lab.report.comparison.devices import LEAD as DEVICES
+from fedloom.lab.report.comparison.devices import DEVICES_TEXT as DEVICES
 from fedloom.lab.report.comparison.devices import device_tables
 from fedloom.lab.report.comparison.family import scope
-from fedloom.lab.report.comparison.gains import LEAD, SiteGains, gains_html
+from fedloom.lab.report.comparison.gains import GAINS_TEXT, SiteGains, gains_html
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html
 from fedloom.lab.report.comparison.paper import title
-from fedloom.lab.report.groups import LEAD as GROUPED
+from fedloom.lab.report.groups import GROUPS_TEXT as GROUPED
 from fedloom.lab.report.groups import group_tables
 from fedloom.lab.report.numbers import Row, leading_metric
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import Section
 from fedloom.lab.report.settings import settings
-from fedloom.lab.report.sites import SITES, privacy_tables, site_tables
+from fedloom.lab.report.sites import SITES_TEXT, privacy_tables, site_tables
 from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""What the page may do: run its own scripts; it can reach no network."""
-MARK = " · fedloom report</title>"
+CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Content policy of the page: it runs its own scripts and reaches no network."""
+REPORT_TITLE_END = " · fedloom report</title>"
 """End of the title of a report, which no other page has."""
-BUNDLE = "vega.js"
+SCRIPTS_FILE = "vega.js"
 """Name of the scripts that are kept."""
-PLACES = {
+SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
     "importance": ("What drives it", "Which columns the model uses, site by site."),
     "groups": ("Groups of patients", GROUPED),
@@ -66,11 +66,11 @@ PLACES = {
 
 FIRST_PLACES = ("patients", "importance")
 """Sections before those of analyses by packages."""
-PAIRS = (
+PAIRS_TEXT = (
     "Every method against the baseline, as one family of tests. The interval of the difference decides the verdict: "
     "better or worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive."
 )
-READING = {
+READING_TEXTS = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
     "± is half the width of the 95 % Student t interval over seeds.",
     "At best validation round": "The same test mean, at the round whose validation mean is best. "
@@ -97,15 +97,15 @@ READING = {
 
 @cache
 def _scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element; kept, since it takes seconds."""
+    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element. Kept, since it takes seconds."""
     key = version("vl-convert-python") if can_draw() else ""
-    kept = find(BUNDLE, key)
+    kept = find(SCRIPTS_FILE, key)
     if kept is not None:
         return kept
     vl_convert = import_charts("vl_convert")
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    keep(BUNDLE, key, text)
+    keep(SCRIPTS_FILE, key, text)
     return text
 
 
@@ -114,7 +114,7 @@ def _asset(name: str) -> str:
 
 
 def _json(id: str, value: object) -> str:
-    """A value for the page's script, so written that it cannot end its element."""
+    """Render a value for the page's script so that it cannot close its element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -132,25 +132,31 @@ def document(
     sections: Mapping[str, Section] = MappingProxyType({}),
     conclusions: Sequence[Conclusion] = (),
 ) -> str:
-    """The whole page as text."""
+    """Render the whole page."""
     name = escape(title(runs))
-    bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
+    bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in SECTION_ORDER}
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
     bodies["devices"] += device_tables(runs, rows, lead, models)
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
-    gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""
+    gained = gains_html(by_site) + differences_html(patient_gains(runs, by_site)) if by_site else ""
     parts = {
-        **({"gains": ("Who gains", "", f'{gained}<p class="lead">{LEAD}</p>')} if by_site else {}),
+        **({"gains": ("Who gains", "", f'{gained}<p class="lead">{GAINS_TEXT}</p>')} if by_site else {}),
         "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
-        **({"pairs": ("Comparison", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
-        "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
-        **{group: (*PLACES[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
+        **({"pairs": ("Comparison", f"{PAIRS_TEXT} {_scope(runs)}", pairs_html(compared))} if compared else {}),
+        "results": (
+            "Results",
+            READING_TEXTS["Result"],
+            overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads(),
+        ),
+        **{group: (*SECTION_ORDER[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
         **{file_name(kind): (one.title, one.lead, one.body) for kind, one in sections.items()},
-        **{group: (*PLACES[group], body) for group, body in bodies.items() if body and group not in FIRST_PLACES},
-        **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
+        **{
+            group: (*SECTION_ORDER[group], body) for group, body in bodies.items() if body and group not in FIRST_PLACES
+        },
+        **({"sites": ("Sites", SITES_TEXT, table)} if (table := site_tables(runs)) else {}),
         "settings": ("Settings", "Exactly what ran.", settings(runs)),
         "reading": ("How to read this report", "", _glossary()),
     }
@@ -162,9 +168,9 @@ def document(
 <html lang="en" data-look="light">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}{MARK}
+<title>{name}{REPORT_TITLE_END}
 <link rel="icon" href="data:,">
 <style>{_asset("page.css")}</style>
 </head>
@@ -198,12 +204,12 @@ def _scope(runs: list[Run]) -> str:
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
-    """The rows of the comparison that are of no method."""
+    """Return the rows of the comparison that are no method's."""
     return [row for row in contenders(runs, rows) if row not in rows]
 
 
 def _payload(figure: Figure) -> dict[str, object]:
-    """A figure for the page's script: its data sets as columns and lists of cells."""
+    """Convert a figure for the page's script: its data sets as columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:
         columns = figure.columns(name)
@@ -212,7 +218,7 @@ def _payload(figure: Figure) -> dict[str, object]:
     data = {name: compact(name, rows) for name, rows in figure.data.items()}
     spec = {**figure.spec(), "datasets": data}
     about = {"id": figure.id, "layout": figure.layout, "canvas": figure.canvas, "table": figure.table}
-    return {**about, "hidden": HIDDEN, "spec": spec}
+    return {**about, "hidden": HIDDEN_COLUMNS, "spec": spec}
 
 
 def _section(id: str, title: str, lead: str, body: str) -> str:
@@ -229,7 +235,7 @@ def _downloads() -> str:
 
 
 def _gallery(figures: list[Figure]) -> str:
-    """The figures of a group, one at a time behind tabs where there are several."""
+    """Render the figures of a group, behind tabs if there are several."""
     tabs = ""
     if len(figures) > 1:
         choices = "".join(
@@ -255,4 +261,4 @@ def _figure(figure: Figure, *, hidden: bool) -> str:
 
 
 def _glossary() -> str:
-    return f"<dl>{''.join(f'<dt>{term}</dt><dd>{text}</dd>' for term, text in READING.items())}</dl>"
+    return f"<dl>{''.join(f'<dt>{term}</dt><dd>{text}</dd>' for term, text in READING_TEXTS.items())}</dl>"

@@ -9,19 +9,19 @@ from html import escape
 import numpy as np
 import pyarrow as pa
 
-from fedloom.formats import DASH, fixed
-from fedloom.lab.report.comparison.gains import FEW, leader_of
+from fedloom.formats import UNKNOWN_DASH, fixed
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Row
-from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import scrolling
 from fedloom.metrics import leading
-from fedloom.rundir import FEDERATION, GROUPS, SAMPLES
+from fedloom.rundir import FEDERATION_CLIENT, GROUPS_FILE, SAMPLES_FIGURE
 
-NAMES = ("method", "seed", "client", "model", "subgroup", "metric", "value")
-LEAD = (
+GROUP_COLUMNS = ("method", "seed", "client", "model", "subgroup", "metric", "value")
+GROUPS_TEXT = (
     "Test samples of every group of patients, all sites together and site by site, by the method with the best mean: "
     "mean over seeds, test samples in brackets. A dash is a group too small to be scored there, or, at real sites, a "
     "metric that ranks samples of several, such as AUROC. groups.csv has every method and metric."
@@ -29,7 +29,7 @@ LEAD = (
 
 
 def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """An HTML table per run whose groups were scored."""
+    """Render an HTML table per run whose groups were scored."""
     text = ""
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -44,7 +44,7 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
-    """Titles and lines of the table of groups of one model, and its metric; None where no groups were scored.
+    """Titles and lines of the table of groups of one model, and its metric. None where no groups were scored.
 
     The metric is the leading one of those that were scored: secure sums have none that ranks samples.
     """
@@ -53,17 +53,20 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
         return None
     table = rows_where(table, method=row.method, model=row.model)
     means = _means(table, ["client", "subgroup", "metric"])
-    recorded = {client for client, *_ in means} - {FEDERATION}
+    recorded = {client for client, *_ in means} - {FEDERATION_CLIENT}
     metrics = dict.fromkeys(str(name) for *_, name in means)
     lead = lead if lead in metrics or leading(metrics) not in metrics else leading(metrics)
-    clients = [FEDERATION, *(range(run.clients) if recorded and run.clients <= FEW else [])]
-    heads = ["Group", *("All sites" if client == FEDERATION else run.titled_client(client) for client in clients)]
+    clients = [FEDERATION_CLIENT, *(range(run.clients) if recorded and run.clients <= MAX_LISTED_SITES else [])]
+    heads = [
+        "Group",
+        *("All sites" if client == FEDERATION_CLIENT else run.titled_client(client) for client in clients),
+    ]
     groups = dict.fromkeys(table["subgroup"].to_pylist())
     return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups], lead
 
 
 def _read(run: Run) -> pa.Table | None:
-    return table_of(run.path / GROUPS, NAMES)
+    return read_columns(run.path / GROUPS_FILE, GROUP_COLUMNS)
 
 
 def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
@@ -76,19 +79,19 @@ def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], flo
 
 
 def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
-    samples, value = means.get((client, group, SAMPLES), 0.0), means.get((client, group, lead))
+    samples, value = means.get((client, group, SAMPLES_FIGURE), 0.0), means.get((client, group, lead))
     shown = figure(lead)
-    number = DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
+    number = UNKNOWN_DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
     return f"{number} ({fixed(samples, 0)})"
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Every group's figures, means over seeds, unscaled; the client is empty for all together."""
+    """Every group's figures, means over seeds, unscaled. The client is empty for all together."""
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []
     for run in runs:
         if (table := _read(run)) is not None:
             for (method, model, client, *rest), value in _means(table, keys).items():
-                site = "" if client == FEDERATION else run.client(int(str(client)))
+                site = "" if client == FEDERATION_CLIENT else run.client(int(str(client)))
                 lines.append((run.label, method, model, site, *rest, value))
     return csv_of(("run", "method", "model", "site", "group", "metric", "value"), lines) if lines else ""

@@ -1,16 +1,16 @@
-"""Name the figures of the report; the metrics themselves are in `fedloom.metrics`."""
+"""Name the figures of the report. The metrics themselves are in `fedloom.metrics`."""
 
 from __future__ import annotations
 
-from fedloom.metrics import COSTS, MB, METRICS, TOTALS, Metric, metric, titled
+from fedloom.metrics import COST_FIGURES, FEDERATION_FIGURES, MEGABYTE_BYTES, METRICS, Metric, metric, titled
 
 __all__ = [
-    "COSTS",
-    "GROUPS",
-    "MB",
+    "COST_FIGURES",
+    "FEDERATION_FIGURES",
+    "FIGURE_SECTIONS",
+    "MEGABYTE_BYTES",
     "METRICS",
-    "STATISTICS",
-    "TOTALS",
+    "STATISTIC_TITLES",
     "Metric",
     "figure",
     "is_ratio",
@@ -18,7 +18,7 @@ __all__ = [
     "titled",
 ]
 
-GROUPS = {
+FIGURE_SECTIONS = {
     "nmi": "clusters",
     "epsilon": "privacy",
     **dict.fromkeys(("nnz", "nonzeros", "personal_nonzeros", "rank", "factorised"), "structure"),
@@ -36,17 +36,17 @@ GROUPS = {
         "convergence",
     ),
 }
-"""Sections of the page for figures of the whole federation; the rest are among the others."""
+"""Sections of the page for figures of the whole federation. The rest are among the others."""
 
 
 def figure(name: str) -> Metric:
-    """How to show a figure of the result table: ``metric``, ``metric/statistic``, ``metric@place``, or a total.
+    """Return the format of a figure: ``metric``, ``metric/statistic``, ``metric@place``, or a total.
 
     >>> figure("accuracy/worst10").title, figure("accuracy/jain").unit, figure("loss/variance").higher
     ('Worst 10 %', '', False)
     """
-    if name in COSTS:
-        return COSTS[name]
+    if name in COST_FIGURES:
+        return COST_FIGURES[name]
     base, _, statistic = name.replace("@", "/").partition("/")
     shown = metric(base)
     match statistic:
@@ -59,10 +59,10 @@ def figure(name: str) -> Metric:
         case "jain":
             return Metric("Jain index")
         case _:
-            return shown._replace(title=STATISTICS.get(statistic, f"{shown.title} {statistic}"))
+            return shown._replace(title=STATISTIC_TITLES.get(statistic, f"{shown.title} {statistic}"))
 
 
-STATISTICS = {
+STATISTIC_TITLES = {
     "worst10": "Worst 10 %",
     "weighted": "Weighted by samples",
     "validation": "At best validation round",
@@ -77,19 +77,19 @@ def is_ratio(name: str) -> bool:
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)
     """
-    return name in COSTS or name.startswith(("bytes", "samples_")) or name.endswith("/variance")
+    return name in COST_FIGURES or name.startswith(("bytes", "samples_")) or name.endswith("/variance")
 
 
-PROPER = ("Brier", "Jain", "Lyapunov", "Poisson")
+PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 """First words of titles that are the names of people."""
 
 
 def within_line(title: str) -> str:
-    """A title that does not begin a line: in small letters, but for names, symbols and abbreviations.
+    """Render a title inside a sentence: in lower case, but for names, symbols and abbreviations.
 
     >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
     ('macro F1', 'AUROC', 'C-index', 'Brier score')
     """
     first = title.partition(" ")[0]
-    is_word = first[1:].isalpha() and first[1:].islower() and first not in PROPER
+    is_word = first[1:].isalpha() and first[1:].islower() and first not in PROPER_NAMES
     return title[:1].lower() + title[1:] if is_word else title

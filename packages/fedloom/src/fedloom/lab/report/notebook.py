@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from fedloom import metrics
 from fedloom.errors import ConfigError
-from fedloom.formats import DASH, significant
+from fedloom.formats import UNKNOWN_DASH, significant
 from fedloom.hints import nearest, unknown
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.naming import figure, metric, titled
-from fedloom.lab.report.numbers import MODELS, Estimate
+from fedloom.lab.report.numbers import MODEL_KINDS, Estimate
 from fedloom.lab.report.reading import rows_where
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from fedloom.lab.report.charts.kit import Spec
 
 
-def chart(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """The mean over clients of a metric by round, a line per model.
+def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
+    """Draw the mean over clients of a metric by round, a line per model.
 
     Args:
-        table: columns round, client, model, part, metric, value; see `fedloom.engine.result.Result.table`.
-        name: the metric; accuracy, AUROC or what else leads when None.
+        table: columns round, client, model, part, metric, value, see `fedloom.engine.result.Result.table`.
+        name: the metric. Accuracy, AUROC or what else leads when None.
         part: of the clients' samples.
 
     Raises:
@@ -39,23 +39,23 @@ def chart(table: pa.Table, name: str | None = None, part: str = "test") -> Layer
 
 
 def leading(table: pa.Table) -> str:
-    """The most informative of the metrics that were measured."""
+    """Return the most informative of the measured metrics."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 
-def page(table: pa.Table, title: str) -> str:
-    """A table of the models and the curve of the leading metric, as HTML with an inline SVG; nothing is fetched."""
+def notebook_page(table: pa.Table, title: str) -> str:
+    """Render a table of the models and the leading metric's curve as HTML with an inline SVG. Nothing is fetched."""
     name = leading(table)
     scale, shown = metric(name).scale, titled(metric(name))
     heads = ["model", f"test {shown}", "worst 10 %", "validation"]
     rows = []
-    for model in MODELS:
+    for model in MODEL_KINDS:
         figures = [
             _last(table, model, part, f"{name}/{statistic}")
             for part, statistic in (("test", "mean"), ("test", "worst10"), ("validation", "mean"))
         ]
         if any(value is not None for value in figures):
-            rows.append([model, *(DASH if value is None else significant(value * scale) for value in figures)])
+            rows.append([model, *(UNKNOWN_DASH if value is None else significant(value * scale) for value in figures)])
     parts = [f"<p><b>{html.escape(title)}</b></p>"]
     if rows:
         parts.append(html_table(heads, rows))
@@ -65,13 +65,13 @@ def page(table: pa.Table, title: str) -> str:
     return "\n".join(parts)
 
 
-def drawn(chart: LayerChart) -> str:
-    """A chart as an inline SVG."""
+def draw_svg(chart: LayerChart) -> str:
+    """Draw a chart as an inline SVG."""
     return f"<p>{look.svg(chart.to_dict())}</p>"
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """The mean of every method with its 95 % interval over seeds, and every seed as a dot, the best on top.
+    """Draw every method's mean with its 95 % interval over seeds, and every seed as a dot, the best on top.
 
     Args:
         estimates: the figure by the label of the method.
@@ -86,19 +86,19 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart
         ends = {"low": mean - half, "high": mean + half} if half == half else {}
         means.append({"method": label, "value": mean, **ends})
         seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in estimates[label].finite.items()]
-    y, x = kit.names("method", order), kit.number("value", titled(shown))
+    y, x = kit.nominal_channel("method", order), kit.number("value", titled(shown))
     hints = kit.tips(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
     single = kit.mark("point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True)
-    spec = kit.chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
+    spec = kit.layer_chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
     return cast("LayerChart", look.notebook({**spec, "datasets": {"rows": means, "seeds": seeds}}))
 
 
 def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
-    tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODELS)}}
+    tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODEL_KINDS)}}
     x, y = kit.number("round", "Round"), kit.number("value", f"{titled(metric(name))}, {part}")
     hints = kit.tips(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
     line = kit.mark("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
-    return kit.chart(line, width=380, height=200, datasets={"rows": rows})
+    return kit.layer_chart(line, width=380, height=200, datasets={"rows": rows})
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
 
 
 def html_table(heads: list[str], rows: list[list[str]]) -> str:
-    """An HTML table of texts."""
+    """Render an HTML table of texts."""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

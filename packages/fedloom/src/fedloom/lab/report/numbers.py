@@ -1,4 +1,4 @@
-"""From recorded points to figures: curves, per-seed results, intervals over seeds.
+"""Compute figures from recorded points: curves, per-seed results, intervals over seeds.
 
 An interval is the two-sided 95 % Student t interval of the mean over seeds. Where a statistic over clients was recorded
 it is taken as it is, else it is computed from the clients' values. A seed that failed,
@@ -22,8 +22,8 @@ from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
 """Roles of the methods that others are compared with: the first of them that was run."""
-MODELS = ("global", "personal", "hybrid")
-WORK = (
+MODEL_KINDS = ("global", "personal", "hybrid")
+WORK_FIGURES = (
     "steps",
     "samples_backward",
     "samples_forward",
@@ -33,15 +33,15 @@ WORK = (
     "bytes_down_paper",
     "simulated_seconds",
 )
-COUNTED = (*WORK, "seconds")
-"""Figures that a seed has which ended early; they count where no seed came to its end."""
-LOST = ("diverged", "failed")
+COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
+"""Figures that a seed has which ended early. They count where no seed came to its end."""
+LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
-UNTESTED = "trained, not evaluated: there is no test row"
-"""What became of a method without a figure on test parts, where even the loss has none."""
-ENOUGH = 5
-"""With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
-SAME = 1e-9
+UNTESTED_REASON = "trained, not evaluated: there is no test row"
+"""Status of a method without a figure on test parts, not even a loss."""
+MIN_SEEDS = 5
+"""Seeds below which nothing is decided, and charts show single seeds instead of an interval."""
+EQUALITY_TOLERANCE = 1e-9
 """Figures that differ by no more than this share are the same."""
 
 
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
 
     @property
     def last(self) -> float:
-        """Value at the last recorded round; nan if there is none."""
+        """Return the value at the last recorded round, or nan without one."""
         return float(self.value[-1]) if len(self.value) else math.nan
 
     def at(self, round: int) -> float:
@@ -62,7 +62,7 @@ class Curve(NamedTuple):
         return float(self.value[hit[0]]) if len(hit) else math.nan
 
 
-EMPTY = Curve(np.empty(0, np.int64), np.empty(0))
+EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 def curve(run: Run, key: Key, statistic: str) -> Curve:
@@ -71,11 +71,11 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
     if recorded is not None:
         return Curve(recorded.round, recorded.value)
     points = run.benign(key)
-    return EMPTY if points is None else over_clients(points, statistic, metric(key.metric).higher)
+    return EMPTY_CURVE if points is None else over_clients(points, statistic, metric(key.metric).higher)
 
 
 def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
-    """``mean``, ``worst10`` or ``variance`` of the clients' values, by round; clients without one are left out."""
+    """``mean``, ``worst10`` or ``variance`` of the clients' values, by round. Clients without one are left out."""
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
 
@@ -94,7 +94,7 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure per seed, and its mean over the seeds where it is finite; see `repeated` for ``repeats``."""
+    """A figure per seed, and its mean over the seeds where it is finite, see `repeated` for ``repeats``."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -106,27 +106,27 @@ class Estimate:
 
     @property
     def mean(self) -> float:
-        """Mean over seeds; nan if there is none."""
+        """Return the mean over seeds, or nan without seeds."""
         values = list(self.finite.values())
         return sum(values) / len(values) if values else math.nan
 
     @property
     def half(self) -> float:
-        """Half width of the 95 % t interval; nan with fewer than two seeds."""
+        """Half width of the 95 % t interval. Nan with fewer than two seeds."""
         return half_width(list(self.finite.values()))
 
     def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
         """Rows of a chart: the mean (``seed`` None) with its interval, or with the single seeds if they are few."""
         count = len(self.finite)
-        half = self.half if count >= ENOUGH else math.nan
+        half = self.half if count >= MIN_SEEDS else math.nan
         ends = {"value": self.mean, "low": self.mean - half, "high": self.mean + half}
         first: dict[str, float | int | None] = {"seed": None, **{k: rounded(v * scale) for k, v in ends.items()}}
-        few = self.finite.items() if 1 < count < ENOUGH else ()
+        few = self.finite.items() if 1 < count < MIN_SEEDS else ()
         return [first | {"seeds": count}, *({"seed": seed, "value": rounded(v * scale)} for seed, v in few)]
 
 
 def half_width(values: Sequence[float], level: float = 0.05) -> float:
-    """Half width of the t interval of the mean of ``values`` at level 1 - ``level``; nan with fewer than two."""
+    """Half width of the t interval of the mean of ``values`` at level 1 - ``level``. Nan with fewer than two."""
     if len(values) < 2:
         return math.nan
     from scipy.special import stdtrit  # slow to import, needed with two seeds and more
@@ -136,11 +136,11 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Seeds whose runs only repeat that of an earlier seed, with that seed: every figure is the same, costs aside.
+    """Return the seeds whose runs only repeat an earlier seed's, with that seed: all figures but costs are the same.
 
     Such runs draw nothing that matters, so that they are one result and no sample of several.
     """
-    results = [values for name, values in figures.items() if name not in COUNTED]
+    results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
     for seed in sorted({seed for values in results for seed in values}):
         first[seed] = next((k for k in first.values() if _same_run(results, k, seed)), seed)
@@ -154,8 +154,8 @@ def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
 
 
 def close(one: float, other: float) -> bool:
-    """Whether two figures are the same; two that are not there are."""
-    return math.isclose(one, other, rel_tol=SAME) or (math.isnan(one) and math.isnan(other))
+    """Whether two figures are the same. Two that are not there are."""
+    return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Row:
     """One model of one method of one run, over all seeds.
 
     ``figures`` has, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
-    ``metric/worst10``, and where recorded ``metric/weighted``, ``metric/sigma`` and ``metric/jain``; further
+    ``metric/worst10``, and where recorded ``metric/weighted``, ``metric/sigma`` and ``metric/jain``. Further
     ``loss/variance``, ``metric@validation`` (at the round that was best on validation), ``metric@common`` (common test
     set), and the totals of work and traffic.
     """
@@ -192,7 +192,7 @@ class Row:
         return f"{self.name} · {self.model}" if self.model else self.name
 
     def result(self, name: str) -> Estimate | None:
-        """A figure, if some seed has it."""
+        """Return a figure, if some seed has it."""
         estimate = self.figures.get(name)
         return estimate if estimate is not None and estimate.finite else None
 
@@ -204,22 +204,22 @@ class Row:
     @property
     def measured(self) -> int:
         """Seeds that have a result."""
-        return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED), default=0)
+        return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED_FIGURES), default=0)
 
     @property
     def sound(self) -> bool:
         """Whether no run diverged or failed."""
-        return not any(record.status in LOST for record in self.records)
+        return not any(record.status in LOST_STATUSES for record in self.records)
 
     @property
     def remark(self) -> str:
-        """The status where a run diverged or failed, or no client was tested; else empty."""
-        return UNTESTED if self.untested else "" if self.sound else self.status
+        """The status where a run diverged or failed, or no client was tested. Else empty."""
+        return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
     @property
     def untested(self) -> bool:
         """Whether every seed ran to its last round, and none has a figure of the clients' test parts."""
-        tested = [e for name, e in self.figures.items() if name not in COUNTED and "@" not in name]
+        tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
         return self.done and bool(tested) and not any(e.finite for e in tested)
 
     @property
@@ -245,7 +245,7 @@ class Row:
             if record.status != "done":
                 seeds.setdefault(_phrase(record), []).append(record.seed)
         if self.untested:
-            return UNTESTED
+            return UNTESTED_REASON
         if not seeds:
             return "done" if self.records else "unfinished"
         shown = [phrase + self._share(some) for phrase, some in seeds.items()]
@@ -253,7 +253,7 @@ class Row:
         return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
 
     def _share(self, seeds: list[int]) -> str:
-        """Write which seeds, or how many of them where they are several; nothing where they are all."""
+        """Write which seeds, or how many of them where they are several. Nothing where they are all."""
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"
         return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
@@ -265,7 +265,7 @@ def _phrase(record: RunRecord) -> str:
     return f"{record.status} after round {record.rounds}"
 
 
-def rows_of(runs: list[Run]) -> list[Row]:
+def method_rows(runs: list[Run]) -> list[Row]:
     """Every method and model of the runs, in the order of the experiments."""
     rows = []
     for run in runs:
@@ -280,13 +280,13 @@ def rows_of(runs: list[Run]) -> list[Row]:
 
 
 def run_of(runs: list[Run], row: Row) -> Run:
-    """The run that a row belongs to."""
+    """Return the run that a row belongs to."""
     return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
 def _models(run: Run, method: str) -> list[str]:
     models = {key.model for key in [*run.series, *run.totals] if key.method == method and key.model}
-    return [model for model in MODELS if model in models] + sorted(models - set(MODELS)) or [""]
+    return [model for model in MODEL_KINDS if model in models] + sorted(models - set(MODEL_KINDS)) or [""]
 
 
 def test_metrics(run: Run, method: str, model: str) -> list[str]:
@@ -299,7 +299,7 @@ def test_metrics(run: Run, method: str, model: str) -> list[str]:
 
 
 def leading_metric(runs: list[Run]) -> str:
-    """The metric that leads the report."""
+    """Return the metric that leads the report."""
     names = {
         name
         for run in runs
@@ -316,9 +316,9 @@ def seeds_of(run: Run, method: str) -> list[int]:
     return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
 
 
-def other_figure(key: Key) -> bool:
+def is_other_figure(key: Key) -> bool:
     """Whether a federation-wide series is neither work nor a statistic of a client metric."""
-    plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK
+    plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK_FIGURES
     return plain and key.part in ("", "test")
 
 
@@ -347,18 +347,18 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
                 by_name.setdefault(f"{name}@common", {})[seed] = float(common.value[-1])
         loss = Key(method, seed, model, "test", "loss")
         by_name.setdefault("loss/variance", {})[seed] = curve(run, loss, "variance").last
-        for name in WORK:
+        for name in WORK_FIGURES:
             total = run.totals.get(Key(method, seed, "", "", name))
             if total is not None:
                 by_name.setdefault(name, {})[seed] = float(total.value[-1])
         for key, points in run.totals.items():
-            if (key.method, key.seed, key.model) == (method, seed, model) and other_figure(key):
+            if (key.method, key.seed, key.model) == (method, seed, model) and is_other_figure(key):
                 by_name.setdefault(key.metric, {})[seed] = float(points.value[-1])
         spent = run.seconds.get((method, seed))
         if spent is not None:
             by_name.setdefault("seconds", {})[seed] = float(spent.value.sum())
     for name, values in by_name.items():
-        out = lost if name not in COUNTED else early if values.keys() - early else set[int]()
+        out = lost if name not in COUNTED_FIGURES else early if values.keys() - early else set[int]()
         values.update(dict.fromkeys(out & values.keys(), math.nan))
     repeats = repeated(by_name)
     figures = {name: Estimate(values, repeats) for name, values in by_name.items()}
@@ -366,7 +366,7 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
-    """Test value at the round that is best on validation (the earliest of equals); nan without validation."""
+    """Test value at the round that is best on validation (the earliest of equals). Nan without validation."""
     finite = np.isfinite(validation.value)
     if not finite.any():
         return math.nan

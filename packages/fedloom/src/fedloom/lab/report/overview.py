@@ -1,4 +1,4 @@
-"""The top of the page as HTML: facts, notes, a card per criterion, the result table; every recorded text is escaped."""
+"""The top of the page as HTML: facts, notes, a card per criterion, the result table. Every recorded text is escaped."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from html import escape
 
 import numpy as np
 
-from fedloom.formats import DASH, factor, interval, pair, percent, total
+from fedloom.formats import UNKNOWN_DASH, factor, interval, pair, percent, write_total
 from fedloom.lab.report.charts.kit import off_axis
-from fedloom.lab.report.charts.tradeoffs import REACHED
+from fedloom.lab.report.charts.tradeoffs import COST_AXES
 from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, one_per_method
 from fedloom.lab.report.comparison.criteria import Winner, tasks, winners
-from fedloom.lab.report.naming import COSTS, figure, is_ratio, metric, within_line
-from fedloom.lab.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
+from fedloom.lab.report.naming import COST_FIGURES, figure, is_ratio, metric, within_line
+from fedloom.lab.report.numbers import MIN_SEEDS, Row, leading_metric, run_of, seeds_of
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell, columns_of
 
-SHOWN = 4
+MAX_OPEN_NOTES = 4
 """Further notes are folded away."""
-BEYOND = 1.1
-"""Work up to this share of the least is called equal, as `fedloom tune` plans it; more of FedAvg's is named."""
+UNEQUAL_WORK_RATIO = 1.1
+"""Work up to this share of the least is called equal, as `fedloom tune` plans it. More of FedAvg's is named."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
 """Work and traffic, which stand beside the leading metric."""
 MAX_COLUMNS = 6
 """Columns beside the leading metric and the status that a page of 1,280 pixels has room for."""
-NAMED = 20
+MAX_NAMED_MISSING = 20
 """Up to so many clients without a result are named."""
-TIE = 1e-6
+TIE_TOLERANCE = 1e-6
 """Results that differ by less than this share are called equal."""
 
 
 def model_tag(model: str) -> str:
-    """The model's name with its coloured dot."""
+    """Render the model's name with its colored dot."""
     return f'<span class="model" data-model="{escape(model)}">{escape(model)}</span>' if model else ""
 
 
@@ -72,18 +72,18 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
         counted(span([*measured.values()]), "seed"),
         counted(span([run.clients for run in runs]), "client"),
         counted(span([max([record.rounds for record in records] or reached, default=0)]), "round"),
-        f"{total(records[0].parameters)} parameters" if records and records[0].parameters else "",
+        f"{write_total(records[0].parameters)} parameters" if records and records[0].parameters else "",
     ]
     return " · ".join(part for part in parts if part)
 
 
 def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
-    """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart.
+    """Render a card per criterion: the leader, its value and its certainty. Runs on other data or attacks apart.
 
     Args:
         runs: of the rows.
         rows: every model of every method.
-        models: which row of a method is compared; one at most, also where all are asked for.
+        models: which row of a method is compared. One at most, also where all are asked for.
     """
     lead = leading_metric(runs)
     parts = []
@@ -102,30 +102,30 @@ def _card(winner: Winner, rows: list[Row]) -> str:
     head = f'<div class="card" role="listitem"><p class="what">{escape(criterion.title)}</p>'
     if winner.row is None:
         why = "Every method that has this result diverged or failed with some seed."
-        return f'{head}<p class="who">{DASH}</p><p class="sure">{why}</p></div>'
+        return f'{head}<p class="who">{UNKNOWN_DASH}</p><p class="sure">{why}</p></div>'
     best = criterion.values[winner.row]
     row = rows[winner.row]
-    if criterion.figure in REACHED:
-        value, half = total(best.mean * criterion.scale), ""
+    if criterion.figure in COST_AXES:
+        value, half = write_total(best.mean * criterion.scale), ""
     else:
         value, half = cell(criterion.figure, best)
     unit = f" {criterion.unit}" if criterion.unit else ""
     interval = f' <span class="half">± {half}</span>' if half else ""
     return (
         f'{head}<p class="who">{escape(row.name)} {model_tag(row.model)}</p>'
-        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{sure(winner, rows)}</p></div>'
+        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{significance_text(winner, rows)}</p></div>'
     )
 
 
-def sure(winner: Winner, rows: list[Row]) -> str:
-    """How sure the lead of a winner is, as HTML."""
+def significance_text(winner: Winner, rows: list[Row]) -> str:
+    """Write the certainty of a winner's lead as HTML."""
     criterion = winner.criterion
     equals = ", ".join(escape(rows[i].name) for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
         alone = "No other method reaches this result with every seed."
         rest = "No other method has this result from runs that ended well." if not same else same.strip()
-        return alone if criterion.figure in REACHED else rest
+        return alone if criterion.figure in COST_AXES else rest
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
@@ -139,15 +139,15 @@ def sure(winner: Winner, rows: list[Row]) -> str:
             f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s"
             + " over the common seeds" * behind
         )
-    if abs(winner.lead) <= TIE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
+    if abs(winner.lead) <= TIE_TOLERANCE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
         lead = f"equal to {name}"
     if not winner.seeds:
-        verdict = f"<b>Not tested</b>: no common seed with {name} ({ENOUGH} are needed)."
+        verdict = f"<b>Not tested</b>: no common seed with {name} ({MIN_SEEDS} are needed)."
     elif not winner.decidable:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
-        verdict = f"<b>Not tested</b> with {seeds} ({ENOUGH} are needed): {lead}."
+        verdict = f"<b>Not tested</b> with {seeds} ({MIN_SEEDS} are needed): {lead}."
     elif not winner.rivals:
-        sound = "reaches this result" if criterion.figure in REACHED else "ended well"
+        sound = "reaches this result" if criterion.figure in COST_AXES else "ended well"
         compared = "every other method" + f" that {sound} with every seed" * winner.excluded
         verdict = f"<b>Better</b> than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
@@ -164,7 +164,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 
     Args:
         rows: of the table.
-        runs: of the rows; the best of a column is bold among those of equal data and attack, without runs among all.
+        runs: of the rows. The best of a column is bold among those of equal data and attack, without runs among all.
     """
     columns = columns_of(rows)
     if not columns:
@@ -184,9 +184,9 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 def _results(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
-    """Return a table of some figures; the leading one has a bar, and the status beside it."""
+    """Return a table of some figures. The leading one has a bar, and the status beside it."""
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
-    rated = [name for name in columns if name not in COSTS]
+    rated = [name for name in columns if name not in COST_FIGURES]
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
     heads[3:3] = [("Status", "text")] if status else []
@@ -225,17 +225,17 @@ def _results(
 
 
 def _equals(value: float, best: float | None) -> bool:
-    return best is not None and abs(value - best) <= TIE * abs(best)
+    return best is not None and abs(value - best) <= TIE_TOLERANCE * abs(best)
 
 
 def _best(name: str, rows: list[Row]) -> float | None:
-    """Best mean of a column, of sound rows; None where there is nothing to compare, or no direction is better."""
+    """Return the best mean of a column among sound rows, or None without a comparison or a better direction."""
     means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
     return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:
-    """Ends of the scale of a column, without what is far outside."""
+    """Return the ends of a column's scale, without far outliers."""
     means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
     off = off_axis(means)
     near = [mean for title, mean in means.items() if title not in off] or [0.0]
@@ -244,7 +244,7 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
-    """A dot with its interval, or with few seeds these, on the scale of the whole column."""
+    """Draw a dot with its interval, or the seeds if there are few, on the column's scale."""
     estimate = row.result(name)
     if estimate is None:
         return ""
@@ -252,7 +252,7 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
     def place(value: float) -> float:
         return round(4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0]))), 1)
 
-    few = len(estimate.finite) < ENOUGH
+    few = len(estimate.finite) < MIN_SEEDS
     half = 0.0 if few else estimate.half
     low, mid, high = (place(v) for v in (estimate.mean - half, estimate.mean, estimate.mean + half))
     line = f'<line x1="{low}" x2="{high}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
@@ -266,26 +266,26 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
 
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
-    """The notes as HTML: the first ones open, the others behind a fold."""
+    """Render the notes as HTML: the first ones open, the others behind a fold."""
     lines = [f"<li>{escape(note)}</li>" for note in notes(runs, rows)]
     if not lines:
         return ""
-    shown = lines if len(lines) <= SHOWN + 1 else lines[:SHOWN]
+    shown = lines if len(lines) <= MAX_OPEN_NOTES + 1 else lines[:MAX_OPEN_NOTES]
     rest = lines[len(shown) :]
     more = f"<details><summary>{len(rest)} more notes</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
     return f'<div class="notes" role="note" aria-label="Notes"><ul>{"".join(shown)}</ul>{more}</div>'
 
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
-    """One sentence each; those of this report first, then the warnings of the runs."""
-    remarks = [note for run in runs for note in _of_run(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    """Return notes of one sentence each: this report's first, then the runs' warnings."""
+    remarks = [note for run in runs for note in _own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
     texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
     return list(dict.fromkeys(texts))
 
 
-def _of_run(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
+def _own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
     texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
     texts.append(_repeats(run, run_rows))
     if run.summary.select_on == "test":
@@ -317,14 +317,15 @@ def _work(run_rows: list[Row]) -> str:
         for row in run_rows
         if row.done and "samples_backward" in row.figures
     }
-    if not work or max(work.values()) <= BEYOND * min(work.values()):
+    if not work or max(work.values()) <= UNEQUAL_WORK_RATIO * min(work.values()):
         return ""
     roles = {row.role: row.method for row in reversed(run_rows) if row.method in work}
     least = roles.get("average") or min(work, key=work.__getitem__)
-    beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
+    beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} sample "
+        f"The methods did not do equal work: {write_total(min(work.values()))} to "
+        f"{write_total(max(work.values()))} sample "
         f"gradients{named}. Compare them at equal gradients too."
     )
 
@@ -338,7 +339,7 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
     everyone = sorted(frozenset[int]().union(*without))
     always = frozenset(everyone).intersection(*without)
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
-    who = f"; {listed}" if len(everyone) <= NAMED else ""
+    who = f"; {listed}" if len(everyone) <= MAX_NAMED_MISSING else ""
     return [
         f"Clients without {within_line(metric(lead).title)}, left out of the means: up to {most} of {run.clients}{who}."
     ]
@@ -360,7 +361,7 @@ def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
 
 def _dropped(run: Run) -> str:
     dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
-    return f"{total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
+    return f"{write_total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
 
 
 def _seeds(run: Run) -> str:

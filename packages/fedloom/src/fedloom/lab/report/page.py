@@ -15,10 +15,10 @@ from fedloom.lab.report.charts.clients import clients
 from fedloom.lab.report.charts.curves import curves, robustness
 from fedloom.lab.report.charts.importance import importances
 from fedloom.lab.report.charts.inspection import inspection
-from fedloom.lab.report.charts.kit import HIDDEN, Figure
+from fedloom.lab.report.charts.kit import HIDDEN_COLUMNS, Figure
 from fedloom.lab.report.charts.partition import cluster_shares, clusters, splits
 from fedloom.lab.report.charts.tradeoffs import costs, tradeoffs
-from fedloom.lab.report.comparison.by_patient import by_patients, differences_csv
+from fedloom.lab.report.comparison.by_patient import differences_csv, patient_gains
 from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models
 from fedloom.lab.report.comparison.devices import devices_csv
@@ -26,21 +26,21 @@ from fedloom.lab.report.comparison.gains import gains, gains_csv, gains_latex
 from fedloom.lab.report.comparison.pairs import checked_margin, pairs, pairs_csv, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
 from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.document import MARK, document
+from fedloom.lab.report.document import REPORT_TITLE_END, document
 from fedloom.lab.report.groups import groups_csv
-from fedloom.lab.report.numbers import Row, leading_metric, rows_of
+from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import sections_of
 from fedloom.lab.report.tables import csv_text
-from fedloom.outputs import KINDS, FileKind, check_output_file, is_run_directory
-from fedloom.rundir import FOLDERS, REPORT
+from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_directory
+from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
 FIRST_BYTES = 4096
-"""Bytes of a page within which its title ends; the name of an experiment has far fewer characters."""
+"""Bytes of a page within which its title ends. The name of an experiment has far fewer characters."""
 
 
-def write(
+def write_report(
     run_dirs: Sequence[Path],
     out: Path,
     *,
@@ -51,19 +51,19 @@ def write(
     margin: float | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes a report of one or several run directories.
+    """Write a report of one or several run directories.
 
     ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
     of the same name without its suffix receives ``results.csv`` and ``results.tex``, and where there is a method to
-    compare the others with, ``pairs.csv`` and ``pairs.tex``; where clients are few and named, ``sites.csv`` and
+    compare the others with, ``pairs.csv`` and ``pairs.tex``, where clients are few and named, ``sites.csv`` and
     ``sites.tex``.
 
     Args:
-        run_dirs: output directories of runs; several are compared.
-        out: the HTML file, e.g. ``RUN/report.html``; its folder is made if need be.
-        columns: figures of ``results.tex``, by their names in ``results.csv``; up to six that fit the task when None.
+        run_dirs: output directories of runs. Several are compared.
+        out: the HTML file, e.g. ``RUN/report.html``. Its folder is made if need be.
+        columns: figures of ``results.tex``, by their names in ``results.csv``. Up to six that fit the task when None.
         charts: write every chart as SVG and its data as CSV into the folder too.
-        against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
+        against: label of the method that every other one is compared with. `local` or `fedavg` when None, if there.
         models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
             that of the personal one, or all.
         margin: differences of the leading metric up to it do not matter, in its own units; None: none is stated.
@@ -73,18 +73,18 @@ def write(
         ``out``.
 
     Raises:
-        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
+        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file. Nothing
             is written.
         ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
-            report, or its folder has files that no report wrote; or there is no such column or method, or the margin
+            report, or its folder has files that no report wrote. Or there is no such column or method, or the margin
             is no number above 0.
-        CheckpointError: the disk is full or refuses; the runs are as they were.
+        CheckpointError: the disk is full or refuses. The runs are as they were.
     """
     beside = check_report(run_dirs, out, force=force)
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
-        rows = rows_of(runs)
-        shown = figures(runs, rows, models)
+        rows = method_rows(runs)
+        shown = make_figures(runs, rows, models)
         tex = results_latex(runs, rows, columns, models)
         compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
         by_site = gains(runs, rows, leading_metric(runs))
@@ -100,7 +100,7 @@ def write(
         "groups": groups_csv(runs),
         "devices": devices_csv(runs, rows, leading_metric(runs), models),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
-        "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
+        "sites-by-patient": differences_csv(by_patient) if (by_patient := patient_gains(runs, by_site)) else "",
     }
     more |= {name: table for section in sections.values() for name, table in section.files.items()}
     contents |= {f"{name}.csv": table for name, table in more.items() if table}
@@ -138,8 +138,8 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[Figure]:
-    """Every chart that the recorded figures allow; colour means the model unless the caption has another legend."""
+def make_figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[Figure]:
+    """Every chart that the recorded figures allow. Colour means the model unless the caption has another legend."""
     lead = leading_metric(runs)
     charts = [
         *calibrated(runs, rows, lead),
@@ -158,7 +158,7 @@ def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[F
 
 
 def _data_csv(figure: Figure) -> str:
-    columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
+    columns = [name for name in figure.columns(figure.table) if name not in HIDDEN_COLUMNS]
     return csv_of(columns, figure.data[figure.table])
 
 
@@ -170,14 +170,14 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
         ConfigError: see `fedloom.lab.report.write`.
     """
     beside = out.with_suffix("")
-    if out.suffix.lower() not in KINDS["HTML"] or out.is_dir():
+    if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
         raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
     check_folder(beside)
 
     def owns(place: Path) -> bool:
-        return len(place.parts) == 1 and place.stem not in FOLDERS
+        return len(place.parts) == 1 and place.stem not in RESULT_FOLDERS
 
     check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
     if is_run_directory(beside):
@@ -186,10 +186,10 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
 
 
 def _is_report(path: Path) -> bool:
-    if path.name == REPORT and is_run_directory(path.parent):
+    if path.name == REPORT_FILE and is_run_directory(path.parent):
         return True
     with path.open("rb") as file:
-        return MARK.encode() in file.read(FIRST_BYTES)
+        return REPORT_TITLE_END.encode() in file.read(FIRST_BYTES)
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:

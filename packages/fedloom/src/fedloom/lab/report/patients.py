@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedloom.lab.report.reading import read_table, rows_where
 from fedloom.lab.report.run import Numbers, Run
-from fedloom.rundir import PREDICTIONS
+from fedloom.rundir import PREDICTIONS_FILE
 
 
 class Predicted(NamedTuple):
@@ -21,10 +21,10 @@ class Predicted(NamedTuple):
         client: ``[N]`` client of each.
         row: ``[N]`` its place in the data.
         target: ``[N]`` its target.
-        prediction: ``[N]`` mean prediction over the seeds that tested it; of a binary task the probability of the
+        prediction: ``[N]`` mean prediction over the seeds that tested it, of a binary task the probability of the
             second class, of several classes the share of the seeds that were right (targets are 1 then).
-        event: ``[N]`` 1 where the target is the time of an event, 0 where it is censored; None of other tasks.
-        subject: ``[N]`` number of whom the sample is; None: each is of its own.
+        event: ``[N]`` 1 where the target is the time of an event, 0 where it is censored. None of other tasks.
+        subject: ``[N]`` number of whom the sample is. None: each is of its own.
     """
 
     client: NDArray[np.int64]
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
     subject: NDArray[Any] | None = None
 
     def at(self, client: int | None) -> Predicted:
-        """Those of one client; None: all."""
+        """Select one client's predictions. None selects all."""
         if client is None:
             return self
         here = self.client == client
@@ -44,7 +44,7 @@ class Predicted(NamedTuple):
 
     @property
     def units(self) -> NDArray[np.int64]:
-        """Subject ``[N]`` of each sample, numbered from 0; each is its own where none is known."""
+        """Subject ``[N]`` of each sample, numbered from 0. Each is its own where none is known."""
         if self.subject is None:
             return np.arange(len(self.target))
         return np.unique(self.subject, return_inverse=True)[1].astype(np.int64)
@@ -55,8 +55,8 @@ class Predicted(NamedTuple):
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
-    """What a model predicted for test samples; None where predictions were not kept, or are several numbers."""
-    path = run.path / PREDICTIONS
+    """What a model predicted for test samples. None where predictions were not kept, or are several numbers."""
+    path = run.path / PREDICTIONS_FILE
     if not path.exists():
         return None
     names = ("method", "seed", "client", "model", "row", "target", "prediction")

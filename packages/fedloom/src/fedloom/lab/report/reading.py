@@ -15,27 +15,27 @@ from fedloom.errors import RunDirError
 from fedloom.lab.report.run import Key, Points, Run, RunPartition
 from fedloom.metrics import declare
 from fedloom.rundir import (
-    FEDERATION,
-    MEND,
-    METRICS,
+    EXPERIMENT_TABLES,
+    FEDERATION_CLIENT,
+    METRICS_FILE,
     MOST_CLIENTS,
-    PARTITION,
-    SETTINGS,
-    SUMMARY,
-    TABLES,
-    TIMINGS,
+    PARTITION_FILE,
+    REPAIR_HINT,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    TIMINGS_FILE,
     Summary,
     check_digest,
     read_summary,
 )  # fmt: skip
 
-_TEXT, _INTEGER = (
+_TEXT_COLUMNS, _INTEGER_COLUMNS = (
     ("method", "model", "part", "metric", "subgroup", "scaling", "column"),
     ("seed", "round", "client", "row"),
 )
-_KINDS = {
-    **dict.fromkeys(_TEXT, pa.string()),
-    **dict.fromkeys((*_INTEGER, "group", "tested"), pa.int64()),
+_COLUMN_TYPES = {
+    **dict.fromkeys(_TEXT_COLUMNS, pa.string()),
+    **dict.fromkeys((*_INTEGER_COLUMNS, "group", "tested"), pa.int64()),
     "name": pa.string(),
     "tests": pa.string(),
     "column": pa.string(),
@@ -43,11 +43,11 @@ _KINDS = {
     "attacks": pa.bool_(),
     "counts": pa.list_(pa.float64()),
 }
-_CODES = pa.dictionary(pa.int32(), pa.string())
+_TEXT_CODE_TYPE = pa.dictionary(pa.int32(), pa.string())
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """The run directories, with labels that differ.
+    """Read run directories and make their labels different.
 
     Raises:
         RunDirError: there is none, one is given twice, or one is not a readable run directory.
@@ -66,30 +66,30 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 def _read(path: Path, label: str) -> Run:
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory; give the output directory of 'fedloom run'")
-    if not (path / SETTINGS).is_file():
+    if not (path / SETTINGS_FILE).is_file():
         raise RunDirError(
             f"{path} is not a run directory: no experiment.toml; give the output directory of 'fedloom run'"
         )
-    if not (path / METRICS).is_file():
+    if not (path / METRICS_FILE).is_file():
         raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
-    settings = _text(path / SETTINGS)
-    _check_settings(path / SETTINGS, settings)
-    table = read_table(path / METRICS, (*Key._fields, "round", "client", "value"), coded=True)
+    settings = _text(path / SETTINGS_FILE)
+    _check_settings(path / SETTINGS_FILE, settings)
+    table = read_table(path / METRICS_FILE, (*Key._fields, "round", "client", "value"), coded=True)
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
     for key, points in _split(table).items():
-        of_clients = points.client != FEDERATION
+        of_clients = points.client != FEDERATION_CLIENT
         for target, rows in ((series, of_clients), (totals, ~of_clients)):
             if rows.any():
                 target[key] = points if rows.all() else points.at(rows)
-    summary, seconds = _summary(path / SUMMARY), _seconds(path / TIMINGS)
+    summary, seconds = _summary(path / SUMMARY_FILE), _seconds(path / TIMINGS_FILE)
     declare(summary.metrics)
-    partitions, names = _partitions(path / PARTITION)
-    most = max((int(points.client.max()) for points in series.values()), default=FEDERATION)
+    partitions, names = _partitions(path / PARTITION_FILE)
+    most = max((int(points.client.max()) for points in series.values()), default=FEDERATION_CLIENT)
     if most >= (len(names) or MOST_CLIENTS):
-        raise RunDirError(f"{path / METRICS}: client {most} is not one of the {len(names)} of partition.parquet")
-    if any(int(points.client.min()) < FEDERATION for points in series.values()):
-        raise RunDirError(f"{path / METRICS}: a client has a number below 0")
+        raise RunDirError(f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} of partition.parquet")
+    if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
+        raise RunDirError(f"{path / METRICS_FILE}: a client has a number below 0")
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
 
 
@@ -110,7 +110,7 @@ def _check_settings(path: Path, settings: str) -> None:
         raise RunDirError(f"{path} is damaged: nested too deeply") from error
     except ValueError as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
-    for name in (*TABLES, "resolved"):
+    for name in (*EXPERIMENT_TABLES, "resolved"):
         if not isinstance(document.get(name, {}), dict):
             raise RunDirError(f"{path} is damaged: [{name}] must be a table")
     if not isinstance(document.get("resolved", {}).get("versions", {}), dict):
@@ -121,7 +121,7 @@ def _check_settings(path: Path, settings: str) -> None:
 
 
 def _summary(path: Path) -> Summary:
-    """The summary; an empty one while the first method is still running."""
+    """Read the summary. An empty one while the first method is still running."""
     try:
         return read_summary(path)
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
 
 
 def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
-    """The split of every seed, and the names of the clients; empty while the first method is still running."""
+    """Read the split of every seed and the clients' names. Empty while the first method is still running."""
     import pyarrow.compute as pc  # slow to import
 
     if not path.exists():
@@ -168,10 +168,10 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """The named columns, cast to the type that each name has in every file of a run directory.
+    """Read the named columns, cast to the type that each name has in every file of a run directory.
 
     ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions
-    lack; where one is missing, none of them is read.
+    lack, where one is missing, none of them is read.
 
     Raises:
         RunDirError: the file is damaged, or lacks one of them.
@@ -192,33 +192,33 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
                 raise RunDirError(
                     f"{path}: column {name!r} is {schema.field(name).type}; it was not written by fedloom"
                 )
-        with pq.ParquetFile(path, read_dictionary=[n for n in stored if coded and n in _TEXT]) as file:
+        with pq.ParquetFile(path, read_dictionary=[n for n in stored if coded and n in _TEXT_COLUMNS]) as file:
             table = file.read(columns=[n for n in names if n in stored])
         table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
-        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {MEND}") from error
+        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {REPAIR_HINT}") from error
     missing = [name for name in names if name not in stored]
     if missing:
         raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(stored)}")
     columns: dict[str, Any] = {}
     for name in names:
-        kind = _CODES if coded and name in _TEXT else _KINDS.get(name, pa.float64())
+        kind = _TEXT_CODE_TYPE if coded and name in _TEXT_COLUMNS else _COLUMN_TYPES.get(name, pa.float64())
         try:
             columns[name] = table[name] if table[name].type == kind else pc.cast(table[name], kind)
         except pa.ArrowException as error:
             raise RunDirError(f"{path}: column {name!r} must be {kind}, got {table[name].type}") from error
-        if name in _KINDS and columns[name].null_count:
+        if name in _COLUMN_TYPES and columns[name].null_count:
             raise RunDirError(f"{path}: column {name!r} has {columns[name].null_count} empty cells")
     return pa.table(columns)
 
 
-def table_of(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """The named columns of a file of a run directory, None where it is not there; see `read_table`."""
+def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
+    """Read the named columns of a file of a run directory. None if the file is missing, see `read_table`."""
     return read_table(path, names) if path.exists() else None
 
 
 def rows_where(table: pa.Table, **values: object) -> pa.Table:
-    """The rows in which the named columns have these values."""
+    """Select the rows in which the named columns have these values."""
     import pyarrow.compute as pc  # slow to import
 
     for name, value in values.items():
@@ -227,7 +227,7 @@ def rows_where(table: pa.Table, **values: object) -> pa.Table:
 
 
 def _split(table: pa.Table) -> dict[Key, Points]:
-    """The rows grouped by key, each group sorted by round, then client."""
+    """Group rows by key, each group sorted by round, then client."""
     if not len(table):
         return {}
     categories: dict[str, list[Any]] = {}

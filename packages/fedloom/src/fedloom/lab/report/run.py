@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 
 class Key(NamedTuple):
-    """What a recorded series is about."""
+    """Identity of a recorded series."""
 
     method: str
     seed: int
@@ -27,28 +27,28 @@ class Key(NamedTuple):
 
 
 class Points(NamedTuple):
-    """A recorded series, sorted by round, then client; all ``[k]``."""
+    """A recorded series, sorted by round, then client. All ``[k]``."""
 
     round: Integers
     client: Integers
     value: Numbers
 
     def at(self, rows: Any) -> Points:
-        """The points at places, in a slice, or where a mask is true."""
+        """Select points by places, a slice or a mask."""
         return Points(self.round[rows], self.client[rows], self.value[rows])
 
 
 @dataclass(frozen=True)
 class RunPartition:
-    """How the samples of one seed are split over its clients.
+    """Split of one seed's samples over its clients.
 
     Attributes:
-        counts: training samples ``[n, C]`` by client and class; C = 0 for a regression.
+        counts: training samples ``[n, C]`` by client and class. C = 0 for a regression.
         sizes: training samples ``[n]``.
         groups: planted group ``[n]``, -1 where none was planted.
         attackers: clients that attack.
-        tested: test samples ``[n]``; None where they are not recorded.
-        tests: digest of the clients' test parts; empty where it is not recorded.
+        tested: test samples ``[n]``. None where they are not recorded.
+        tests: digest of the clients' test parts. Empty where it is not recorded.
     """
 
     counts: Numbers
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def versions(self) -> dict[str, str]:
-        """What the run was made with: versions by name."""
+        """Versions of the packages that made the run, by name."""
         resolved = self.options.get("resolved", {})
         versions = resolved.get("versions", resolved)
         return {name: version for name, version in versions.items() if isinstance(version, str)}
@@ -107,12 +107,12 @@ class Run:
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Clients that attacked; their scores say nothing about a method."""
+        """Clients that attacked. Their scores say nothing about a method."""
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
-        """Test samples per training sample where every seed splits the same samples anew, else 0; see `ratios`."""
+        """Test samples per training sample where every seed splits the same samples anew, else 0, see `ratios`."""
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
 
@@ -135,7 +135,7 @@ class Run:
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
-        """A series without the clients that attacked; None if it was not recorded."""
+        """Return a series without the attacking clients, or None if it was not recorded."""
         points = self.series.get(key)
         attackers = self.attackers(key.seed)
         if points is None or not attackers:

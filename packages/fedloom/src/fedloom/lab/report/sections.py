@@ -16,12 +16,12 @@ from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import scrolling
-from fedloom.rundir import FILES, MEND, analysis_file, check_digest, has_digest
+from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_digest, has_digest
 
 GROUP_NAME = "fedloom.sections"
 """Entry points of functions ``(runs, rows, lead) -> Section | None`` by the kind of the analysis."""
 MAX_LINES = 200
-"""Lines of a plain table on the page; the CSV file has all."""
+"""Lines of a plain table on the page. The CSV file has all."""
 
 
 class Section(NamedTuple):
@@ -30,7 +30,7 @@ class Section(NamedTuple):
     Attributes:
         title: the heading.
         lead: a sentence below it.
-        body: HTML; empty where nothing was recorded.
+        body: HTML. Empty where nothing was recorded.
         files: CSV files beside the page, by name without suffix.
     """
 
@@ -57,17 +57,17 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
         section = make(runs, rows, lead)
         if section is not None and section.body:
             sections[kind] = section
-    shown_elsewhere = {*FILES, *map(analysis_file, makers)}
+    shown_elsewhere = {*RESULT_FILES, *map(analysis_file, makers)}
     names = sorted({path.name for run in runs for path in run.path.glob("*.parquet")} - shown_elsewhere)
     return sections | {Path(name).stem: section for name in names if (section := plain_section(runs, name)).body}
 
 
 def plain_section(runs: list[Run], name: str) -> Section:
-    """Return the recorded table of an analysis as it is, cells rounded; the CSV file has them unrounded.
+    """Return the recorded table of an analysis as it is, cells rounded. The CSV file has them unrounded.
 
     Args:
         runs: of the report.
-        name: of the file in a run directory; one that no run has written is left out.
+        name: of the file in a run directory. One that no run has written is left out.
     """
     title = Path(name).stem.replace("_", " ").capitalize()
     body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()
@@ -95,7 +95,7 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise RunDirError(f"{path} is damaged: {error}; {MEND}") from error
+        raise RunDirError(f"{path} is damaged: {error}; {REPAIR_HINT}") from error
     return rows
 
 

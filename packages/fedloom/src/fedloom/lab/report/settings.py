@@ -5,20 +5,20 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fedloom.formats import option, total
+from fedloom.formats import option, write_total
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import scrolling
 
-TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
+TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
 """Titles of tables of the experiment file that are not their names."""
-ASIDE = ("engine", "resolved", "tune")
-"""Tables that change no figure of the report; the whole file stands below."""
+UNREPORTED_TABLES = ("engine", "resolved", "tune")
+"""Tables that change no figure of the report. The whole file stands below."""
 NOT_OPTIONS = ("algorithm", "label")
 """Settings of a method that no other one shares."""
 
 
 def settings(runs: list[Run]) -> str:
-    """The settings in words, what differs between the runs, and every single run with its end."""
+    """Describe the settings, the differences between the runs, and the end of every run."""
     parts = [_differences(runs)] if len(runs) > 1 else []
     for place, run in enumerate(runs, start=1):
         inner = f"{_words(run)}{_methods(run)}{_versions(run)}{_every_run(run)}{_file(run, place)}"
@@ -30,10 +30,12 @@ def settings(runs: list[Run]) -> str:
 
 def _words(run: Run) -> str:
     options = run.options
-    tables = {name: table for name, table in options.items() if isinstance(table, dict) and name not in ASIDE}
-    lines = {TITLES.get(name, name.capitalize()): _text(table) for name, table in tables.items() if table}
+    tables = {
+        name: table for name, table in options.items() if isinstance(table, dict) and name not in UNREPORTED_TABLES
+    }
+    lines = {TABLE_TITLES.get(name, name.capitalize()): _text(table) for name, table in tables.items() if table}
     methods = [method for method in options.get("method", []) if isinstance(method, dict)]
-    lines |= {TITLES.get(name, name.capitalize()): text for name, text in _shared(methods).items() if text}
+    lines |= {TABLE_TITLES.get(name, name.capitalize()): text for name, text in _shared(methods).items() if text}
     seeds = options.get("seeds")
     lines |= {"Seeds": _text(seeds)} if seeds else {}
     body = "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in lines.items())
@@ -41,7 +43,7 @@ def _words(run: Run) -> str:
 
 
 def _text(value: object) -> str:
-    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``; what is off or empty is left out."""
+    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``, what is off or empty is left out."""
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
         rest = {k: _text(v) for k, v in value.items() if k not in ("kind", "source")}
@@ -55,7 +57,7 @@ def _text(value: object) -> str:
 
 
 def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
-    """Settings that all methods have alike."""
+    """Return the settings that all methods share."""
     names = dict.fromkeys(name for method in methods for name in method if name not in NOT_OPTIONS)
     texts = {name: {_text(method.get(name)) for method in methods} for name in names}
     return {name: text.pop() for name, text in texts.items() if len(text) == 1}
@@ -100,8 +102,8 @@ def _every_run(run: Run) -> str:
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
         cells: list[Any] = [record.method, record.seed, record.status, record.rounds]
-        cells += [total(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
-        cells += [total(record.parameters) if record.parameters else "", record.reason]
+        cells += [write_total(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
+        cells += [write_total(record.parameters) if record.parameters else "", record.reason]
         lines.append([escape(str(cell)) for cell in cells])
     table = scrolling(f"All runs of {run.label}", heads, lines, (8,))
     return f"<details><summary>Every run of this experiment ({len(lines)})</summary>{table}</details>"
@@ -118,7 +120,7 @@ def _differences(runs: list[Run]) -> str:
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as ``{"a.b": value}``; methods are counted from 1."""
+    """Nested tables as ``{"a.b": value}``. Methods are counted from 1."""
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {str(i): value for i, value in enumerate(options, start=1)}
     if not isinstance(options, dict):

@@ -1,4 +1,4 @@
-"""Sites of a deployment: rounds that each took part in or missed, and why its replies were rejected; privacy spent."""
+"""Sites of a deployment: rounds that each took part in or missed, and why its replies were rejected. Privacy spent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import scrolling
 from fedloom.rundir import SiteSummary
 
-MOST = 25
-"""Lines of a table over rounds; more rounds are thinned evenly, with the first and the last among them."""
+MAX_ROUND_LINES = 25
+"""Lines of a table over rounds. More rounds are thinned evenly, with the first and the last among them."""
 
-SITES = "Where the run took place. A round counts for a site once its upload was accepted."
+SITES_TEXT = "Where the run took place. A round counts for a site once its upload was accepted."
 
 
 def site_tables(runs: list[Run]) -> str:
-    """An HTML table per deployed run, nothing where all runs are simulations."""
+    """Render an HTML table per deployed run, or "" if all runs are simulations."""
     parts = []
     for run in runs:
         rounds = max((record.rounds for record in run.summary.runs), default=0)
@@ -43,7 +43,7 @@ def site_tables(runs: list[Run]) -> str:
 
 
 def privacy_tables(runs: list[Run]) -> str:
-    """An HTML table of epsilon by round per run that spent any: a column per method, the largest over seeds."""
+    """Render an HTML table of epsilon by round per run that spent any: a column per method, the largest over seeds."""
     parts = []
     for run in runs:
         spent: dict[str, dict[int, float]] = {}
@@ -54,7 +54,7 @@ def privacy_tables(runs: list[Run]) -> str:
                     by_round[t] = max(value, by_round.get(t, 0.0))
         if spent:
             rounds = sorted(set[int]().union(*spent.values()))
-            places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))
+            places = np.unique(np.linspace(0, len(rounds) - 1, MAX_ROUND_LINES).round().astype(int))
             values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
             title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""

@@ -1,4 +1,4 @@
-"""Tables: results as Arrow, as CSV and as LaTeX (booktabs); numbers and HTML tables for people."""
+"""Tables: results as Arrow, as CSV and as LaTeX (booktabs). Numbers and HTML tables for people."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import TypeVar
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
-from fedloom.formats import DASH, PERCENT, PLAIN, factor, finite, interval, pair, total
+from fedloom.formats import PERCENT_DECIMALS, PLAIN_DECIMALS, UNKNOWN_DASH, factor, finite, interval, pair, write_total
 from fedloom.lab.report.comparison.criteria import Marks
 from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.naming import COSTS, METRICS, TOTALS, figure, is_ratio, titled
-from fedloom.lab.report.numbers import WORK, Estimate, Row, rows_of
+from fedloom.lab.report.naming import COST_FIGURES, FEDERATION_FIGURES, METRICS, figure, is_ratio, titled
+from fedloom.lab.report.numbers import WORK_FIGURES, Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.metrics import leading
 
 T = TypeVar("T")
 
-HIDDEN = set(WORK) - set(COSTS)
+HIDDEN_FIGURES = set(WORK_FIGURES) - set(COST_FIGURES)
 """Figures of the CSV that the table for people leaves out."""
-PRINTED = 6
+MAX_LATEX_COLUMNS = 6
 """Columns of the LaTeX table where none are chosen."""
-BOOKTABS = "% \\usepackage{booktabs}"
-TERMINAL = ("steps", "bytes_down")
+BOOKTABS_LINE = "% \\usepackage{booktabs}"
+TERMINAL_FIGURES = ("steps", "bytes_down")
 """Costs that a LaTeX table leaves out where no columns are chosen."""
 
 
@@ -44,11 +44,11 @@ def result_table(run_dir: Path) -> pa.Table:
     Raises:
         RunDirError: ``run_dir`` is not a readable run directory.
     """
-    return arrow(rows_of(read_runs([run_dir])))
+    return arrow(method_rows(read_runs([run_dir])))
 
 
 def arrow(rows: list[Row]) -> pa.Table:
-    """The rows as an Arrow table; see `result_table`."""
+    """Convert the rows to an Arrow table, see `result_table`."""
     columns: dict[str, list[str | int | float | None]] = {
         "run": [row.run for row in rows],
         "method": [row.method for row in rows],
@@ -78,7 +78,7 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """`arrow` as CSV; empty cells where nothing is known."""
+    """`arrow` as CSV. Empty cells where nothing is known."""
     table = arrow(rows)
     return csv_of(table.column_names, table.to_pylist())
 
@@ -89,25 +89,25 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
     order = [*headline(lead), *(lead + part for part in parts)]
-    order += [*METRICS, *TOTALS, *sorted(name for name in have if not set(name) & set("/@"))]
-    return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN}
+    order += [*METRICS, *FEDERATION_FIGURES, *sorted(name for name in have if not set(name) & set("/@"))]
+    return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN_FIGURES}
 
 
 def headline(lead: str) -> tuple[str, ...]:
     """Figures that come first in every table for people, under a leading metric."""
-    return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COSTS
+    return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
 def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """Figures of the LaTeX table with their titles: those chosen by their name in the CSV, else up to `PRINTED`.
+    """Return the figures of the LaTeX table with their titles: the chosen ones, else up to `MAX_LATEX_COLUMNS`.
 
     Raises:
         ConfigError: there is no such figure.
     """
     shown = columns_of(rows)
     if chosen is None:
-        order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL]
-        return {name: shown[name] for name in order[:PRINTED]}
+        order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL_FIGURES]
+        return {name: shown[name] for name in order[:MAX_LATEX_COLUMNS]}
     name_of_column = {column_of(name): name for row in rows for name in row.figures}
     unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
@@ -117,7 +117,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 
 
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
-    """A figure for people: mean and half width of the interval, the latter with two significant digits.
+    """Render a figure: mean and half width of the interval, the latter with two significant digits.
 
     ``(DASH, "")`` where nothing is known.
 
@@ -125,25 +125,29 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     ('91.0', '12.7')
     """
     if estimate is None or not estimate.finite:
-        return DASH, ""
+        return UNKNOWN_DASH, ""
     return measured(name, estimate.mean, estimate.half)
 
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
-    """The same in one text."""
+    """Render a figure and its interval in one text."""
     return pair(*cell(name, estimate))
 
 
 def measured(name: str, mean: float, half: float) -> tuple[str, str]:
-    """A figure for people from its mean and half width, unscaled; see `cell`."""
+    """Render a figure from its unscaled mean and half width, see `cell`."""
     scale = figure(name).scale
     if not math.isfinite(mean):
-        return DASH, ""
-    return (total(mean * scale), "") if name in COSTS else interval(mean * scale, half * scale, decimals(name))
+        return UNKNOWN_DASH, ""
+    return (
+        (write_total(mean * scale), "")
+        if name in COST_FIGURES
+        else interval(mean * scale, half * scale, decimals(name))
+    )
 
 
-def difference(name: str, mean: float, half: float) -> tuple[str, str]:
-    """The text of a difference of a figure, and of its interval; of a ratio one text, from its logarithm."""
+def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
+    """Render a difference of a figure and its interval, or a ratio as one text, from its logarithm."""
     scale = figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
@@ -151,8 +155,8 @@ def difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def decimals(name: str) -> tuple[int, int]:
-    """The least and the most decimals of a figure."""
-    return PERCENT if figure(name).scale == 100 else PLAIN
+    """Return the smallest and largest number of decimals of a figure."""
+    return PERCENT_DECIMALS if figure(name).scale == 100 else PLAIN_DECIMALS
 
 
 def latex(
@@ -161,7 +165,7 @@ def latex(
     chosen: Sequence[str] | None = None,
     marks: Mapping[str, Marks] = MappingProxyType({}),
 ) -> str:
-    """The results as LaTeX; needs the package booktabs. See `printed` for its columns.
+    """Render the results as LaTeX (package booktabs). `printed` has its columns.
 
     Args:
         rows: of the table.
@@ -186,14 +190,16 @@ def latex(
         for name in columns:
             mark = marks.get(name, Marks())
             best, beside = place in mark.best, place in mark.beside
-            cells.append(marked(*cell(name, row.figures.get(name)), best=best, dagger=beside))
+            cells.append(mark_cell(*cell(name, row.figures.get(name)), best=best, dagger=beside))
         lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
     words = ". ".join([tex(caption), *([" ".join(legend)] if legend else [])])
-    return "\n".join([BOOKTABS, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""])
+    return "\n".join(
+        [BOOKTABS_LINE, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""]
+    )
 
 
 def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
-    """The lines of a LaTeX table.
+    """Render the lines of a LaTeX table.
 
     Args:
         caption: of the table, as LaTeX.
@@ -206,21 +212,27 @@ def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[st
     return [*first, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
 
 
-_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "²": "$^2$", "·": "$\\cdot$"}
+_TEX_ESCAPES = {
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "²": "$^2$",
+    "·": "$\\cdot$",
+}
 
 
 def tex(text: str) -> str:
-    """A text with the characters escaped that LaTeX would read as commands."""
-    return "".join(_TEX.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+    """Escape the characters that LaTeX would read as commands."""
+    return "".join(_TEX_ESCAPES.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 
 
-def marked(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
-    r"""A cell of a LaTeX table: a figure with its half width, in bold, or with a dagger.
+def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
+    r"""Render a LaTeX cell: a figure with its half width, in bold, or with a dagger.
 
     >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')
     """
-    if mean == DASH:
+    if mean == UNKNOWN_DASH:
         return "--"
     body = re.sub(r"e(-?\d+)", r" \\times 10^{\1}", f"{mean} \\pm {half}" if half else mean)
     body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if dagger else body
@@ -229,12 +241,12 @@ def marked(mean: str, half: str, *, best: bool = False, dagger: bool = False) ->
 
 
 def scrolling(label: str, heads: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
-    """An HTML table that scrolls sideways; cells are HTML, the first of a line is its head.
+    """Render an HTML table that scrolls sideways. Cells are HTML, and the first of a line is its heading.
 
     Args:
         label: what the table is, for screen readers.
         heads: titles of the columns.
-        lines: cells; a line that begins with ``All`` is set apart.
+        lines: cells. A line that begins with ``All`` is set apart.
         text: columns besides the first that hold sentences.
     """
     head = "".join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.lab.tune.search import SearchResult, check_values, space_of, with_params
+from fedloom.lab.tune.search import SearchResult, check_values, replace_params, space_of
 from fedloom.lab.tune.trial import Trial, for_scoring
 from fedloom.lab.tune.tuning import Tuning
 from fedloom.lab.tune.work import Budget, plain_budget
@@ -15,6 +15,6 @@ __all__ = [
     "check_values",
     "for_scoring",
     "plain_budget",
+    "replace_params",
     "space_of",
-    "with_params",
 ]

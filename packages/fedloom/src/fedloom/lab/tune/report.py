@@ -9,26 +9,26 @@ from typing import Any
 from fedloom.formats import percent, significant
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
 from fedloom.lab.report.charts.kit import Figure, mark, number, panels
-from fedloom.lab.report.charts.kit import chart as parts
+from fedloom.lab.report.charts.kit import layer_chart as parts
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import metric as named
 from fedloom.lab.report.naming import titled
-from fedloom.lab.tune.search import ALL, SearchResult, beyond, defaults, note_limits
+from fedloom.lab.tune.search import ALL_METHODS, SearchResult, defaults, note_limits, report_overspending
 from fedloom.lab.tune.trial import Trial
 from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
 
-REPORTS = CSV, SVG, PAGE = "trials.csv", "trials.svg", "tuning.md"
+SEARCH_REPORT_FILES = TRIALS_CSV, TRIALS_SVG, TUNING_PAGE = "trials.csv", "trials.svg", "tuning.md"
 """Files of the report of a search."""
 
 
 def write_report(
     out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
 ) -> None:
-    """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
-    write_atomic(out / CSV, _csv(findings).encode())
-    write_atomic(out / SVG, _chart(goal, findings).svg().encode())
-    write_atomic(out / PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
+    """Write the three files. ``tuned``: there is a ``tuned.toml`` to speak of."""
+    write_atomic(out / TRIALS_CSV, _csv(findings).encode())
+    write_atomic(out / TRIALS_SVG, _chart(goal, findings).svg().encode())
+    write_atomic(out / TUNING_PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
 
 
 def _csv(findings: Sequence[SearchResult]) -> str:
@@ -82,7 +82,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
             f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
         )
-    lines += [line for sentence in beyond(findings) for line in ("", f"**{sentence}**")]
+    lines += [line for sentence in report_overspending(findings) for line in ("", f"**{sentence}**")]
     lines += [line for sentence in note_limits(findings) for line in ("", sentence)]
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in findings:
@@ -94,7 +94,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
 
 
 def _whole(findings: Sequence[SearchResult]) -> str:
-    """The part of a sentence on spaces that were gone through whole."""
+    """Render the part of a sentence on exhaustively searched spaces."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""
@@ -105,7 +105,7 @@ def _whole(findings: Sequence[SearchResult]) -> str:
 
 
 def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
-    """The sentence on how long a trial trains."""
+    """Render the sentence on the length of a trial."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
         return (
@@ -151,7 +151,7 @@ def _where(dimension: Dimension) -> str:
 
 
 def _source(algorithm: str, label: str, key: str, tune: Tune) -> str:
-    if any(key in tune.space.get(name, {}) for name in (ALL, algorithm, label)):
+    if any(key in tune.space.get(name, {}) for name in (ALL_METHODS, algorithm, label)):
         return "the experiment file"
     spaces, sources = defaults()
-    return sources[algorithm if key in spaces.get(algorithm, {}) else ALL]
+    return sources[algorithm if key in spaces.get(algorithm, {}) else ALL_METHODS]

@@ -3,7 +3,7 @@
 The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
 the finished trials and on (seed, method, trial number) only, so a search that was killed resumes with the very trials
 that it would have had. A space of lists that has no more settings than there are trials is gone through whole
-(GridSampler); elsewhere past trials suggest the next one (TPESampler).
+(GridSampler). Elsewhere past trials suggest the next one (TPESampler).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
 from fedloom.lab.tune.trial import Params, Trial
-from fedloom.lab.tune.work import BEYOND, Goal
+from fedloom.lab.tune.work import MAX_BUDGET_RATIO, Goal
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""(document, its name for messages) -> experiment; raises ConfigError."""
-ALL = "all"
-DERIVED = "1x"
+"""(document, its name for messages) -> experiment. Raises ConfigError."""
+ALL_METHODS = "all"
+DERIVED_FACTOR = "1x"
 """A derived option as it is derived."""
 
 
 @cache
 def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
-    """The default space of every method, and the sentence on where it comes from."""
+    """Return the default space of every method, and a sentence on its origin."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
     return Tune(space=tables).space, sources
 
 
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
-    """Where the settings of a method are looked for; the last entry, and one for the method alone, counts.
+    """Return the search space of a method's settings. The last entry, and one for the method alone, counts.
 
     Raises:
         ConfigError: a setting that the method has not.
@@ -59,7 +59,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (default_spaces, tune.space):
-        for name in dict.fromkeys((ALL, method.algorithm, method.label)):
+        for name in dict.fromkeys((ALL_METHODS, method.algorithm, method.label)):
             for key, dimension in table.get(name, {}).items():
                 if key not in settings_of_method:
                     raise unknown("setting", key, settings_of_method, f"{where}: [tune.space.{name}]")
@@ -73,7 +73,7 @@ def check_names(experiment: Experiment, where: str) -> None:
     Raises:
         ConfigError: the message has the names that are there.
     """
-    names = [ALL, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
+    names = [ALL_METHODS, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
     for name in experiment.tune.space:
         if name not in names:
             raise unknown("method", name, dict.fromkeys(names), f"{where}: [tune.space]")
@@ -92,15 +92,15 @@ def check_values(
         for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
             try:
                 with suppress(ConfigError):
-                    read(with_params(alone, 0, {key: value}), where)
+                    read(replace_params(alone, 0, {key: value}), where)
                     continue
-                read(with_params(document, place, {key: value}), where)
+                read(replace_params(document, place, {key: value}), where)
             except ConfigError as error:
                 raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
 
 
-def with_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
-    """The document of an experiment with settings of its method number ``place`` replaced; nothing else changes."""
+def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
+    """Replace settings of method number ``place`` in an experiment's document. Nothing else changes."""
     method = {**document["method"][place], **more}
     for key, value in params.items():
         table, _, name = key.rpartition(".")
@@ -112,16 +112,16 @@ def with_params(document: Mapping[str, Any], place: int, params: Params, **more:
     return {**document, "method": methods}
 
 
-def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
-    """The file's own values of the settings that are looked for; None where the space does not hold them all."""
+def file_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
+    """Return the file's own values of the searched settings, or None if the space does not hold them all."""
     fields = fields_of(method.entry)
     table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
-    params = {key: _at(table, key) for key in space}
-    params = {k: DERIVED if v is None and DERIVED in _choices(space[k]) else v for k, v in params.items()}
+    params = {key: _value_at(table, key) for key in space}
+    params = {k: DERIVED_FACTOR if v is None and DERIVED_FACTOR in _choices(space[k]) else v for k, v in params.items()}
     return params if all(_holds(space[key], value) for key, value in params.items()) else None
 
 
-def _at(table: Mapping[str, Any], key: str) -> Any:
+def _value_at(table: Mapping[str, Any], key: str) -> Any:
     first, _, rest = key.partition(".")
     return table[first].get(rest) if rest else table.get(first)
 
@@ -137,14 +137,14 @@ def _holds(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """What to try next, and whether to go on.
+    """Choice of the next trial, and of the end of the search.
 
     Args:
         space: where settings are looked for.
         tune: the number of trials, the seed, and how long a trial is never stopped.
         label: of the method.
         higher: a higher value is better.
-        first: the setting of trial 0; None where the space does not hold the file's own.
+        first: the setting of trial 0. None where the space does not hold the file's own.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Search:
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
-        """The next trial after the finished ones, of a search that has not ended.
+        """Return the next trial after the finished ones, of a search that has not ended.
 
         It belongs to a study in memory: a trial that is cut off leaves nothing behind that the next one could see.
         """
@@ -184,12 +184,12 @@ class Search:
         return study.ask(self.space)
 
     def best(self, trials: Sequence[Trial]) -> Trial | None:
-        """The complete trial of the best value, the earliest of equals; None where none completed."""
+        """Return the complete trial with the best value, the earliest in a tie, or None without one."""
         scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
         return max(scored)[2] if scored else None
 
     def _next(self, trials: Sequence[Trial]) -> Params | None:
-        """The setting that comes next whatever the others gave; None where Optuna is to suggest one."""
+        """Return the next setting if it does not depend on results, or None if Optuna should suggest one."""
         if self._grid is None:
             return None if trials else self._first
         tried = [t.params for t in trials]
@@ -208,7 +208,7 @@ class Search:
 
 
 class Study(NamedTuple):
-    """The search for one method: its place in the experiment, where it looks, and what its trials are given."""
+    """Search for one method: its place in the experiment, its space, and the inputs of its trials."""
 
     place: int
     method: Method
@@ -223,7 +223,7 @@ class Study(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What was tried for a method, and the best of it (None: no trial completed)."""
+    """Trials of a method, and the best of them (None: no trial completed)."""
 
     study: Study
     trials: Sequence[Trial]
@@ -231,18 +231,18 @@ class SearchResult(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Share of the budget that the best trial took; None without one, and where work is not equal."""
+        """Share of the budget that the best trial took. None without one, and where work is not equal."""
         samples = self.study.goal.samples
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
 
-def beyond(findings: Sequence[SearchResult]) -> list[str]:
-    """A sentence on every method whose best trial took more than its budget allows (`fedloom.lab.tune.work.BEYOND`)."""
+def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
+    """Return a sentence on every method whose best trial exceeded its budget (`fedloom.lab.tune.work.BEYOND`)."""
     return [
         f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
         for f in findings
-        if f.best is not None and f.share is not None and f.share > BEYOND
+        if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
     ]
 
 
@@ -279,7 +279,7 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def settings_of(space: Mapping[str, Dimension]) -> float:
-    """Different settings that a space holds; infinite where there is a range."""
+    """Count the different settings of a space, or inf for a range."""
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
 
 

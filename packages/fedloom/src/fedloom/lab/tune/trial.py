@@ -38,12 +38,12 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 Params = Mapping[str, Any]
 """Values by setting, ``mu`` or ``local.lr``."""
-POINTS = 5
+COMPARISON_POINTS = 5
 """Points of a trial at which it is compared with earlier ones."""
-PART: Literal["validation"] = "validation"
+TRIAL_PART: Literal["validation"] = "validation"
 
 
-_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+_TRIAL_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
 class Trial(Value):
@@ -54,7 +54,7 @@ class Trial(Value):
         params: values by setting.
         state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (it
             diverged, or the method refuses the values on these clients).
-        value: the validation metric over clients, mean over seeds; None unless complete.
+        value: the validation metric over clients, mean over seeds. None unless complete.
         marks: the metric on the way, by point.
         rounds: rounds per seed.
         samples_backward: samples whose gradient was taken, over all clients, rounds and seeds.
@@ -76,10 +76,10 @@ class Trial(Value):
         return setting(self.params)
 
     def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
-        """The trial as Optuna keeps it."""
+        """Convert the trial to Optuna's form."""
         more = {"rounds": self.rounds, "samples_backward": self.samples_backward, "reason": self.reason}
         return create_trial(
-            state=_STATES[self.state],
+            state=_TRIAL_STATES[self.state],
             value=self.value,
             params=self.params,
             distributions=space,
@@ -100,13 +100,13 @@ class TrialJournal:
     directory keeps other processes out.
 
     Args:
-        path: the file, created if need be; a line that a crash has cut is taken off.
+        path: the file, created if need be. A line that a crash has cut is taken off.
         label: the method, and so the name of Optuna's study.
         higher: a higher value is better.
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or refuses; the earlier trials are intact.
+        CheckpointError: (any method) the disk is full or refuses. The earlier trials are intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -146,7 +146,7 @@ class _File(JournalFileBackend):
 
 
 def _trial(frozen: FrozenTrial) -> Trial:
-    state = next(name for name, state in _STATES.items() if state is frozen.state)
+    state = next(name for name, state in _TRIAL_STATES.items() if state is frozen.state)
     marks = frozen.intermediate_values
     return Trial(
         number=frozen.number, params=frozen.params, state=state, value=frozen.value, marks=marks, **frozen.user_attrs
@@ -154,11 +154,11 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 
 class Interrupted(Exception):
-    """The user asked to stop; the trial at hand is kept as a checkpoint."""
+    """The user asked to stop. The trial at hand is kept as a checkpoint."""
 
 
-def without_test(fed: Federation) -> Federation:
-    """The federation without its test data: no test part, no common test set."""
+def remove_test(fed: Federation) -> Federation:
+    """Remove the test data from a federation: test parts and the common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
     partition = fed.partition and {**fed.partition, "test": 0.0}  # the part is empty on purpose
@@ -166,18 +166,18 @@ def without_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """A trial's run: evaluated on validation only."""
-    evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
+    """Return a trial's run, evaluated on validation only."""
+    evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
     return setting.with_(seed=seed, evaluate=evaluate)
 
 
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """The models and the metric that decide, and whether more of it is better.
+    """Return the models and the metric that decide, and whether higher is better.
 
     Raises:
-        ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
+        ConfigError: the method has no such model, or the task no such metric. Or the run cannot work.
     """
     problem, start = make_problem(setting, fed, finds=False)
     model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
@@ -198,7 +198,7 @@ def scored_models(
 def _defined(problem: RunProblem) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
-    owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
+    owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
     metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
     return {name for name, values in metrics_of_part.items() if name == "loss" or bool(values.isfinite().any())}
 
@@ -218,7 +218,7 @@ def attempt(
         federations: without test data, by seed.
         goal: what every trial gets.
         trial: what Optuna asked for.
-        folder: for checkpoints; a trial that was stopped resumes from there.
+        folder: for checkpoints. A trial that was stopped resumes from there.
         emitter: (what is run, the run) -> what is called after every round.
 
     Raises:
@@ -229,8 +229,8 @@ def attempt(
     done = Trial(number=trial.number, params=trial.params, state="complete", rounds=0, samples_backward=0)
 
     def run(place: int, rounds: int, *, prune: bool = True) -> State:
-        seed, every = goal.seeds[place], -(-rounds // POINTS)
-        watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
+        seed, every = goal.seeds[place], -(-rounds // COMPARISON_POINTS)
+        watch = _watch(marks, place * COMPARISON_POINTS, rounds, every, goal, trial if prune else None)
         chosen = for_scoring(method.setting, seed, every).with_(rounds=rounds)
         timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
         figures = emitter(f"{method.label}: {setting(trial.params)}", chosen)
@@ -279,7 +279,7 @@ class _Lost(Exception):
 
 
 class _PrunedTrial(BaseException):
-    """A trial that is stopped early, with the state it had reached; an Exception of a callback would end no run."""
+    """A trial that is stopped early, with the state it had reached. An Exception of a callback would end no run."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -288,12 +288,12 @@ class _PrunedTrial(BaseException):
 def _watch(
     marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
-    """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one if given."""
+    """Make a callback that records the metric at a trial's checkpoints and stops a hopeless trial."""
 
     def note(state: State) -> None:
         measured: dict[int, list[float]] = {}
         for record in state.records.items:
-            wanted = record.model in goal.models and (record.part, record.metric) == (PART, goal.figure)
+            wanted = record.model in goal.models and (record.part, record.metric) == (TRIAL_PART, goal.figure)
             if wanted and 0 < record.round < rounds:
                 measured.setdefault(record.round, []).append(float(record.values[0]))
         for round, values in measured.items():
@@ -310,7 +310,7 @@ def _watch(
 
 
 def _score(records: Records, goal: Goal) -> float:
-    scores = [records.last(model, PART, goal.figure) for model in goal.models]
+    scores = [records.last(model, TRIAL_PART, goal.figure) for model in goal.models]
     values = [float(value[0]) for value in scores if value is not None and math.isfinite(value[0])]
     if len(values) < len(scores):
         raise RunStopped(Stop.DIVERGED, f"the validation {goal.metric} is not a number")
@@ -318,13 +318,13 @@ def _score(records: Records, goal: Goal) -> float:
 
 
 def _samples(state: State) -> int:
-    """Samples whose gradient a run has taken, those of its personal models after the last round included."""
+    """Count the samples whose gradient a run has taken, including its personal models after the last round."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 
 
 def _further(trial: Trial, state: State) -> Trial:
-    """The trial after a run of one more seed."""
+    """Return the trial after a run with one more seed."""
     samples = trial.samples_backward + _samples(state)
     further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

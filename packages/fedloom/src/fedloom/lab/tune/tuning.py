@@ -1,4 +1,4 @@
-"""Tuning an experiment in a directory: every method's trials, what is missing only, and the files at the end."""
+"""Tune an experiment in a directory: every method's missing trials, and the final files."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from fedloom.engine.setup import check
 from fedloom.engine.workers import idle_workers
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
 from fedloom.lab.experiment import Experiment, parse
-from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
+from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Emitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.tuning import Dimension, Tune
-from fedloom.lab.experiment.units.grid import with_grid
+from fedloom.lab.experiment.units.grid import expand_grid
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
 from fedloom.lab.experiment.units.shares import Share, decide_share
-from fedloom.lab.tune.report import REPORTS, write_report
+from fedloom.lab.tune.report import SEARCH_REPORT_FILES, write_report
 from fedloom.lab.tune.search import (
     Read,
     Search,
     SearchResult,
     Study,
-    beyond,
     check_names,
     check_values,
+    file_params,
     note_limits,
-    own_params,
+    replace_params,
+    report_overspending,
     space_of,
-    with_params,
 )
 from fedloom.lab.tune.trial import (
-    PART,
+    TRIAL_PART,
     Interrupted,
     Trial,
     TrialJournal,
     attempt,
     for_scoring,
+    remove_test,
     scored_models,
-    without_test,
 )
 from fedloom.lab.tune.work import Budget, Goal, plain_budget
 from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import WORK, check_case, file_name
+from fedloom.rundir import WORK_FOLDER, check_case, file_name
 from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import difference, dump, flat
+from fedloom.values import dump, find_difference, flatten_document
 
-FREE = ("seeds", "name", "evaluate")
+TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
-SEARCH = "search.toml"
-FOLDERS = ("trials", "checkpoints", WORK)
-ENTRIES = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
+SEARCH_FILE = "search.toml"
+SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
+SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
 """Names in the directory of a search that belong to it."""
 """Folders of a search."""
 
@@ -85,7 +85,7 @@ class Tuning:
 
     Raises:
         ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
-            ranks of torchrun; or the directory lies in a run directory or has what the search reads; nothing is
+            ranks of torchrun. Or the directory lies in a run directory or has what the search reads. Nothing is
             written.
         RunDirError: the directory is of another search, or not one of a search.
         DataError: the data cannot be read.
@@ -103,10 +103,10 @@ class Tuning:
         read: Read = parse,
     ) -> None:
         check_alone("a search for settings")
-        document = with_grid(document, where)
+        document = expand_grid(document, where)
         self.experiment = read(document, where)
         self.tune, self.out, self._where, self._read = self.experiment.tune, out, where, read
-        check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=ENTRIES)
+        check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=SEARCH_ENTRIES)
         self._document = {key: value for key, value in document.items() if key != "tune"}
         check_names(self.experiment, where)
         spaces = [space_of(method, self.tune, where) for method in self.experiment.methods]
@@ -123,8 +123,8 @@ class Tuning:
                 analysis.check_run(fed, self.experiment.common)
             for method in self.experiment.methods:
                 check(method.setting.with_(seed=s), fed)
-        self.federations: dict[int, Federation] = {s: without_test(fed) for s, fed in whole.items()}
-        if any(not int(fed.sizes(PART).sum()) for fed in self.federations.values()):
+        self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
+        if any(not int(fed.sizes(TRIAL_PART).sum()) for fed in self.federations.values()):
             raise ConfigError(
                 f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
                 "validation, for example 0.1"
@@ -141,7 +141,7 @@ class Tuning:
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
                 raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
-            search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
+            search = Search(space, self.tune, method.label, goal.higher, file_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
         self._force = force
@@ -154,7 +154,7 @@ class Tuning:
 
     @property
     def rounds(self) -> int:
-        """Rounds of all trials together; where work is equal, in plain ones."""
+        """Rounds of all trials together, where work is equal, in plain ones."""
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
@@ -166,16 +166,16 @@ class Tuning:
         Args:
             on_trial: called after every trial.
             listeners: hear of every round of a trial.
-            tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
-            join: share the methods with other processes that join, on any machine that has the directory; the trials of
+            tuned: write ``tuned.toml`` too. Every method must have a trial that completed then.
+            join: share the methods with other processes that join, on any machine that has the directory. The trials of
                 a method follow each other, as each depends on those before.
 
         Returns:
             The search of every method, in the experiment's order.
 
         Raises:
-            RunStopped: interrupted; or a method of which no trial completed. What was tried is kept.
-            CheckpointError: a disk that is full or refuses; what was tried is kept.
+            RunStopped: interrupted. Or a method of which no trial completed. What was tried is kept.
+            CheckpointError: a disk that is full or refuses, what was tried is kept.
         """
         self._stopped = False
         with lock(self.out, joins=join), interruptible() as interrupted:
@@ -183,7 +183,11 @@ class Tuning:
             line, beside = EventQueue(), share.runs > 1
 
             def emitter(label: str, run: Setting) -> Emitter:
-                return Emitter((line.send,), label, run, PAUSE) if beside else Emitter(listeners, label, run)
+                return (
+                    Emitter((line.send,), label, run, EVENT_INTERVAL_SECONDS)
+                    if beside
+                    else Emitter(listeners, label, run)
+                )
 
             def search(k: int, place: Path) -> None:
                 self._tune(self.studies[k], on_trial, emitter, share.workers, place)
@@ -193,8 +197,8 @@ class Tuning:
                     return self._run_joined(search, share, tuned=tuned)
                 check_case(self.out, [study.method.label for study in self.studies])
                 self._claim()
-                if (self.out / WORK).exists():
-                    self._adopt(Claims(self.out / WORK))
+                if (self.out / WORK_FOLDER).exists():
+                    self._adopt(Claims(self.out / WORK_FOLDER))
 
                 def handle(_shared: None, k: int) -> None:
                     search(k, self.out)
@@ -219,20 +223,20 @@ class Tuning:
         return findings
 
     def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
-        """`run` beside other processes; the search for a method's settings is the work of one."""
+        """`run` beside other processes. The search for a method's settings is the work of one."""
         if self._force:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
             )
         session = JoinedWork(self.out)
-        if session.is_begun and tomllib.loads((self.out / SEARCH).read_text()) != self._recorded_identity():
+        if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
                 f"{self.out}: processes that joined work on another search; join with the same file, and change it "
-                f"once all have ended; if none of them is left, delete {self.out / WORK}"
+                f"once all have ended; if none of them is left, delete {self.out / WORK_FOLDER}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
-        units = [WorkUnit(name, self.out / WORK / name / "done") for name in names]
+        units = [WorkUnit(name, self.out / WORK_FOLDER / name / "done") for name in names]
 
         def do(k: int, claim: UnitClaim) -> None:
             log = self._log(self.studies[k], claim.state)
@@ -277,7 +281,7 @@ class Tuning:
         with interruptible() as interrupted:
             while not study.search.ended(journal.trials) and not self._stopped:
                 trial = study.search.ask(journal.trials)
-                experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
+                experiment = self._experiment(replace_params(self._document, study.place, trial.params), workers)
                 method = experiment.methods[study.place]
                 place = folder / str(trial.number)
                 for old in folder.glob("*"):
@@ -312,17 +316,17 @@ class Tuning:
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
-            head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
+            head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
         content = document if self._read is parse else experiment.settings()  # values have no form in TOML
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
-        """The document of the experiment with the settings of each method's best trial, which must be there."""
+        """Return the experiment's document with the settings of each method's best trial."""
         document = self._document
         for one in findings:
             assert one.best is not None
-            document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
+            document = replace_params(document, one.study.place, one.best.params, **self._rounds(one, document))
         return dict(document)
 
     def _rounds(self, finding: SearchResult, document: Mapping[str, Any]) -> dict[str, int]:
@@ -337,7 +341,7 @@ class Tuning:
         return {} if needed == wanted else {"rounds": needed}
 
     def _budget(self, rounds: int) -> Budget:
-        """The work of so many rounds of plain local training, with the first seed."""
+        """Return the work of plain local training for a number of rounds, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("weigher", "mixer", "aggregator", "channel"):
             plain.pop(table, None)
@@ -352,11 +356,11 @@ class Tuning:
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
     def _check_directory(self) -> None:
-        """Refuse a directory that is not this search's; ``search.toml`` has the choices that its trials depend on."""
-        out, path = self.out, self.out / SEARCH
+        """Refuse a directory that is not this search's. ``search.toml`` has the choices that its trials depend on."""
+        out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
-        refuse_links(out, FOLDERS)
+        refuse_links(out, SEARCH_FOLDERS)
         if self._force:
             return
         now = self._recorded_identity()
@@ -373,7 +377,7 @@ class Tuning:
         """Make the directory this search's own, forgetting what it holds where that was asked for."""
         self._check_directory()
         if self._force:
-            for name in FOLDERS:
+            for name in SEARCH_FOLDERS:
                 shutil.rmtree(self.out / name, ignore_errors=True)
         self._force = False
         write_atomic(self.out / "search.toml", tomli_w.dumps(self._identity()).encode())
@@ -384,9 +388,9 @@ class Tuning:
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        """What trials depend on, as a TOML document."""
+        """Return everything that trials depend on, as a TOML document."""
         settings = self.experiment.settings()
-        for free in FREE:
+        for free in TRIAL_FREE_PARTS:
             settings.pop(free)
         for free in Engine.free:
             settings["engine"].pop(free, None)
@@ -402,14 +406,14 @@ def _table(dimension: Dimension) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs of that which decides the trials; more trials, more methods and a longer final run are free."""
+    """Describe changes to what decides the trials. More trials, methods or final rounds are allowed."""
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
     if key_and_values := difference_to_recorded(
-        before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"
+        before, now, rf"{'|'.join(TRIAL_FREE_PARTS)}|evaluate\..*|{free}|rounds|method .*: rounds"
     ):
         return key_and_values
-    was, new = (flat({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
+    was, new = (flatten_document({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
     options = {f"tune.{name}" for name in Tune.model_fields}
     wanted = (options | was.keys() & new.keys()) - {"tune.trials"}
-    return difference(*({key: tune[key] for key in wanted & tune.keys()} for tune in (was, new)))
+    return find_difference(*({key: tune[key] for key in wanted & tune.keys()} for tune in (was, new)))

@@ -16,14 +16,14 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import play
 
-BEYOND = 1.1
+MAX_BUDGET_RATIO = 1.1
 """A run with more than this share of its budget is named: on the terminal, in the tuned file, in reports."""
-SHORT = 0.9
-"""A run with less than this share, or more than `BEYOND`, is planned again, by every single round."""
-ALIKE = 0.01
+MIN_BUDGET_RATIO = 0.9
+"""A run with less than this share, or more than `MAX_BUDGET_RATIO`, is planned again, by every single round."""
+EQUAL_COST_TOLERANCE = 0.01
 """Two rounds that cost the same, but for this share, stand for all later ones in a first plan."""
-LONGEST = 20
-"""No plan of single rounds has more rounds than this many times those of plain training."""
+MAX_ROUND_MULTIPLE = 20
+"""Most rounds of a plan of single rounds, in those of plain training."""
 
 
 class Budget(NamedTuple):
@@ -42,10 +42,10 @@ class Budget(NamedTuple):
 
     def missed(self, samples: float) -> bool:
         """Whether what a run took is so far from the budget that its rounds must be planned again."""
-        return not SHORT * self.samples <= samples <= BEYOND * self.samples
+        return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Rounds of a run whose work is nearest to the budget, at least one.
+        """Return the rounds of a run whose work is nearest to the budget, at least one.
 
         Args:
             setting: the run.
@@ -65,19 +65,19 @@ class Budget(NamedTuple):
                 if total + after >= self.samples:
                     return self._nearest(totals, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
-                steady = abs(ratio - before) <= ALIKE * max(ratio, before)
+                steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
                     return self._extrapolated(totals, ratio, after) if ratio else len(self.plain)
-                if round >= LONGEST * len(self.plain):
+                if round >= MAX_ROUND_MULTIPLE * len(self.plain):
                     return round
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
-        """Samples of a round of plain training; of rounds after its end the mean."""
+        """Return the samples of a round of plain training. After the last round, the mean."""
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _nearest(self, totals: list[float], after: int) -> int:
-        """The last round, or the one before it, whichever is nearer to the budget; in doubt the cheaper one."""
+        """Return the last round or the one before it, whichever is nearer to the budget. The cheaper one in a tie."""
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
 
@@ -91,9 +91,9 @@ class Budget(NamedTuple):
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
-    """The budget of so many rounds of plain local training.
+    """Compute the budget of plain local training for a number of rounds.
 
-    Under uniform sampling two rounds of equal work stand for all; else every round is played.
+    Under uniform sampling two rounds of equal work stand for all. Else every round is played.
 
     Args:
         setting: FedAvg as the experiment has it.
@@ -111,17 +111,17 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
 
 
 class Goal(NamedTuple):
-    """What trials are given and judged by.
+    """Inputs of trials, and the goal by which they are judged.
 
     Attributes:
         rounds: work of a trial, in rounds of plain local training, or in the method's own.
-        budget: work of a trial with one seed; None: its rounds are the method's own.
+        budget: work of a trial with one seed. None: its rounds are the method's own.
         metric: name of the validation metric.
         seeds: the score is the mean over them.
         models: the score is the mean over them.
         higher: more is better.
         statistic: of the clients' values: mean, or weighted by samples.
-        time: virtual time of a trial with one seed, in seconds; None: it has all its rounds.
+        time: virtual time of a trial with one seed, in seconds. None: it has all its rounds.
     """
 
     rounds: int
@@ -140,5 +140,5 @@ class Goal(NamedTuple):
 
     @property
     def samples(self) -> int | None:
-        """Samples whose gradient a trial takes, over all its seeds; None: what its rounds cost."""
+        """Samples whose gradient a trial takes, over all its seeds. None: what its rounds cost."""
         return None if self.budget is None else self.budget.samples * len(self.seeds)

@@ -13,7 +13,7 @@ from fedloom.local.oracles.fused import Fused, chains_of
 from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
-from fedloom.local.oracles.probes import draws_itself, fails_stacked, moved_values
+from fedloom.local.oracles.probes import draws_itself, fails_stacked, find_changed_values
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
 from fedloom.models.parts import BATCH_STATISTICS, Bodied
@@ -41,11 +41,11 @@ def make_oracle(
     augment: Augment | None = None,
     precision: Precision = "full",
 ) -> Network:
-    """The oracle of a model on a federation.
+    """Make the oracle of a model on a federation.
 
     ``auto`` is a fixed rule: linear layers and pointwise activations, on a CPU also as bodies of a larger network
-    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics, with buffers or attributes that
-    training changes, with randomness of its own or that vmap rejects is `Looped`; any other model is `Looped` on a CPU
+    (`fedloom.models.parts.Bodied`), are `Fused`. A model with batch statistics, with buffers or attributes that
+    training changes, with randomness of its own or that vmap rejects is `Looped`. Any other model is `Looped` on a CPU
     and `Stacked` on an accelerator.
 
     Raises:
@@ -92,7 +92,7 @@ def _rule(module: nn.Module, fed: Federation) -> str:
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
     statistics = any(isinstance(m, BATCH_STATISTICS) for m in module.modules())
-    return statistics or draws_itself(module, fed) or bool(moved_values(module, fed))
+    return statistics or draws_itself(module, fed) or bool(find_changed_values(module, fed))
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:

@@ -46,7 +46,7 @@ class Above:
 
     @torch.no_grad()
     def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
-        """Representations ``[m, b, k]`` in evaluation mode; ``ends [m, b, .]`` are outputs of the bodies."""
+        """Representations ``[m, b, k]`` in evaluation mode. ``ends [m, b, .]`` are outputs of the bodies."""
         self._module.eval()
         rows = self._layout.tree(w)
         _, representations = vmap(self._call)({name: rows[name] for name in self.parameters}, *ends)
@@ -62,7 +62,7 @@ class Above:
         terms: Sequence[Bound],
         anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients of those of its parameters that have one ``[m, ...]``, and of ``ends``.
+        """Return gradients of parameters that have one ``[m, ...]``, and of ``ends``.
 
         Args:
             w: ``[m, d]``.
@@ -100,14 +100,14 @@ class Above:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[b, c]`` and the representation ``[b, k]``, if it is above the bodies, of one client."""
+        """Compute outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it lies above the bodies."""
         with self._holding(parameters), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs
 
     @contextmanager
     def _holding(self, parameters: dict[str, Tensor]) -> Iterator[None]:
-        """The network with other parameters meanwhile, by their places and not, as `functional_call`, by a search."""
+        """Replace the network's parameters by their places, without `functional_call`'s search, within the block."""
         for name, (holder, key) in self._places.items():
             holder._parameters[key] = cast("nn.Parameter", parameters[name])
         try:

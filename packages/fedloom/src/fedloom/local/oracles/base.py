@@ -29,7 +29,7 @@ v = 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""(w, plan, steps [m], what a step is): every step at once, in place."""
+"""Function (w, plan, steps [m], step form) that takes every step at once, in place."""
 
 
 class Features(NamedTuple):
@@ -50,13 +50,13 @@ class Oracle(ABC):
     whole: bool = False
     """Whether the loss is of all of a client's samples together, not a mean over them."""
 
-    def at_once(self, w: Tensor) -> Descend | None:
-        """All steps of SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
+    def loop_for(self, w: Tensor) -> Descend | None:
+        """Return a function for all SGD steps on rows like ``w [m, d]`` in one call, or None without such a loop."""
         return None
 
     @property
     def reached(self) -> Tensor | None:
-        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others; None where it reaches all.
+        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others. None where it reaches all.
 
         Optimisers of torch leave a parameter without a gradient as it is, weight decay or not.
         """
@@ -64,7 +64,7 @@ class Oracle(ABC):
 
     @property
     def reached_with_terms(self) -> Tensor | None:
-        """`reached` where the loss has terms on the representation; None where it reaches all."""
+        """`reached` where the loss has terms on the representation. None where it reaches all."""
         return None
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Oracle(ABC):
         """Training samples ``[m]`` of the clients ``ids``."""
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """What the oracle needs to find the samples at ``position`` ``[..., m, b]`` of the clients ``ids`` ``[m]``."""
+        """Return what the oracle needs to find the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
         return position
 
     @abstractmethod
@@ -90,10 +90,10 @@ class Oracle(ABC):
         """``out <- beta out + alpha grad + steady``, the gradient of the mean loss of ``batch`` and of terms at ``w``.
 
         Args:
-            out: ``[m, d]``, written in place; without terms it may be ``w`` itself (a step of SGD in one pass).
+            out: ``[m, d]``, written in place, without terms it may be ``w`` itself (a step of SGD in one pass).
             w: ``[m, d]``.
             batch: one batch per row.
-            beta: a number, or ``[m, 1]``; 0 ignores what ``out`` held.
+            beta: a number, or ``[m, 1]``. 0 ignores what ``out`` held.
             alpha: factor of the gradient.
             steady: ``[m, d]``, or None for zero.
             functions: of the terms on the representation.
@@ -105,7 +105,7 @@ class Oracle(ABC):
 
     @abstractmethod
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Sum of the sample losses of ``batch`` at ``w`` over ``batch.total``, ``[m, 1]``; no dropout."""
+        """Sum of the sample losses of ``batch`` at ``w`` over ``batch.total``, ``[m, 1]``. No dropout."""
 
     @abstractmethod
     def activations(
@@ -126,7 +126,7 @@ class Oracle(ABC):
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Counts ``[m, 8]`` of each client's training samples in two groups (`Work.group_counts`).
+        """Count each client's training samples in two groups ``[m, 8]`` (`Work.group_counts`).
 
         Raises:
             Refused: the task is not binary.
@@ -167,7 +167,7 @@ class Oracle(ABC):
         raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Mean representation of every class in the clients' training parts, ``[m, c, k]``; 0 where it has none.
+        """Mean representation of every class in the clients' training parts, ``[m, c, k]``. 0 where it has none.
 
         Raises:
             Refused: there are no classes.

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.pooling import Pooled
-from fedloom.models import head, penultimate
+from fedloom.models import head_prefixes, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
-PIECE = 4096
+FORWARD_SAMPLES = 4096
 """Samples evaluated together at most."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Bytes of the widest activation of a piece: with `PIECE` samples a CNN takes two to three times as long."""
+"""Bytes of the widest activation of a piece: with `FORWARD_SAMPLES` samples a CNN takes two to three times as long."""
 
 USUAL_BATCH = 20
 """Samples of a step, where pooled elements are weighed against weights of convolutions."""
@@ -27,7 +27,7 @@ USUAL_BATCH = 20
 
 @contextmanager
 def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
-    """What ``layer`` gives meanwhile, or with ``entering`` takes, call by call; nothing where there is none."""
+    """Record the outputs of ``layer``, or with ``entering`` its inputs, call by call. An empty list without a layer."""
     values: list[Tensor] = []
     if layer is None:
         yield values
@@ -44,14 +44,14 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
 
 
 class Spot(NamedTuple):
-    """Where a network has its representation: in the output of a submodule, or with ``entering`` in its input."""
+    """Place of a network's representation: the output of a submodule, or with ``entering`` its input."""
 
     name: str
     entering: bool = False
 
 
 def representing(module: nn.Module, sample: Tensor) -> Spot:
-    """Where the representation of a network is, which is the input of its head.
+    """Find the representation of a network, the input of its head.
 
     It is the output of `penultimate`, unless functions such as ``F.relu`` come between that layer and the head: then
     the two lie in memory apart when a ``sample [1, ...]`` passes. A layer that the network names is taken as it is.
@@ -64,7 +64,7 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
         return spot
     probe = copy.deepcopy(module).to(sample.device).eval()
     probe = probe.to(sample.dtype) if sample.is_floating_point() else probe
-    last = head(module)[0].removesuffix(".")
+    last = head_prefixes(module)[0].removesuffix(".")
     modules = dict(probe.named_modules())
     with (
         torch.no_grad(),
@@ -79,19 +79,19 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Whether an output is what was taken, perhaps in another shape; equal values alone can be by chance."""
+    """Whether an output is what was taken, perhaps in another shape. Equal values alone can be by chance."""
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
     return torch.equal(output.flatten(1), taken.flatten(1))
 
 
-def at_least_two(x: Tensor) -> Tensor:
-    """A single sample twice, so that batch normalisation has a (zero) variance; means are unchanged."""
+def repeat_single(x: Tensor) -> Tensor:
+    """Repeat a single sample, so that batch normalization has a (zero) variance. Means are unchanged."""
     return x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x
 
 
 def evaluated_together(module: nn.Module, sample: Tensor) -> int:
-    """Samples that a network evaluates together: its widest activation of one ``sample [1, ...]`` decides."""
+    """Return the number of samples evaluated together, from the widest activation of one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
@@ -103,7 +103,7 @@ def evaluated_together(module: nn.Module, sample: Tensor) -> int:
     for hook in hooks:
         hook.remove()
     room = CPU_ACTIVATION if sample.device.type == "cpu" else GPU_ACTIVATION
-    return max(1, min(PIECE, room // (max(widths) * sample.element_size())))
+    return max(1, min(FORWARD_SAMPLES, room // (max(widths) * sample.element_size())))
 
 
 def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: Tensor) -> dict[str, torch.Size]:
@@ -124,7 +124,7 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
     """Channels last on a CPU where pooling gains more by it than the weights of convolutions lose.
 
-    Pooling is several times as fast then; weights and their gradients, whose order in a row is the other one, are
+    Pooling is several times as fast then. Weights and their gradients, whose order in a row is the other one, are
     copied in every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
@@ -132,7 +132,7 @@ def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
         return torch.contiguous_format
     try:
         with torch.no_grad(), forked(sample.device), Pooled() as pooled:
-            module.eval()(at_least_two(sample).clone(memory_format=torch.channels_last))
+            module.eval()(repeat_single(sample).clone(memory_format=torch.channels_last))
     except RuntimeError:  # a view() in user code, for one
         return torch.contiguous_format
     return torch.channels_last if USUAL_BATCH * pooled.elements >= weights else torch.contiguous_format

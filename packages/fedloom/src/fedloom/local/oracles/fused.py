@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
-from fedloom.local.batches import PASS
+from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.above import Above
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import hooked
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 Backward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
-BACKWARD: dict[type[nn.Module], Backward] = {
+ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
     nn.ReLU: lambda _, delta, _z, h: aten.threshold_backward(delta, h, 0),
     nn.Tanh: lambda _, delta, _z, h: aten.tanh_backward(delta, h),
     nn.Sigmoid: lambda _, delta, _z, h: aten.sigmoid_backward(delta, h),
@@ -48,7 +48,7 @@ BACKWARD: dict[type[nn.Module], Backward] = {
 
 
 def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The (name, layer) steps of a network that Fused can compute; None if there is anything else in it."""
+    """Return the (name, layer) steps of a network that Fused can compute, or None if it has any other layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
     chain = [(name, layer) for name, layer in module._modules.items() if type(layer) is not nn.Identity]
@@ -67,7 +67,7 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
         if type(layer) is nn.Flatten:
             if seen_linear or layer.start_dim != 1 or layer.end_dim != -1:
                 return None
-        elif type(layer) not in (nn.Linear, Dropout) and (type(layer) not in BACKWARD or not seen_linear):
+        elif type(layer) not in (nn.Linear, Dropout) and (type(layer) not in ACTIVATION_DERIVATIVES or not seen_linear):
             return None
     return chain
 
@@ -80,7 +80,7 @@ class Chain(NamedTuple):
 
 
 def chains_of(module: nn.Module) -> list[Chain] | None:
-    """The chain of a network, or those of the bodies of one; None if there is anything else in one of them."""
+    """Return the chain of a network, or the chains of its bodies, or None if one has any other layer."""
     bodies, chains = {"": module}, list[Chain]()
     if isinstance(module, Bodied):
         if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
@@ -100,7 +100,7 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 
 
 class Fused(TermNetwork):
-    """Gradient steps of stacked networks of linear layers by batched products; see `Network` for the arguments.
+    """Gradient steps of stacked networks of linear layers by batched products, see `Network` for the arguments.
 
     What is above the bodies of a network (`fedloom.models.parts.Bodied`) is computed by autograd.
 
@@ -123,7 +123,7 @@ class Fused(TermNetwork):
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
-        self.linear = {name: Linear.of(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
+        self.linear = {name: Linear.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
         below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
         self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
 
@@ -138,7 +138,7 @@ class Fused(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """One forward and backward pass; the weight gradient is added by the product itself.
+        """One forward and backward pass. The weight gradient is added by the product itself.
 
         Terms take part in it where the representation is above the bodies.
         """
@@ -147,7 +147,7 @@ class Fused(TermNetwork):
             return self.add_terms_(out, w, batch, functions, terms, alpha)
         if terms:
             self._check_terms()
-        elif self._fits(out, random=batch.draw.stream != PASS):
+        elif self._fits(out, random=batch.draw.stream != PASS_STREAM):
             whole = Compiled(self.layout, out, w, beta, alpha, steady)
             return whole.add_gradients_(self._layers, self._stored(out, batch), batch.count, batch.total)
         data = self.samples(batch, step=True)
@@ -180,7 +180,7 @@ class Fused(TermNetwork):
     def _backward(
         self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
     ) -> None:
-        """Add the gradients of a chain's layers; ``delta [m, b, k]`` is that of its outputs."""
+        """Add the gradients of a chain's layers. ``delta [m, b, k]`` is the gradient of its outputs."""
         for k in range(len(chain.steps) - 1, chain.first - 1, -1):
             name, layer = chain.steps[k]
             if name in self.linear:
@@ -191,9 +191,9 @@ class Fused(TermNetwork):
             elif isinstance(layer, Dropout):
                 delta = delta * masks[name].flatten(2) if name in masks else delta
             else:
-                delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
+                delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
-    def at_once(self, w: Tensor) -> Descend | None:
+    def loop_for(self, w: Tensor) -> Descend | None:
         """For rectifiers and the cross-entropy of classes, without random changes to a layer's input."""
         return self._descend if self._fits(w, random=True) else None
 
@@ -233,7 +233,7 @@ class Fused(TermNetwork):
         return layers
 
     def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> Stored:
-        """The samples of a plan or a batch for the loops through a whole network."""
+        """Return the samples of a plan or a batch for loops through a whole network."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
         return Stored(data, scale, shift, self.fed.data.y, of.where, classes)
@@ -244,7 +244,7 @@ class Fused(TermNetwork):
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """By the compiled loops on a CPU: many models of few samples each cost one call; see `Network.outputs_of`."""
+        """Compute outputs in compiled loops on a CPU, one call for many models, see `Network.outputs_of`."""
         if self.above is not None or not Compiled.fits(rows):
             return super().outputs_of(rows, index, sizes)
         ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
@@ -259,7 +259,7 @@ class Fused(TermNetwork):
         return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """By the compiled loops on a CPU, as `outputs_of`; see `Network.batch_loss`."""
+        """Compute the loss in compiled loops on a CPU, as `outputs_of`, see `Network.batch_loss`."""
         w = w.contiguous()
         if self.above is not None or self.labels_each is not None or not Compiled.fits(w):
             return super().batch_loss(w, batch)
@@ -271,7 +271,7 @@ class Fused(TermNetwork):
         return loss
 
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
-        """Outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
+        """Compute outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
         ends = sizes.cumsum(0).numpy()
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -283,7 +283,7 @@ class Fused(TermNetwork):
         return x
 
     def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        """The input of every step of a chain, and the outputs of the last, each ``[m, b, .]``."""
+        """Compute the input of every step of a chain, and the outputs of the last, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in chain.steps:
             h = values[-1]

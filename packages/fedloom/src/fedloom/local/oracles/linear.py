@@ -3,7 +3,7 @@
 They are float32 also where a step is computed in bfloat16: their time goes into reading the weights, and a copy of them
 in bfloat16 takes longer than it saves.
 
-The backward pass leaves what a weight's gradient is a product of; it is added to the row when the pass has ended, and
+The backward pass leaves what a weight's gradient is a product of. It is added to the row when the pass has ended, and
 nothing needs the weights any more.
 """
 
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from fedloom.local.oracles.products import Compiled, Linear
 from fedloom.rows.layout import Layout
 
-LARGE = 1 << 15
+LARGE_LAYER_WEIGHTS = 1 << 15
 """Weights of a layer from which its products take longer than the calls that lead to them."""
 
-FEW = 256
+MAX_LOOP_INPUTS = 256
 """Inputs of a step up to which the loops are ahead of every library's products."""
 
 
@@ -49,20 +49,20 @@ class Pass:
 
     def takes(self, x: Tensor) -> bool:
         """Whether a layer's products on ``x [..., i]`` are this pass's."""
-        return self._products is not None and torch.is_grad_enabled() and x.numel() <= FEW * x.shape[-1]
+        return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Outputs ``[b, o]`` on inputs ``[b, i]``."""
+        """Compute outputs ``[b, o]`` on inputs ``[b, i]``."""
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
     def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
-        """Gradient ``[b, i]`` of the inputs if it is asked for; that of the parameters waits for `end`."""
+        """Compute the inputs' gradient ``[b, i]`` if asked for. The parameters' gradient waits for `end`."""
         self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
 def prepare(module: nn.Module, layout: Layout) -> Pass:
-    """Give the large linear layers of ``module`` to a pass; none where a module has code that is not ours or PyTorch's.
+    """Give the large linear layers of ``module`` to a pass. None where a module has code that is not ours or PyTorch's.
 
     Such code may ask for gradients of its own within a forward or backward pass.
     """
@@ -70,10 +70,10 @@ def prepare(module: nn.Module, layout: Layout) -> Pass:
     if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):
         for name, layer in module.named_modules():
             parts = {f"{name}.{part}" for part, _ in layer.named_parameters(recurse=False)}
-            if type(layer) is nn.Linear and layer.weight.numel() >= LARGE and parts <= {*layout.names}:
+            if type(layer) is nn.Linear and layer.weight.numel() >= LARGE_LAYER_WEIGHTS and parts <= {*layout.names}:
                 layer.__class__ = _Linear
                 replaced = cast("_Linear", layer)
-                replaced.linear, replaced.shared, shared.used = Linear.of(layout, name), shared, True
+                replaced.linear, replaced.shared, shared.used = Linear.create(layout, name), shared, True
     return shared
 
 

@@ -1,4 +1,4 @@
-"""Looped: one client at a time, on the module itself; for convolutions and large nets on a CPU, and for debugging."""
+"""Looped: one client at a time, on the module itself, for convolutions and large nets on a CPU, and for debugging."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.forward import at_least_two, caught
+from fedloom.local.oracles.forward import caught, repeat_single
 from fedloom.local.oracles.linear import Pass, prepare
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
-from fedloom.local.oracles.precision import of_products
-from fedloom.local.oracles.probes import draws_itself, moved_values
+from fedloom.local.oracles.precision import find_product_parameters
+from fedloom.local.oracles.probes import draws_itself, find_changed_values
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
-from fedloom.models.imported import ABSENT, put, values_of
+from fedloom.models.imported import ABSENT_VALUE, put, values_of
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Looped(TermNetwork):
-    """Gradients client by client; see `Network` for the arguments.
+    """Gradients client by client, see `Network` for the arguments.
 
     Batch normalisation uses the statistics of the batch. Other buffers and attributes that training changes begin every
     step with their initial values, so that no client has another's. A module that draws from the global generator
@@ -42,16 +42,17 @@ class Looped(TermNetwork):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(module, fed)
-        self.moved = moved_values(module, fed)
+        self.moved = find_changed_values(module, fed)
         initial, places = values_of(module), [(name, *name.rpartition(".")) for name in self.moved]
         self._initial = [
-            (self.module.get_submodule(owner), name, initial.get(whole, ABSENT)) for whole, owner, _, name in places
+            (self.module.get_submodule(owner), name, initial.get(whole, ABSENT_VALUE))
+            for whole, owner, _, name in places
         ]
         self._restore()
         if self.memory_format is torch.channels_last:
             join(self.module)
         self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
-        self.narrow = of_products(self.module, self.parameters)
+        self.narrow = find_product_parameters(self.module, self.parameters)
 
     def addgrad_(
         self,
@@ -64,7 +65,7 @@ class Looped(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """A forward and backward pass for every client in turn.
+        """Run a forward and backward pass for every client in turn.
 
         Terms take part in it where both have one precision and no gradient is a `Pass`'s.
         """
@@ -90,7 +91,7 @@ class Looped(TermNetwork):
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
-            self._hold(self._narrowed(views) if self.lowers(batch) else views)
+            self._hold(self._lower_parameters(views) if self.lowers(batch) else views)
             with (
                 torch.enable_grad(),
                 self.lowered(batch),
@@ -121,28 +122,28 @@ class Looped(TermNetwork):
         return outputs
 
     def _restore(self) -> None:
-        """Put the initial values in the place of what a forward pass has changed."""
+        """Restore the initial values that a forward pass has changed."""
         for owner, name, value in self._initial:
             put(owner, name, value)
 
     @cached_property
     def _layer(self) -> nn.Module:
-        """The layer that has the representation; see `spot`."""
+        """The layer that has the representation, see `spot`."""
         return self.module.get_submodule(self.spot.name)
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
-        """The representation ``[b, k]`` by the model ``row [d]`` in evaluation mode."""
+        """Compute the representation ``[b, k]`` of the model ``row [d]`` in evaluation mode."""
         with caught(self._layer, entering=self.spot.entering) as features:
             self.run(row, x)
         return features[-1].flatten(1)
 
-    def _narrowed(self, views: list[Tensor]) -> list[Tensor]:
+    def _lower_parameters(self, views: list[Tensor]) -> list[Tensor]:
         """Parameters of products in bfloat16, turned once instead of once per direction."""
         return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if self.normalisers and len(x) == 1:
-            return self._call(at_least_two(x), batch, i)[:1]
+            return self._call(repeat_single(x), batch, i)[:1]
         return self._call(x, batch, i)
 
     def _call(self, x: Tensor, batch: Batch, i: int) -> Tensor:

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
 from fedloom.hints import unknown
-from fedloom.local.batches import PASS
+from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.forward import (
-    PIECE,
+    FORWARD_SAMPLES,
     Spot,
-    at_least_two,
     caught,
     dropout_shapes,
     evaluated_together,
     memory_format,
+    repeat_single,
     representing,
 )
 from fedloom.local.oracles.precision import lowered
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 
 class Network(Oracle):
-    """Local problems of a network on a federation's training parts; how the gradient is computed is left open.
+    """Local problems of a network on a federation's training parts. How the gradient is computed is left open.
 
-    With ``low``, gradients of steps are computed in bfloat16; see `fedloom.local.oracles.precision`.
+    With ``low``, gradients of steps are computed in bfloat16, see `fedloom.local.oracles.precision`.
 
     Args:
-        module: the network; copied, never modified.
+        module: the network. Copied, never modified.
         task: the loss.
-        fed: the data; its dtype and device are the oracle's.
+        fed: the data. Its dtype and device are the oracle's.
         augment: random changes of the samples of a step's gradient, and of nothing else.
 
     Raises:
@@ -71,7 +71,7 @@ class Network(Oracle):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment, self._module = task, fed, augment, module
         self.whole = fed.data.task == "survival"
-        self.layout = Layout.of(module)
+        self.layout = Layout.create(module)
         self.dtype, self.device = fed.dtype, fed.device
         self.module = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype)
         self.parameters = list(trainable(self.module).values())
@@ -94,26 +94,26 @@ class Network(Oracle):
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
-        """The samples of a batch; those of a step's gradient get their random changes."""
+        """Return the samples of a batch. Samples of a step's gradient get their random changes."""
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
-        changed = step and batch.draw.stream != PASS
+        changed = step and batch.draw.stream != PASS_STREAM
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
         """Whether a batch's gradient is computed in bfloat16."""
-        return self.low and batch.draw.stream != PASS
+        return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
-        """The precision of a batch's gradient."""
+        """Set the precision of a batch's gradient within the block."""
         return lowered(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Samples in the training parts of the clients."""
+        """Return the sizes of the clients' training parts."""
         return self._train_sizes[ids]
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Places in the data set ``[..., m, b]``; of some sample of the client where there is padding."""
+        """Return places in the data set ``[..., m, b]``. Padding repeats some sample of the client."""
         index, offsets = self.fed.parts["train"]
         start: Tensor = offsets[ids.to(index.device)][:, None]
         return index[start + position.to(index.device).clamp(min=0)]
@@ -121,7 +121,7 @@ class Network(Oracle):
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Weighted sum of the sample losses, ``[m, 1]``.
 
-        Every module is in evaluation mode; batch normalisation has the statistics of the client's training part.
+        Every module is in evaluation mode. Batch normalisation has the statistics of the client's training part.
         """
         data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
@@ -150,7 +150,7 @@ class Network(Oracle):
         return torch.stack(means)
 
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
-        """Outputs ``[b, a]`` of a layer, flattened, of the model ``row [d]`` on the samples ``index``.
+        """Compute flattened outputs ``[b, a]`` of a layer, of the model ``row [d]`` on the samples ``index``.
 
         Of sequences with a label per position, one output per labelled position.
 
@@ -172,7 +172,7 @@ class Network(Oracle):
 
     @cached_property
     def spot(self) -> Spot:
-        """Where the representation is."""
+        """Place of the representation."""
         return representing(self._module, self._sample())
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Network(Oracle):
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Counts of each client's training samples in two groups, ``[m, 8]``; see `Work.group_counts`.
+        """Count each client's training samples in two groups, ``[m, 8]``, see `Work.group_counts`.
 
         Raises:
             Refused: the task is not binary.
@@ -225,14 +225,14 @@ class Network(Oracle):
         return self.fed.class_counts("train")
 
     def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
-        """The dropout masks of one client by layer."""
+        """Return the dropout masks of one client by layer."""
         return {name: self._mask(name, batch, row, count) for name in self.dropouts}
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position.
+        """Compute outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode, or ``[b L, k]`` by position.
 
         A module that draws random numbers there draws the same ones in every call.
         """
@@ -246,12 +246,12 @@ class Network(Oracle):
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
-        """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
+        """Yield outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
         for piece in index.split(self._together):
             yield self.run(row, self.fed.fetch(piece))
 
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """Outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
+        """Compute outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
 
         A model's outputs do not depend on the models beside it.
         """
@@ -279,12 +279,12 @@ class Network(Oracle):
         for normaliser in self.normalisers:
             normaliser.train()
             normaliser.momentum = 1.0
-        pieces = [piece for i in ids.tolist() for piece in self.fed.indices("train", i).split(PIECE)]
+        pieces = [piece for i in ids.tolist() for piece in self.fed.indices("train", i).split(FORWARD_SAMPLES)]
         samples = sum(len(piece) for piece in pieces)
         total = [torch.zeros_like(s) for s in self._statistics()]
         for piece in pieces:
             with self._drawing():
-                self.module(at_least_two(self.arranged(self.fed.fetch(piece))))
+                self.module(repeat_single(self.arranged(self.fed.fetch(piece))))
             for t, s in zip(total, self._statistics(), strict=True):
                 t.add_(s, alpha=len(piece) / samples)
         for target, value in zip(self._statistics(), total, strict=True):
@@ -303,7 +303,7 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """Parameters that a gradient can reach, as booleans ``[d]``; None where it reaches all of them."""
+        """Parameters that a gradient can reach, as booleans ``[d]``. None where it reaches all of them."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
@@ -327,11 +327,11 @@ class Network(Oracle):
         return written_parameters(self._module, self.fed)
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """The parameters in ``row [d]``, in the module's order."""
+        """Return the parameters in ``row [d]``, in the module's order."""
         return list(self.layout.tree(row).values())
 
     def _views_to_run(self, row: Tensor) -> list[Tensor]:
-        """The parameters for a pass that must not change ``row``."""
+        """Return the parameters for a pass that must not change ``row``."""
         return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
@@ -340,7 +340,7 @@ class Network(Oracle):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Samples ``[b, *shape]`` in the memory format that suits the module; the values are the same."""
+        """Convert samples ``[b, *shape]`` to the memory format that suits the module. The values stay the same."""
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _sample(self) -> Tensor:
@@ -363,7 +363,7 @@ class Network(Oracle):
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
-    """``target <- beta target``, ``beta`` a number or one per client; 0 forgets what it held, even if not finite."""
+    """``target <- beta target``, ``beta`` a number or one per client. 0 forgets what it held, even if not finite."""
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))
     if beta == 0:

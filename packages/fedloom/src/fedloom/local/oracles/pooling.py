@@ -1,6 +1,6 @@
 """A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) change places.
 
-The values are the same; what is rectified is a quarter, and the backward pass needs a byte per output instead of both
+The values are the same, what is rectified is a quarter, and the backward pass needs a byte per output instead of both
 layers' activations.
 """
 
@@ -33,7 +33,7 @@ def _joinable(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _Waived(nn.ReLU):
-    """Rectifies only if somebody is looking; the pooling after it does in any case."""
+    """Rectifies only if somebody is looking. The pooling after it does in any case."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if hooked(self) else x

@@ -1,4 +1,4 @@
-"""bfloat16 for the gradients of steps, where a run chooses it; rows, updates and passes over all samples stay full.
+"""bfloat16 for the gradients of steps, where a run chooses it. Rows, updates and passes over all samples stay full.
 
 A GPU's products and convolutions of float32 are those of float32, unless a run chooses TF32 for all of them.
 """
@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fedloom.data.dataset import on_cpu
+from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import Refused
 
 T = TypeVar("T")
 Precision = Literal["full", "tf32", "bf16"]
-INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose weights and biases `lowered` computes with in bfloat16."""
 
 
@@ -31,14 +31,14 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in INSTRUCTIONS)
+    return any(bool(capabilities.get(name)) for name in BFLOAT16_INSTRUCTIONS)
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     """Refuse bfloat16 where it cannot be had, or gains nothing.
 
     Raises:
-        Refused: bfloat16 cannot be used; the message has the reason.
+        Refused: bfloat16 cannot be used. The message has the reason.
     """
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
@@ -65,7 +65,7 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse TF32 where it cannot be had.
 
     Raises:
-        Refused: TF32 cannot be used; the message has the reason.
+        Refused: TF32 cannot be used. The message has the reason.
     """
     choice = "engine.precision = 'tf32'"
     if device.type != "cuda":
@@ -91,7 +91,7 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), _unrounded(), ExitStack() as modes:
+        with torch.inference_mode(False), torch.enable_grad(), default_to_cpu(), _unrounded(), ExitStack() as modes:
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
             yield
@@ -101,7 +101,7 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 @contextmanager
 def _unrounded() -> Iterator[None]:
-    """The CPU rounds nothing that enters products and convolutions of float32 meanwhile.
+    """Disable the CPU's rounding of inputs to float32 products and convolutions within the block.
 
     PyTorch has a switch for each library since 2.9. It refuses to read its older one where a caller's differ from it.
     """
@@ -140,8 +140,8 @@ def _readable(switch: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
-    """A GPU computes meanwhile as precisely as is chosen, and gives the same bits again.
+def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
+    """Set a GPU's precision, and make its results repeatable bit for bit, within the block.
 
     PyTorch's own default is to round what enters a convolution of float32 to TF32, and to take the fastest algorithms,
     some of which add up in any order. It warns of an operation of a user's model that has no other.
@@ -181,14 +181,14 @@ def wake(device: torch.device) -> None:
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
-    """Products and convolutions in bfloat16; what needs more, such as a normalisation's statistics, stays float32."""
+    """Products and convolutions in bfloat16, what needs more, such as a normalisation's statistics, stays float32."""
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
 
 
-def of_products(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Which parameters `lowered` would turn to bfloat16 at every use: those of products alone, held by nothing else."""
+def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
+    """Return the parameters that `lowered` would convert to bfloat16 at every use: those of products only."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):
-            holders.setdefault(id(p), set()).add(type(layer) in PRODUCTS)
+            holders.setdefault(id(p), set()).add(type(layer) in LOWERED_LAYERS)
     return [holders[id(p)] == {True} for p in parameters]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedloom.local.oracles.forward import Spot, at_least_two, caught
+from fedloom.local.oracles.forward import Spot, caught, repeat_single
 from fedloom.models.imported import Mark, Values
 from fedloom.models.sequences import Recurrence
 from fedloom.rows.layout import Layout, trainable
@@ -18,10 +18,10 @@ from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
-TRIED = 32
+PROBE_SAMPLES = 32
 """Samples, from all clients, that an own loss, own metrics and unused parameters are tried on before work starts."""
 
-DRAWS = 8
+RANDOM_PASSES = 8
 """Passes of a network that draws random numbers: a layer dropped with probability 1/2 is missed by one in 256."""
 
 
@@ -54,7 +54,7 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return the sentence with which vmap rejects the module; empty if it takes it.
+    """Return the sentence with which vmap rejects the module. Empty if it takes it.
 
     A copy computes a step of two models on a sample each, and a plain score afterwards.
     """
@@ -62,7 +62,7 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
     for layer in probe.modules():
         if isinstance(layer, Recurrence):
             layer.plain = True
-    x = at_least_two(fed.fetch(fed.parts["train"].index[:1]))
+    x = repeat_single(fed.fetch(fed.parts["train"].index[:1]))
     leaves = {name: torch.stack([p.detach(), p.detach()]).requires_grad_() for name, p in trainable(probe).items()}
     try:
         with preserve_rng(), torch.enable_grad():
@@ -74,7 +74,7 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
     return ""
 
 
-def moved_values(module: nn.Module, fed: Federation) -> list[str]:
+def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Names of buffers, batch statistics apart, and of attributes that training changes.
 
     Attributes are those of `fedloom.models.imported.VALUES`. They are found out by running a copy on one sample.
@@ -103,7 +103,7 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
     """Names of parameters that the gradient of no sample reaches, as in a part of a module that is never called.
 
-    They are found out by running a copy on `TRIED` samples, several times if it draws random numbers.
+    They are found out by running a copy on `PROBE_SAMPLES` samples, several times if it draws random numbers.
 
     Args:
         module: the network.
@@ -116,7 +116,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     x = fed.fetch(spread_samples(fed))
     layer = None if spot is None else probe.get_submodule(spot.name)
     with preserve_rng(), torch.enable_grad():
-        for _ in range(DRAWS):
+        for _ in range(RANDOM_PASSES):
             before = _global_state(fed.device)
             with caught(layer, entering=spot is not None and spot.entering) as features:
                 ends = [probe(x), *features]
@@ -129,7 +129,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
 
 
 def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """``[d]`` 0 for `unreached_parameters`, 1 for others; None where there are only others."""
+    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for others, or None if all are reached."""
     unused = unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
@@ -137,20 +137,20 @@ def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot 
 
 
 def _probe(module: nn.Module, fed: Federation) -> nn.Module:
-    """A copy in training."""
+    """Copy the module in training mode."""
     return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
 
 
 @torch.no_grad()
 def _tried(probe: nn.Module, fed: Federation) -> Tensor:
-    outputs: Tensor = probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
+    outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
     return outputs
 
 
 def spread_samples(fed: Federation) -> Tensor:
-    """Positions of `TRIED` training samples, from all clients."""
+    """Positions of `PROBE_SAMPLES` training samples, from all clients."""
     index = fed.parts["train"].index
-    return index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
+    return index[torch.linspace(0, len(index) - 1, PROBE_SAMPLES, device=index.device).long()]
 
 
 def _global_state(device: torch.device) -> tuple[object, ...]:

@@ -27,8 +27,8 @@ class Linear(NamedTuple):
     outputs: int
 
     @classmethod
-    def of(cls, layout: Layout, name: str) -> Linear:
-        """The layer of that name."""
+    def create(cls, layout: Layout, name: str) -> Linear:
+        """Return the layer of that name."""
         weight, bias = f"{name}.weight", f"{name}.bias"
         at = dict(zip(layout.names, layout.offsets, strict=True))
         outputs, inputs = layout.shapes[layout.names.index(weight)]
@@ -36,9 +36,9 @@ class Linear(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Samples that lie in a data set: stored ``[N, i]``, what normalises them ``[i]``, their classes ``[N]``.
+    """Samples in a data set: stored ``[N, i]``, their normalization ``[i]``, their classes ``[N]``.
 
-    Where those of a plan ``[k, m, b]`` or a batch ``[m, b]`` lie; and weights of classes by client ``[m, C]``, or
+    Where those of a plan ``[k, m, b]`` or a batch ``[m, b]`` lie. And weights of classes by client ``[m, C]``, or
     ``[m, 0]``.
     """
 
@@ -55,9 +55,9 @@ class Products(ABC):
 
     Args:
         layout: shapes of the model.
-        out: ``[m, d]``, changed by `add_gradient_`; may be ``w``.
+        out: ``[m, d]``, changed by `add_gradient_`. May be ``w``.
         w: ``[m, d]`` parameters.
-        beta: factor of ``out``, a number or ``[m, 1]``; 0 forgets what it held, even if not finite.
+        beta: factor of ``out``, a number or ``[m, 1]``. 0 forgets what it held, even if not finite.
         alpha: factor of the gradient.
         steady: ``[m, d]`` to add, or None.
     """
@@ -69,11 +69,11 @@ class Products(ABC):
 
     @abstractmethod
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Outputs ``[m, b, o]`` on inputs ``[m, b, i]``."""
+        """Compute outputs ``[m, b, o]`` on inputs ``[m, b, i]``."""
 
     @abstractmethod
     def backward(self, layer: Linear, delta: Tensor) -> Tensor:
-        """Gradient ``[m, b, i]`` with respect to the inputs; ``delta [m, b, o]`` is that of the outputs."""
+        """Compute the inputs' gradient ``[m, b, i]``. ``delta [m, b, o]`` is the outputs' gradient."""
 
     @abstractmethod
     def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
@@ -81,7 +81,7 @@ class Products(ABC):
 
 
 class Batched(Products):
-    """By batched matrix products; the one for the weights works in place."""
+    """Products as batched matrix products. The weights' product works in place."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -112,7 +112,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """By loops compiled for the CPU."""
+    """Products in loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -163,7 +163,7 @@ class Compiled(Products):
         scale: Tensor | None,
         momentum: tuple[float | Tensor, float] | None,
     ) -> None:
-        """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each; `fedloom.kernels.descend`."""
+        """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each. `fedloom.kernels.descend`."""
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
         rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
@@ -174,7 +174,7 @@ class Compiled(Products):
         )  # fmt: skip
 
     def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
-        """``out <- beta out + alpha gradient + steady`` of a batch, in one pass; `fedloom.kernels.add_gradients`.
+        """``out <- beta out + alpha gradient + steady`` of a batch, in one pass. `fedloom.kernels.add_gradients`.
 
         Args:
             layers: see `fedloom.kernels.descend`.
@@ -184,7 +184,7 @@ class Compiled(Products):
         """
         block = samples.where.shape[1]
         if self._out is not self._w:
-            block = min(block, self._loops.BLOCK)
+            block = min(block, self._loops.BLOCK_SAMPLES)
         self._loops.add_gradients(
             self._out, self._w, *_network(layers, samples), count[:, 0].contiguous().numpy(), self._each(total),
             samples.classes.numpy(), self._beta, self._alpha, self._steady, _room(layers, samples, block), block,
@@ -192,7 +192,7 @@ class Compiled(Products):
 
 
 def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]:
-    """What compiled loops through a whole network take of it and its samples."""
+    """Return the arguments that compiled loops take of a network and its samples."""
     stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
     return np.array(layers), *(values.numpy() for values in stored)
 
@@ -205,7 +205,7 @@ def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
 
 
 def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
-    """Outputs ``[N, o]`` on inputs ``[N, i]`` of clients with ``w [m, d]``; those of c end before ``ends[c]``."""
+    """Compute outputs ``[N, o]`` on inputs ``[N, i]`` of clients ``w [m, d]``. C's rows end before ``ends[c]``."""
     from fedloom import kernels
 
     h = x.new_empty(len(x), layer.outputs)

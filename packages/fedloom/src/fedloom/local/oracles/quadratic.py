@@ -24,9 +24,9 @@ class Quadratic(Oracle):
     Args:
         hessian: ``[n, d, d]``, symmetric.
         minimiser: ``[n, d]``.
-        sizes: ``[n]`` training samples that each client pretends to have; the gradient is the same on every batch.
+        sizes: ``[n]`` training samples that each client pretends to have. The gradient is the same on every batch.
         solve: `descend` returns the exact minimiser of its problem, whatever the steps (0 steps: the start).
-        layout: shapes; one vector of length d when None.
+        layout: shapes. One vector of length d when None.
     """
 
     name: ClassVar[str] = "quadratic"
@@ -48,7 +48,7 @@ class Quadratic(Oracle):
         self.dtype, self.device = minimiser.dtype, minimiser.device
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Samples that the clients pretend to have."""
+        """Return the sizes that the clients pretend to have."""
         return self.count[ids]
 
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
@@ -89,12 +89,12 @@ class Quadratic(Oracle):
         return counts
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """The first parameters, as many as the last matrix has columns, are the mean of every class."""
+        """Return the first parameters as the mean of every class. Their number is the last matrix's columns."""
         return w[:, None, : self._features].repeat(1, self._classes, 1)
 
     @property
     def _classes(self) -> int:
-        """One per row of the last matrix, as a head has them; two where it has one row, of a binary task."""
+        """One per row of the last matrix, as a head has them. Two where it has one row, of a binary task."""
         shapes = list(self.layout.matrix_shapes.values())
         return max(2, shapes[-1][0]) if shapes else 2
 
@@ -112,7 +112,7 @@ class Quadratic(Oracle):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Of one sample of the first class, whose outputs are the model, and its representation as in `class_means`."""
+        """Add the terms of one sample of the first class, with the model as outputs and representation."""
         k, first = self._features, torch.zeros(1, dtype=torch.long)
         for i, row in enumerate(w):
             leaf = row.detach().clone().requires_grad_()
@@ -129,12 +129,12 @@ class Quadratic(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """The model itself stands for its outputs, its first parameters for the representation, as in `class_means`."""
+        """Return the model as its outputs, and its first parameters as the representation, as `class_means` does."""
         outputs = w[:, : self._features] if layer == "penultimate" else w
         return outputs.clone() if reduce is None else reduce(outputs)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Every sample has the representation of `class_means`; all but the last are of the first class."""
+        """Every sample has the representation of `class_means`. All but the last are of the first class."""
         sizes = self.count[ids].tolist()
         return [
             Features(row[: self._features].expand(size, -1), (torch.arange(size) == size - 1).long())

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch; if ``changed``, with the noise and the augmentation of a step.
+    """The training samples of a batch. If ``changed``, with the noise and the augmentation of a step.
 
     Attributes:
         y: ``[m, b]`` or ``[m, b, k]``.
-        weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
+        weight: factor of every sample's loss, 0 where a batch is short. ``[m, b]``, or ``[m, 1]`` if none is.
         span: targets of a sample: 1, or the length L of sequences with a label per position. Then ``y`` and ``weight``
             are ``[m, b L]``; a position without label has the weight 0, another that of its sequence over the mean
             number of labels of the client's training sequences: f_i is the mean loss of its labelled positions.
@@ -60,7 +60,7 @@ class Samples:
 
     @cached_property
     def x(self) -> Tensor:
-        """``[m, b, *shape]``; some sample of the client where a batch is short."""
+        """``[m, b, *shape]``. Some sample of the client where a batch is short."""
         x = self._fed.fetch(self._batch.where)
         if self._changed and self._fed.noise is not None:
             self._add_noise(x)
@@ -84,7 +84,7 @@ class Samples:
                 x[row, :count] += spread * drawn.to(spread)
 
     def _decisions(self, augment: Augment) -> Tensor:
-        """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""
+        """Draw the changes of every sample ``[m, b, 3]`` from each client's own generator. Nothing without any."""
         still = torch.tensor([0, augment.crop, augment.crop]).repeat(*self._batch.position.shape, 1)
         for row, count in enumerate(self.counts):
             still[row, :count] = augment.draw(count, self._batch.draw.generator(row, "augment"))
@@ -97,7 +97,7 @@ class Samples:
         return self.weight * self.class_weights.gather(1, self.y)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Those of client ``i`` for its first ``count`` targets: ``[count]``, or one number if all are equal."""
+        """Return client ``i``'s factors of its first ``count`` targets: ``[count]``, or one number if all are equal."""
         if self.class_weights is None and self.span == 1:
             return self.weight[i, 0]
         return self.factors()[i, :count]
@@ -125,7 +125,7 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
-    """Sum of the weighted losses of client ``i``, one number; ``outputs [b, k]`` of its samples."""
+    """Sum of the weighted losses of client ``i``, one number. ``outputs [b, k]`` of its samples."""
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         return _user_loss(task.own_loss, outputs, y, data, i)
@@ -134,7 +134,7 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
-    """An own loss counts as often as the batch has samples; with class weights, class by class."""
+    """Compute a user's loss: it counts as often as the batch has samples, and class by class with class weights."""
     weight = data.weight[i, 0]
     if data.span > 1:
         labelled = data.weight[i, : len(y)] > 0
@@ -150,7 +150,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples, or of their positions.
 
     Raises:
-        ConfigError: one fails, or returns something else than one number; or the loss is a sum, is not finite, has no
+        ConfigError: one fails, or returns something else than one number. Or the loss is a sum, is not finite, has no
             gradient, has parameters of its own, or pairs every output with every target.
     """
     if not y.is_floating_point():
@@ -207,7 +207,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
 
 
 def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
-    """Refuse a loss of single samples; a loss that fails is left to `number`, which says how.
+    """Refuse a loss of single samples. A loss that fails is left to `number`, which says how.
 
     Raises:
         ConfigError: it returns more than one number.
@@ -226,7 +226,7 @@ def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors at which the gradient of a loss ends."""
+    """Return the tensors at which the gradient of a loss ends."""
     nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
     reached = {*nodes}
     for node in nodes:

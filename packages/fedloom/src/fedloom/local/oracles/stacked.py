@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Stacked(TermNetwork):
-    """Gradients of stacked models: one vmapped forward pass, one backward pass; see `Network` for the arguments."""
+    """Gradients of stacked models: one vmapped forward pass, one backward pass, see `Network` for the arguments."""
 
     name: ClassVar[str] = "stacked"
 

@@ -33,7 +33,7 @@ class Representation:
     """A network that gives its representation beside its outputs, with parameters from outside.
 
     Args:
-        module: the network; copied.
+        module: the network. Copied.
         spot: where the representation is.
         like: a tensor of the dtype and on the device to compute with.
     """
@@ -74,10 +74,10 @@ def summed(
 
 
 class TermNetwork(Network):
-    """A network with means by class, and gradients of terms, of its representation; see `Network` for the arguments."""
+    """A network with means by class, and gradients of terms, of its representation, see `Network` for the arguments."""
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Mean representation of every class in each client's training part, ``[m, c, k]``; 0 where it has none.
+        """Mean representation of every class in each client's training part, ``[m, c, k]``. 0 where it has none.
 
         Raises:
             Refused: the model's samples cannot be looked at one by one.

@@ -1,4 +1,4 @@
-"""Aggregators: one vector from the rows of a cohort; ``AGGREGATORS`` by kind."""
+"""Aggregators: one vector from the rows of a cohort. ``AGGREGATORS`` by kind."""
 
 from __future__ import annotations
 

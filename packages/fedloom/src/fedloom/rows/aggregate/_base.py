@@ -16,16 +16,16 @@ from fedloom.rows.context import Cohort
 from fedloom.values import Value
 
 Rows = Mapping[str, Tensor]
-"""Of every field of the upload a row per client, ``{field: [m, .]}``."""
+"""Row per client of every upload field, ``{field: [m, .]}``."""
 State = dict[str, Tensor]
-"""What a rule keeps from round to round; empty where there is nothing."""
+"""State of a rule between rounds, or {} without state."""
 
-MORE = 7
-"""With 4 m + 7 rows a rule that m rows are too few for by f = 1 works: bulyan needs 4 f + 3."""
+MIN_RULE_ROWS = 7
+"""Rows for a rule whose f = 1 needs more than m: 4 m + 7 suffice, since bulyan needs 4 f + 3."""
 
 
 class ClipRows(Value):
-    """Scale a client's rows, all fields together, to a norm of at most `bound`; for fields that are differences."""
+    """Scale a client's rows, all fields together, to a norm of at most `bound`, for fields that are differences."""
 
     kind: Literal["clip"] = "clip"
     bound: float = Field(10.0, gt=0, description="largest norm of a client's concatenated fields")
@@ -70,7 +70,7 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def rows(self, m: int) -> int:
         """Rows that m rows become.
@@ -99,10 +99,10 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 class Aggregator(Value, ABC):
     """One vector from the rows of a cohort. Rows must be finite.
 
-    Its state is a dict of tensors, explicit and checkpointed; empty where there is none.
+    Its state is a dict of tensors, explicit and checkpointed. Empty where there is none.
     """
 
-    pre: tuple[Pre, ...] = Field((), description="applied to the rows before the rule, in this order")
+    pre: tuple[Pre, ...] = Field((), description="transformations of the rows before the rule, in this order")
 
     weighted: ClassVar[bool] = False
     """Uses the weigher's weights."""
@@ -120,7 +120,7 @@ class Aggregator(Value, ABC):
         """Refuse a cohort of m rows that is too small for the rule (or too large to be computed).
 
         Raises:
-            ConfigError: m is too small; the message has the least m.
+            ConfigError: m is too small. The message has the least m.
         """
         for step in self.pre:
             m = step.rows(m)
@@ -163,11 +163,11 @@ class Aggregator(Value, ABC):
         """
 
     def adapted(self, m: int) -> Self:
-        """The rule with defaults that m rows allow: f, where it is not given, is 0 if its default needs more rows.
+        """Return the rule with defaults that m rows allow: f becomes 0 if its default needs more rows.
 
         What even f = 0 does not allow, `check` refuses.
         """
-        if self._allows(m) or not self._allows(4 * m + MORE):
+        if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
         pre = tuple(s.with_(f=0) if isinstance(s, NNM) and "f" not in s.model_fields_set else s for s in self.pre)
         changes: dict[str, Any] = {"pre": pre} if pre != self.pre else {}
@@ -185,12 +185,12 @@ class Aggregator(Value, ABC):
     def apply(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """The aggregate of every field and the new state.
+        """Aggregate every field. Return the aggregates and the new state.
 
         Args:
             state: of the last round.
             rows: {field: [m, .]}.
-            weights: [m, 1], nonnegative with a positive sum; read only by rules that are `weighted`.
+            weights: [m, 1], nonnegative with a positive sum. Read only by rules that are `weighted`.
             primary: the field that selection rules decide on.
             ctx: ids of the rows and the server's generators.
 
@@ -210,7 +210,7 @@ class Aggregator(Value, ABC):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """The rule itself; arguments as `apply`.
+        """Compute the rule itself. Arguments as `apply`.
 
         Raises:
             ConfigError: the cohort is none that the rule can work on.

@@ -17,9 +17,9 @@ class PrivateMean(Aggregator):
     """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
 
     x_i are all fields of client i side by side. The noise is that of the sum, so that one client's part in it is at
-    most clip. The number m of clients is taken as known. Whoever receives the uploads (the server) is trusted; what is
-    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects no client;
-        a
+    most clip. The number m of clients is taken as known. Whoever receives the uploads (the server) is trusted, what is
+    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects no client.
+        A
     deployment has noise of its own (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
     """
 
@@ -28,10 +28,11 @@ class PrivateMean(Aggregator):
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the sum in units of clip")
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
-        "zero", description="epsilon compares an upload with none (sensitivity clip), or any two (2 clip)"
+        "zero",
+        description="meaning of epsilon: one upload against none (sensitivity clip), or any two uploads (2 clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+        "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 

@@ -26,7 +26,7 @@ class Krum(Aggregator):
     """
 
     kind: Literal["krum"] = "krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -45,8 +45,8 @@ class MultiKrum(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["multi-krum"] = "multi-krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
-    k: PositiveInt | None = Field(None, description="rows averaged; None: m - f")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    k: PositiveInt | None = Field(None, description="rows averaged (None: m - f)")
     squared: bool = Field(True, description="scores of squared distances, as in the paper")
 
     def require(self, m: int) -> None:
@@ -67,7 +67,7 @@ class Bulyan(Aggregator):
     """
 
     kind: Literal["bulyan"] = "bulyan"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
@@ -92,7 +92,7 @@ class MDA(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["mda"] = "mda"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
@@ -119,7 +119,7 @@ class FLTrust(Aggregator):
     """Rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with it.
 
     (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).)
-    In the paper the server trains x_0 on its own data; here that is the client `root`, which must be in every cohort
+    In the paper the server trains x_0 on its own data. Here that is the client `root`, which must be in every cohort
     and, as in the paper, does not count itself. If no cosine is positive the result is x_0. Rows are meant to be
     differences.
     """
@@ -175,7 +175,7 @@ def krum_order(far: Tensor, f: int) -> Tensor:
 
 
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Coefficients [m, 1] of the weighted mean of the chosen rows; uniform if none of them has weight."""
+    """Coefficients [m, 1] of the weighted mean of the chosen rows. Uniform if none of them has weight."""
     member = torch.zeros_like(weights).index_fill(0, chosen, 1)
     mass = member * weights
     mass = mass if mass.sum() > 0 else member

@@ -43,7 +43,7 @@ class TrimmedMean(Aggregator):
     """Mean of every coordinate without its f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
-    f: int = Field(1, ge=0, description="rows dropped at each end; if not given, 0 where the cohort allows no more")
+    f: int = Field(1, ge=0, description="rows dropped at each end (default: 0 if the cohort allows no more)")
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
@@ -61,7 +61,7 @@ class GeometricMedian(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["geometric-median"] = "geometric-median"
-    nu: float = Field(1e-6, gt=0, description="smoothing: distances below it count as it (section V)")
+    nu: float = Field(1e-6, gt=0, description="smoothing: smaller distances count as this one (section V)")
     iterations: PositiveInt = Field(100, description="most iterations")
     tolerance: float = Field(1e-8, ge=0, description="stop when x moves less than this, relative to 1 + ||x||")
 
@@ -83,7 +83,7 @@ class GeometricMedian(Aggregator):
 class CenteredClipping(Aggregator):
     """v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||) from the last aggregate v.
 
-    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state is v of each field; before the first round it is the
+    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state is v of each field. Before the first round it is the
     coordinate median of the rows, where the paper starts at 0, so that fields need not be differences.
     """
 

@@ -1,4 +1,4 @@
-"""Functions with their prox: `f.f(x)` and `f.prox(v, t)`; ``PROXES`` by kind."""
+"""Functions with their prox: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` by kind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fedloom.rows.prox.nonconvex import MCP, SCAD
 from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
 from fedloom.rows.prox.spectral import Nuclear, NuclearBall
-from fedloom.rows.prox.total import PARTS, Total, from_table
+from fedloom.rows.prox.total import PROX_PARTS, Total, table_validator
 from fedloom.values import Value
 
-PROXES: dict[str, type[Value]] = {**PARTS, "total": Total}
+PROXES: dict[str, type[Value]] = {**PROX_PARTS, "total": Total}
 """Functions with a prox, by kind."""
 
-AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(from_table(PROXES))]
+AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROXES))]
 """Type of a field that holds a function with a prox: a value, or a table {kind, ...fields}."""
 
 __all__ = [

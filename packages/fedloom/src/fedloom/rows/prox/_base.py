@@ -23,7 +23,7 @@ class Prox(Protocol):
 
     @property
     def convex(self) -> bool:
-        """Whether f is convex; if not, it has `weak` with f + weak / 2 ||x||^2 convex, and t < 1 / weak is needed."""
+        """Whether f is convex. If not, it has `weak` with f + weak / 2 ||x||^2 convex, and t < 1 / weak is needed."""
         ...
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
@@ -40,6 +40,6 @@ class Prox(Protocol):
 
 
 def made_by(f: object) -> Form:
-    """The form that the prox of ``f`` gives a vector, ``f.makes``; "dense" where f does not say."""
+    """Return the form that the prox of ``f`` gives a vector, ``f.makes``. "dense" if f does not say."""
     form: Form = getattr(f, "makes", "dense")
     return form

@@ -16,11 +16,11 @@ from fedloom.values import Value
 
 
 class SCAD(Value):
-    """Smoothly clipped absolute deviation (Fan and Li, JASA 2001, Eq. 2.7, 2.8); not convex, weak = 1 / (a - 1).
+    """Smoothly clipped absolute deviation (Fan and Li, JASA 2001, Eq. 2.7, 2.8). Not convex, weak = 1 / (a - 1).
 
-    f(x) = sum of c|x| for |x| <= c; (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for c < |x| <= a c; c^2 (a + 1) / 2 beyond.
-    The prox, for t < a - 1, is S_{c t}(v) for |v| <= (1 + t) c; ((a - 1) v - sign(v) a c t) / (a - 1 - t) for
-    |v| <= a c; v beyond.
+    f(x) = sum of c|x| for |x| <= c. (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for c < |x| <= a c. C^2 (a + 1) / 2 beyond.
+    The prox, for t < a - 1, is S_{c t}(v) for |v| <= (1 + t) c. ((a - 1) v - sign(v) a c t) / (a - 1 - t) for
+    |v| <= a c. V beyond.
     """
 
     convex: ClassVar[bool] = False
@@ -47,10 +47,10 @@ class SCAD(Value):
 
 
 class MCP(Value):
-    """Minimax concave penalty (Zhang, Ann. Statist. 2010, Eq. 2.1); not convex, weak = 1 / gamma.
+    """Minimax concave penalty (Zhang, Ann. Statist. 2010, Eq. 2.1). Not convex, weak = 1 / gamma.
 
-    f(x) = sum of c|x| - x^2 / (2 gamma) for |x| <= gamma c; gamma c^2 / 2 beyond.
-    The prox, for t < gamma, is S_{c t}(v) / (1 - t / gamma) for |v| <= gamma c; v beyond.
+    f(x) = sum of c|x| - x^2 / (2 gamma) for |x| <= gamma c. Gamma c^2 / 2 beyond.
+    The prox, for t < gamma, is S_{c t}(v) / (1 - t / gamma) for |v| <= gamma c. V beyond.
     """
 
     convex: ClassVar[bool] = False

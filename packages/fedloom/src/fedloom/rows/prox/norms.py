@@ -16,7 +16,7 @@ from fedloom.values import Value
 
 
 class L1(Value):
-    """f(x) = c ||x||_1; the prox is the soft threshold sign(v) max(|v| - c t, 0) (Parikh and Boyd, 6.5.2)."""
+    """f(x) = c ||x||_1. The prox is the soft threshold sign(v) max(|v| - c t, 0) (Parikh and Boyd, 6.5.2)."""
 
     convex: ClassVar[bool] = True
     makes: ClassVar[Form] = "sparse"
@@ -31,7 +31,7 @@ class L1(Value):
 
 
 class L2(Value):
-    """f(x) = c ||x||_2; the prox is v max(1 - c t / ||v||, 0) (Parikh and Boyd, 6.5.1)."""
+    """f(x) = c ||x||_2. The prox is v max(1 - c t / ||v||, 0) (Parikh and Boyd, 6.5.1)."""
 
     convex: ClassVar[bool] = True
     kind: Literal["l2"] = "l2"
@@ -41,11 +41,11 @@ class L2(Value):
         return self.c * total(x.square()).sqrt()
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
-        return v * _kept(norm(v), self.c * t)
+        return v * _shrink_factor(norm(v), self.c * t)
 
 
 class SquaredL2(Value):
-    """f(x) = c ||x||^2; the prox is v / (1 + 2 c t) (Parikh and Boyd, 6.1.1)."""
+    """f(x) = c ||x||^2. The prox is v / (1 + 2 c t) (Parikh and Boyd, 6.1.1)."""
 
     convex: ClassVar[bool] = True
     kind: Literal["squared-l2"] = "squared-l2"
@@ -59,7 +59,7 @@ class SquaredL2(Value):
 
 
 class ElasticNet(Value):
-    """f(x) = a ||x||_1 + b ||x||^2; the prox is S_{a t}(v) / (1 + 2 b t) (Parikh and Boyd, 6.5.3)."""
+    """f(x) = a ||x||_1 + b ||x||^2. The prox is S_{a t}(v) / (1 + 2 b t) (Parikh and Boyd, 6.5.3)."""
 
     convex: ClassVar[bool] = True
     makes: ClassVar[Form] = "sparse"
@@ -75,7 +75,7 @@ class ElasticNet(Value):
 
 
 class Linf(Value):
-    """f(x) = c max|x|; the prox is v - P(v), P the projection on the l1 ball of radius c t (Parikh and Boyd, 6.5.2)."""
+    """f(x) = c max|x|. The prox is v - P(v), P the projection on the l1 ball of radius c t (Parikh and Boyd, 6.5.2)."""
 
     convex: ClassVar[bool] = True
     kind: Literal["linf"] = "linf"
@@ -89,7 +89,7 @@ class Linf(Value):
 
 
 class GroupL1(Value):
-    """f(x) = c sum_g s_g ||x_g||_2; the prox is x_g = v_g max(1 - c t s_g / ||v_g||, 0).
+    """f(x) = c sum_g s_g ||x_g||_2. The prox is x_g = v_g max(1 - c t s_g / ||v_g||, 0).
 
     (Yuan and Lin, J. R. Statist. Soc. B 2006; Parikh and Boyd, 6.5.4.) Groups do not overlap: each parameter of the
     layout ("parameter"), each output unit of each parameter ("unit"), or `by` consecutive scalars (fewer in the last).
@@ -99,7 +99,7 @@ class GroupL1(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["group-l1"] = "group-l1"
     c: float = Field(0.01, ge=0, description="weight of the norm")
-    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="what a group is")
+    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="unit of a group")
     scaled: bool = Field(False, description="s_g = sqrt(size of the group) (Yuan and Lin, Eq. 2.1) instead of 1")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
@@ -108,7 +108,7 @@ class GroupL1(Value):
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
         lengths, scale, ids = self._groups(v, layout)
-        return v * _kept(lengths, self.c * t * scale)[..., ids]
+        return v * _shrink_factor(lengths, self.c * t * scale)[..., ids]
 
     def _groups(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
         """Norms [..., G] of the groups, their s_g [G], and the group [d] of each scalar."""
@@ -127,6 +127,6 @@ class GroupL1(Value):
         return [shape[1:].numel() for shape in layout.shapes for _ in range(shape[0] if shape else 1)]
 
 
-def _kept(lengths: Tensor, t: Scalar) -> Tensor:
-    """max(1 - t / length, 0), 1 at length 0; NaN stays NaN."""
+def _shrink_factor(lengths: Tensor, t: Scalar) -> Tensor:
+    """max(1 - t / length, 0), 1 at length 0. NaN stays NaN."""
     return torch.where(lengths > 0, 1 - t / lengths, 1 + lengths).clamp_min(0)

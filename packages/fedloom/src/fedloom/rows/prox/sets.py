@@ -21,13 +21,13 @@ from fedloom.values import Value
 
 
 class ConvexSet(Value, ABC):
-    """The indicator of a set, 0 inside and infinite outside; its prox is the projection, whatever t."""
+    """The indicator of a set, 0 inside and infinite outside. Its prox is the projection, whatever t."""
 
     convex: ClassVar[bool] = True
 
     @abstractmethod
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
-        """The nearest point of the set: of every row, [m, d], or of [d]."""
+        """Project every row ``[m, d]``, or ``[d]``, onto the set."""
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return indicator(x, self.project(x, layout))
@@ -37,7 +37,7 @@ class ConvexSet(Value, ABC):
 
 
 class Box(ConvexSet):
-    """{lower <= x <= upper} in every coordinate; None is no bound (Parikh and Boyd, 6.2.4)."""
+    """{lower <= x <= upper} in every coordinate. None is no bound (Parikh and Boyd, 6.2.4)."""
 
     kind: Literal["box"] = "box"
     lower: float | None = Field(-1.0, description="smallest value")
@@ -96,7 +96,7 @@ class Simplex(ConvexSet):
 
 
 class HalfSpace(ConvexSet):
-    """{<a, x> <= b}; the projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
+    """{<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
 
     kind: Literal["half-space"] = "half-space"
     a: tuple[float, ...] = Field(description="normal, one number per scalar, or one number for all")
@@ -116,7 +116,7 @@ class HalfSpace(ConvexSet):
 
 
 class Affine(ConvexSet):
-    """{x: A x = b}; the projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
+    """{x: A x = b}. The projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
 
     kind: Literal["affine"] = "affine"
     A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="k rows of d numbers")

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.rows.algebra import Scalar, on_spectrum, onto_l1_ball, soft, spectrum, total
+from fedloom.rows.algebra import Scalar, map_spectrum, onto_l1_ball, soft, spectrum, total
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox._base import Form
 from fedloom.rows.prox.sets import ConvexSet
@@ -17,7 +17,7 @@ from fedloom.values import Value
 
 
 class Nuclear(Value):
-    """f(x) = c sum over layers of ||W||_*, the sum of singular values; the prox is SVT, S_{c t} of each of them.
+    """f(x) = c sum over layers of ||W||_*, the sum of singular values. The prox is SVT, S_{c t} of each of them.
 
     (Cai, Candes and Shen, SIAM J. Optim. 2010, Theorem 2.1; FedSLR, section 3: the threshold is lambda eta_g per layer,
     a convolution [o, i, k, k] is the matrix [o k, i k].) Needs the layout.
@@ -34,12 +34,12 @@ class Nuclear(Value):
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
         layers = _layers(self, layout)
-        shrunk = {k: on_spectrum(w, lambda s: soft(s, self.c * t)) for k, w in layers.matrices(v).items()}
-        return layers.with_matrices(v, shrunk)
+        shrunk = {k: map_spectrum(w, lambda s: soft(s, self.c * t)) for k, w in layers.matrices(v).items()}
+        return layers.replace_matrices(v, shrunk)
 
 
 class NuclearBall(ConvexSet):
-    """f = 0 if ||W||_* <= radius in every layer, else infinite; the prox projects every spectrum on the l1 ball.
+    """f = 0 if ||W||_* <= radius in every layer, else infinite. The prox projects every spectrum on the l1 ball.
 
     (Parikh and Boyd, 6.7.3: an absolutely symmetric function of the singular values.) Needs the layout.
     """
@@ -50,8 +50,8 @@ class NuclearBall(ConvexSet):
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         layers = _layers(self, layout)
-        inside = {k: on_spectrum(w, lambda s: onto_l1_ball(s, self.radius)) for k, w in layers.matrices(v).items()}
-        return layers.with_matrices(v, inside)
+        inside = {k: map_spectrum(w, lambda s: onto_l1_ball(s, self.radius)) for k, w in layers.matrices(v).items()}
+        return layers.replace_matrices(v, inside)
 
 
 def _layers(function: Value, layout: Layout | None) -> Layout:

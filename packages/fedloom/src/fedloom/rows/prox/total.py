@@ -19,7 +19,7 @@ from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfB
 from fedloom.rows.prox.spectral import Nuclear, NuclearBall
 from fedloom.values import Value, make_kind
 
-PARTS: dict[str, type[Value]] = {
+PROX_PARTS: dict[str, type[Value]] = {
     "l1": L1,
     "l2": L2,
     "squared-l2": SquaredL2,
@@ -40,8 +40,8 @@ PARTS: dict[str, type[Value]] = {
 }
 
 
-def from_table(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
-    """A validator that makes a value of a table {kind, ...fields} and leaves a value as it is."""
+def table_validator(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
+    """Return a validator that reads a table {kind, ...fields} and leaves a value unchanged."""
 
     def make(choice: object) -> Any:
         return make_kind("prox", registry, choice, "", base=Value) if isinstance(choice, Mapping) else choice
@@ -49,7 +49,7 @@ def from_table(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
     return make
 
 
-Part = Annotated[SerializeAsAny[Value], BeforeValidator(from_table(PARTS))]
+Part = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROX_PARTS))]
 
 
 class Total(Value):
@@ -101,7 +101,7 @@ class Total(Value):
         return torch.stack([self._value(p, x, layout) for p in self._functions]).sum(0)
 
     def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
-        """f_i at x; where that is infinite, at the nearest point of its set, if that is within the tolerance."""
+        """f_i at x, where that is infinite, at the nearest point of its set, if that is within the tolerance."""
         value = part.f(x, layout)
         if not value.isinf().any():
             return value
@@ -122,7 +122,7 @@ class Total(Value):
         return self._split(rest, v, t, layout)
 
     def _split(self, parts: list[Prox], v: Tensor, t: Scalar, layout: Layout | None) -> Tensor:
-        """p_i = prox_{k t f_i}(z_i), z_i = y_i + v - mean y, u_i <- z_i - p_i; y is u with momentum, row by row."""
+        """p_i = prox_{k t f_i}(z_i), z_i = y_i + v - mean y, u_i <- z_i - p_i. y is u with momentum, row by row."""
         k, rounding = len(parts), 4 * torch.finfo(v.dtype).eps * (1 + norm(v))
         x, arrived, gap = v, torch.zeros_like(v[..., :1], dtype=torch.bool), norm(v)
         u, y, age = v.new_zeros(k, *v.shape), v.new_zeros(k, *v.shape), torch.zeros_like(gap)

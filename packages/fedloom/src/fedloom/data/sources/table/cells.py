@@ -17,32 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import Entry
-from fedloom.data.tables import MARKERS, is_number, markers_of, number_of
+from fedloom.data.tables import MISSING_MARKERS, is_number, markers_of, number_of
 from fedloom.errors import DataError
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 
-BATCH = 512
+BATCH_ROWS = 512
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
-ROW = 2**26
+MAX_ROW_CHARACTERS = 2**26
 """Characters that a row may have, and of rows that are held before they are cut into columns."""
-LEVELS = 6
+MAX_SHOWN_LEVELS = 6
 """Levels of a column that an error shows."""
-ROLES = (
+CELL_HINT = (
     "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
     "drop"
 )
-COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
+DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """A number with a decimal comma, perhaps with points between thousands."""
-GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
+GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
-QUANTITY = re.compile(
+QUANTITY_PATTERN = re.compile(
     r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
-"""A number as people write it, with signs or a unit, which is none for a computer."""
-HEAD = 2**18
+"""Number as people write it, with signs or a unit that a computer cannot read."""
+DETECTION_BYTES = 2**18
 """Bytes of a CSV file from which its signs are found out."""
-LARGEST = float(np.finfo(np.float32).max)
+MAX_NUMBER = float(np.finfo(np.float32).max)
 """Largest number that a model can take."""
 Cells = Sequence[Any]
 
@@ -63,9 +63,9 @@ class Signs(NamedTuple):
 
 
 def signs_of(head: bytes, where: object) -> Signs:
-    """The signs of a CSV file from its first bytes.
+    """Detect the separators and signs of a CSV file from its first bytes.
 
-    The separator cuts the first rows into the same number of cells, above one; the decimal sign is a comma where some
+    The separator cuts the first rows into the same number of cells, above one. The decimal sign is a comma where some
     columns are numbers with it that are none without.
 
     Raises:
@@ -77,11 +77,11 @@ def signs_of(head: bytes, where: object) -> Signs:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         at = len(head) - len(error.object) + error.start
-        if len(head) < HEAD or at < len(head) - 4:  # else a letter that is cut
+        if len(head) < DETECTION_BYTES or at < len(head) - 4:  # else a letter that is cut
             raise _not_utf8(where, at, 1 + head[:at].count(b"\n"), head[at:]) from None
         text = head[:at].decode("utf-8-sig")
     lines = text.splitlines(keepends=True)
-    if len(head) >= HEAD:
+    if len(head) >= DETECTION_BYTES:
         lines = lines[:-1] or lines  # the last one is cut
     best, most, table = ",", 1, list[list[str]]()
     with suppress(csv.Error):
@@ -96,7 +96,7 @@ def signs_of(head: bytes, where: object) -> Signs:
 
 
 def _not_utf8(where: object, at: int, line: int, rest: bytes) -> DataError:
-    """The error for a file with a byte that is none of UTF-8, counted from 0; `rest` begins with it."""
+    """Build the error for a byte that is not UTF-8, counted from 0. `rest` begins with it."""
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
         encoding = "UTF-16"
@@ -116,7 +116,7 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
     filled = [[c for c in column if c != ""] for column in columns]
     pairs = [(cells, [c for c in cells if "," in c and is_number(pointed(c))]) for cells in filled]
     split = [part for cells, part in pairs if len(part) > len(cells) / 2]
-    if all(GROUPED.fullmatch(c.strip()) for part in split for c in part):
+    if all(GROUPED_NUMBER_PATTERN.fullmatch(c.strip()) for part in split for c in part):
         points = (c for cells in filled for c in cells if "." in c and pointed(c) == c and is_number(c))
         return bool(split) and separator != "," and next(points, None) is None
     return True
@@ -135,7 +135,7 @@ class Problems:
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
-        """Cells of a column that are wrong in the same way; `what` describes the first."""
+        """Cells of a column that are wrong in the same way. `what` describes the first."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
@@ -157,13 +157,13 @@ class Problems:
         lines: list[str] = []
         for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
-            names = f", values {listed([*map(shortened, levels)], LEVELS)}" if len(levels) > 1 else ""
+            names = f", values {shorten_list([*map(shortened, levels)], MAX_SHOWN_LEVELS)}" if len(levels) > 1 else ""
             lines.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
         return lines
 
 
 def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterator[list[str]]:
-    """Rows of a CSV file in UTF-8; with a comment mark, blank and marked rows are left out.
+    """Rows of a CSV file in UTF-8, with a comment mark, blank and marked rows are left out.
 
     Raises:
         DataError: it is no such file.
@@ -205,7 +205,7 @@ class _Counted(io.BufferedIOBase):
 
 
 class _Lines:
-    """Lines of a CSV file, as long as those of one row together are not too long.
+    """Lines of a CSV file, up to the longest allowed row.
 
     Attributes:
         length: characters of the row so far.
@@ -218,11 +218,12 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._text.readline(ROW)
+        line = self._text.readline(MAX_ROW_CHARACTERS)
         self.length += len(line)
-        if self.length >= ROW:
+        if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
-                f"{self._where}: a row of {ROW:,} characters or more; check separator and quotes, or leave the row out"
+                f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more; check separator and quotes, "
+                "or leave the row out"
             )
         if not line:
             raise StopIteration
@@ -230,12 +231,12 @@ class _Lines:
 
 
 def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Some rows together, fewer where they are long."""
+    """Yield rows in blocks, smaller ones if rows are long."""
     block, size = [], 0
     for row in rows:
         block.append(row)
         size += sum(map(len, row))
-        if len(block) == BATCH or size >= ROW:
+        if len(block) == BATCH_ROWS or size >= MAX_ROW_CHARACTERS:
             yield block
             block, size = [], 0
     if block:
@@ -243,11 +244,11 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Rows as pieces of columns; a row of another length is a problem and left out."""
+    """Rows as pieces of columns. A row of another length is a problem and left out."""
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
         if not start and (texts := _second_header(block, names)):
-            shown = ", ".join(f"{cell!r} in {name!r}" for name, cell in texts[:LEVELS])
+            shown = ", ".join(f"{cell!r} in {name!r}" for name, cell in texts[:MAX_SHOWN_LEVELS])
             what = f"row {line} has text where all others have numbers ({shown})"
             problems.add("header", "", what, [None], "delete it, if it is a second line of the header or of units")
             block, line = block[1:], line + 1
@@ -264,14 +265,14 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 
 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """The columns, and the texts of a first row that has them where all rows below have numbers; empty if it is sound.
+    """Detect a second header row above numbers: return its columns and texts, or [] if there is none.
 
     Two such columns at least, of rows that are three at least, and no number in any column of numbers.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
         return []
-    texts, hold = list[tuple[str, str]](), markers_of(MARKERS).hold
+    texts, hold = list[tuple[str, str]](), markers_of(MISSING_MARKERS).hold
     for name, cell, *below in zip(names, *table, strict=True):
         filled = [pointed(text) for text in below if not hold(text)]
         if filled and all(map(is_number, filled)) and not hold(cell):
@@ -281,35 +282,35 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
     return texts if len(texts) > 1 else []
 
 
-def with_points(cells: Iterator[Piece]) -> Iterator[Piece]:
-    """Numbers with a decimal comma as Python writes them; every other cell stays."""
+def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
+    """Numbers with a decimal comma as Python writes them. Every other cell stays."""
     for piece in cells:
         yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
 
 
 def pointed(cell: str) -> str:
-    """A number with a decimal comma as Python writes it; any other text as it is.
+    """Render a number with a decimal comma as Python does. Leave other text unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
     """
-    return cell.replace(".", "").replace(",", ".") if COMMA.fullmatch(cell.strip()) else cell
+    return cell.replace(".", "").replace(",", ".") if DECIMAL_COMMA_PATTERN.fullmatch(cell.strip()) else cell
 
 
 def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Which cells are missing: None, NaN, or one of the markers; bool ``[k]``."""
+    """Return the missing cells: None, NaN, or a marker. Bool ``[k]``."""
     hold = markers_of(missing).hold
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
 def shortened(cell: object) -> str:
-    """A cell as messages show it."""
+    """Shorten a cell for messages."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
-def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = ROLES) -> NDArray[np.float64]:
-    """The cells as numbers, NaN where missing; any other cell, and one beyond what a model can take, is a problem."""
+def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT) -> NDArray[np.float64]:
+    """Convert cells to numbers, NaN if missing. Any other cell, or a number beyond a model's range, is a problem."""
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
     some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
@@ -317,14 +318,14 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     if text.isascii() and "_" not in text:  # else numpy reads more than `number_of` does
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
-    if not (np.abs(out[~missing]) <= LARGEST).all():
+    if not (np.abs(out[~missing]) <= MAX_NUMBER).all():
         values = [number_of(cell) for cell in some]
         out[~missing] = [np.nan if value is None else value for value in values]
-    if not (np.abs(out[~missing]) <= LARGEST).all():
+    if not (np.abs(out[~missing]) <= MAX_NUMBER).all():
         bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
-        wanted = f"a number of at most {LARGEST:.3g}" if is_number(cells[bad[0]]) else "a finite number"
+        wanted = f"a number of at most {MAX_NUMBER:.3g}" if is_number(cells[bad[0]]) else "a finite number"
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
-        if isinstance(cells[bad[0]], str) and QUANTITY.fullmatch(cells[bad[0]].strip()):
+        if isinstance(cells[bad[0]], str) and QUANTITY_PATTERN.fullmatch(cells[bad[0]].strip()):
             cure = f"write numbers alone, in one unit; else {cure}"
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"
@@ -335,4 +336,4 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
 def _readable(cell: Any) -> bool:
     """Return whether a cell is a number that a model can take."""
     value = number_of(cell)
-    return value is not None and abs(value) <= LARGEST
+    return value is not None and abs(value) <= MAX_NUMBER

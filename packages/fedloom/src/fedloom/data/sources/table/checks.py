@@ -1,4 +1,4 @@
-"""Checks of a table once all of its cells are read: what is refused then, and what is noted."""
+"""Check a table after reading all of its cells: errors and notes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import LEVELS, Cells, shortened
+from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, shortened
 from fedloom.data.sources.table.levels import Agreed, alike, natural
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import DataError
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 
-MEASURED = 30
+MAX_CLASS_NUMBERS = 30
 """Numbers of a label beyond which a note names the regression that they may be of."""
-ENOUGH = 10
+MIN_CHECKED_ROWS = 10
 """Rows from which a column is called constant, or a number far from the others."""
-NEGATIVE = 0.05
+MAX_NOTED_NEGATIVE_SHARE = 0.05
 """Largest share of negative numbers among positive ones that is noted."""
-FARTHEST = 1000
-"""Widths of the middle half of a column's numbers, from the nearer end of which a number is far beyond."""
-THREE, SHORT = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
+OUTLIER_WIDTHS = 1000
+"""Distance from the nearer end of a column's middle half, in its widths, at which a number is an outlier."""
+THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, NaN where missing, and the levels."""
 
 
 def rename(twice: Sequence[str]) -> str:
-    """What to do about columns of the same name."""
+    """Say what to do about columns of the same name."""
     above = "" in twice
     return "delete the lines above the header, or give every column a name" if above else "rename one"
 
@@ -62,16 +62,16 @@ class Fractions:
                 self._sound.add(column)
                 return
             text = cell.strip()
-            if THREE.fullmatch(text):
+            if THREE_DIGITS_PATTERN.fullmatch(text):
                 self._counts[column] = self._counts.get(column, 0) + 1
                 self._examples.setdefault(column, text)
-            elif not SHORT.fullmatch(text) and is_number(text):
+            elif not SHORT_FRACTION_PATTERN.fullmatch(text) and is_number(text):
                 self._sound.add(column)  # another fraction, or a thousand without a sign
                 return
 
     def notes(self) -> Iterator[str]:
-        """A note on such columns."""
-        columns = [c for c, count in self._counts.items() if count >= ENOUGH and c not in self._sound]
+        """Yield a note on such columns."""
+        columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
             example = self._examples[columns[0]]
             yield (
@@ -81,7 +81,7 @@ class Fractions:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Numbers ``[N]`` as codes of their levels; nan has none."""
+    """Numbers ``[N]`` as codes of their levels. Nan has none."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -99,7 +99,7 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
 def impossible(
     times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
 ) -> Iterator[str]:
-    """Times and events that cannot be, column by column.
+    """Yield impossible times and events, column by column.
 
     Args:
         times: name of the column and its numbers ``[N]``, NaN where missing.
@@ -122,7 +122,7 @@ def impossible(
 
 
 def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Agreed columns whose rows ``[N, p]`` lie beyond the agreed range, as those of another unit do."""
+    """Return the agreed columns with rows ``[N, p]`` beyond the agreed range, as in another unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
@@ -131,7 +131,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Agreed columns of which most cells have no agreed level, as where they are written in another way."""
+    """Return the agreed columns in which most cells have no agreed level, as in another spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
         "them so, or agree on these too"
@@ -140,8 +140,8 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
     ]
 
 
-def filled(agreed: Mapping[str, Agreed]) -> Iterator[str]:
-    """Notes on cells that the agreement fills though they were not expected."""
+def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
+    """Yield notes on cells that the agreement fills although no gap was expected."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
@@ -150,8 +150,8 @@ def filled(agreed: Mapping[str, Agreed]) -> Iterator[str]:
             yield f"column {name!r}: {column.filled - unknown} cells are missing and filled; none was to be"
 
 
-def beyond(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Notes on agreed columns of which some numbers lie beyond the range, as a marker of gaps that is not named."""
+def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
+    """Yield notes on agreed columns with numbers outside the range, such as an unnamed marker of missing values."""
     for name, column in agreed.items():
         if column.column.range is not None:
             (low, high), values = column.column.range, columns[name]
@@ -166,36 +166,36 @@ def beyond(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float6
 def doubtful(
     columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int, *, arrays: bool = False
 ) -> Iterator[str]:
-    """Notes on columns that are empty or constant, and on numbers that lie absurdly far from the others.
+    """Yield notes on empty or constant columns, and on numbers absurdly far from the others.
 
     Args:
         columns: numbers or codes ``[N]`` by name, NaN where missing.
         measured: names of the columns of which a far number is noted.
         first: number of the first row.
-        arrays: whether the columns are those of an array, which has no options; rare negative numbers are usual there.
+        arrays: whether the columns are those of an array, which has no options. Rare negative numbers are usual there.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
     for name, values in columns.items():
         ordered = np.sort(values)  # NaN last
         count = len(ordered) - int(np.isnan(ordered).sum())
-        if len(ordered) < ENOUGH:
+        if len(ordered) < MIN_CHECKED_ROWS:
             return
         if not count:
             empty.append(name)
         elif ordered[0] == ordered[-1]:
             constant.append(name)
-        elif name in measured and count >= ENOUGH:
+        elif name in measured and count >= MIN_CHECKED_ROWS:
             low, high = ordered[count // 4], ordered[count - 1 - count // 4]
             below = int((ordered[:count] < 0).sum())
-            if not arrays and 0 < below <= NEGATIVE * count and ordered[below] > 0:
+            if not arrays and 0 < below <= MAX_NOTED_NEGATIVE_SHARE * count and ordered[below] > 0:
                 row = int(np.nonzero(values < 0)[0][0])
                 notes.append(
                     f"row {first + row}, column {name!r}: {values[row]:g} is negative, as {below} of {count} numbers "
                     f"are, and all others are above 0; repair it, or {wrong}"
                 )
                 continue
-            limits = low - FARTHEST * (high - low), high + FARTHEST * (high - low)
+            limits = low - OUTLIER_WIDTHS * (high - low), high + OUTLIER_WIDTHS * (high - low)
             if low < high and not limits[0] <= ordered[0] <= ordered[count - 1] <= limits[1]:
                 rows = np.nonzero((values < limits[0]) | (values > limits[1]))[0]
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
@@ -210,7 +210,7 @@ def doubtful(
 
 
 def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
-    """Notes on levels that are alike, and on a label of one class or without rows of some.
+    """Yield notes on similar levels, and on a label with one class or with a class without rows.
 
     Args:
         coded: columns of levels, by name.
@@ -222,7 +222,7 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
             yield f"column {name!r} has levels that are alike: {same}; write them in one way"
         absent = [level for level, count in counts.items() if not count] if name == label else []
         numbers = [level for level, count in counts.items() if count and np.isfinite(natural(level)[0])]
-        if name == label and len(numbers) > MEASURED:
+        if name == label and len(numbers) > MAX_CLASS_NUMBERS:
             yield (
                 f"the label {name!r} has {len(numbers)} numbers, each of which is a class; set task = 'regression' if "
                 "they are measurements"
@@ -231,9 +231,9 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
             here = max(counts, key=lambda level: counts[level])
             yield f"the label {name!r} is {shortened(here)} in every row; nothing can be learned from these rows alone"
         elif absent:
-            more = " and more" if len(absent) > LEVELS else ""
-            yield f"the label {name!r} is {', '.join(map(shortened, absent[:LEVELS]))}{more} in no row"
+            more = " and more" if len(absent) > MAX_SHOWN_LEVELS else ""
+            yield f"the label {name!r} is {', '.join(map(shortened, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"
 
 
 def _columns(names: Sequence[str]) -> str:
-    return f"column{'s'[: len(names) > 1]} {listed([*map(shortened, names)], LEVELS)}"
+    return f"column{'s'[: len(names) > 1]} {shorten_list([*map(shortened, names)], MAX_SHOWN_LEVELS)}"

@@ -23,12 +23,12 @@ from fedloom.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from fedloom.data.sources.table.checks import Coded
 
-MARKED = ("1", "1.0", "true", "yes", "test")
+TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 """Levels of a column that mark a row of the test part, in lower case, where nothing else is said."""
-UNMARKED = ("0", "0.0", "false", "no", "train", "training")
+TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels that mark a row of the training part, in lower case."""
-YEAR, MONTH = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
-CURE = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
+YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
+ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
 
 
 class DesignOptions(FileSource):
@@ -87,7 +87,7 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """The options whose column is not among the names, without it; a new table has no test rows of the old."""
+        """The options whose column is not among the names, without it. A new table has no test rows of the old."""
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
         return unset | {"strata": tuple(column for column in self.strata if column in names)}
@@ -116,7 +116,7 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 
 
 class OrderTimes(NamedTuple):
-    """When rows came, as numbers and as seconds since 1970; NaN where a cell is no such number or no date."""
+    """When rows came, as numbers and as seconds since 1970. NaN where a cell is no such number or no date."""
 
     numbers: GrowingRows
     seconds: GrowingRows
@@ -161,21 +161,21 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield what is wrong with the column of when rows came; ``first`` is the number of the first row."""
+        """Yield what is wrong with the column of when rows came. ``first`` is the number of the first row."""
         if self.order is None:
             return
         if self._odd is not None:
             row, cell = self._odd
             where = f"row {first + row}, column {self.order!r}"
-            yield f"{where}: expected a number or a date, got {shortened(cell)}; {CURE}"
+            yield f"{where}: expected a number or a date, got {shortened(cell)}; {ORDER_HINT}"
             return
         numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
             row = int(np.flatnonzero(seconds & ~numbers)[0])
-            yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {CURE}"
+            yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
-        """Return the design of the rows to keep ``[N]``; None where nothing is said.
+        """Return the design of the rows to keep ``[N]``. None where nothing is said.
 
         Raises:
             ConfigError: levels of the column that marks test rows that say neither yes nor no.
@@ -205,7 +205,7 @@ class DesignReading:
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield when each row came ``[N]``, NaN where its cell is missing; nothing where that is not known."""
+        """Yield when each row came ``[N]``, NaN where its cell is missing. Nothing where that is not known."""
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
@@ -240,23 +240,25 @@ class DesignReading:
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         if absent := [level for level in named if level not in names]:
             raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}; it has {shown}")
-        if not named and (odd := [name for name in names if name.lower() not in (*MARKED, *UNMARKED)]):
+        if not named and (odd := [name for name in names if name.lower() not in (*TEST_LEVELS, *TRAINING_LEVELS)]):
             raise ConfigError(
                 f"test_column: {self._marked!r} has {odd[0]!r}, which is neither yes nor no; name the levels that mark "
                 f"test rows in test_levels: it has {shown}"
             )
-        return {*named} or {name for name in names if name.lower() in MARKED}
+        return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 
 
 def seconds_of(cell: object) -> float | None:
-    """Return seconds since 1970 of a date, a time or its text in ISO 8601; None for any other cell.
+    """Return seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
     (86400.0, 60.0, 31536000.0, None)
     """
     if isinstance(cell, str):
         text = cell.strip()
-        text = f"{text}-01-01" if YEAR.fullmatch(text) else f"{text}-01" if MONTH.fullmatch(text) else text
+        text = (
+            f"{text}-01-01" if YEAR_PATTERN.fullmatch(text) else f"{text}-01" if MONTH_PATTERN.fullmatch(text) else text
+        )
         try:
             cell = datetime.fromisoformat(text)
         except ValueError:

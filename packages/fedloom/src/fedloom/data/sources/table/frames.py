@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError
 
 
 def class_names(obj: Any, column: Any) -> tuple[str, ...]:
-    """Names of the classes of a column of the hub that holds their numbers; of others none."""
+    """Names of the classes of a column of the hub that holds their numbers, of others none."""
     return tuple(getattr(obj.features[column], "names", None) or ())
 
 
@@ -23,7 +23,7 @@ def is_hub(obj: object) -> bool:
 
 
 def is_frame(obj: Any) -> bool:
-    """A pandas table, an Arrow one, or a data set of the hub whose columns are all single numbers or texts."""
+    """Test for a pandas table, an Arrow table, or a hub data set whose columns are single numbers or texts."""
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
@@ -37,19 +37,19 @@ def _is_arrow(obj: Any) -> bool:
 
 
 def _arrow(obj: Any) -> Any:
-    """A table as pyarrow has it, its cells where they were."""
+    """Convert a table to pyarrow without copying its cells."""
     import pyarrow as pa  # slow to import
 
     return obj if isinstance(obj, pa.Table) else pa.table(obj)
 
 
 def frame_names(obj: Any) -> list[str]:
-    """The names of the columns of what `is_frame` takes."""
+    """Return the column names of an object that `is_frame` accepts."""
     return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
 
 
 def coded_columns(obj: Any) -> list[str]:
-    """The columns of what `is_frame` takes whose cells are levels by their type."""
+    """Return the columns, of an object that `is_frame` accepts, whose cells are levels by their type."""
     names = frame_names(obj)
     if is_hub(obj):
         return [name for name in names if class_names(obj, name)]
@@ -61,7 +61,7 @@ def coded_columns(obj: Any) -> list[str]:
 
 
 def frame_cells(obj: Any) -> Iterator[Piece]:
-    """The columns of what `is_frame` takes; missing cells are None."""
+    """Yield the columns of an object that `is_frame` accepts. Missing cells are None."""
     if is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]

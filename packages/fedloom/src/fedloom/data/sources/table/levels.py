@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import LEVELS, Cells, Piece, Problems, numbers, shortened
+from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, Piece, Problems, numbers, shortened
 from fedloom.data.tables import Table, TableColumn, is_number, number_of
 from fedloom.errors import DataError
-from fedloom.formats import listed
+from fedloom.formats import shorten_list
 
 LONGEST_NAME = 1000
-"""Characters of a level: a class, a client or a category; longer cells are texts."""
-WHOLE = re.compile(r"([-+]?\d+)\.0+")
+"""Characters of a level: a class, a client or a category. Longer cells are texts."""
+WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
 """A whole number that is written with zeros behind its point."""
 
 
 def level(cell: object) -> str:
-    """The name of a level, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" are "1".
+    """Return a level's name, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
@@ -30,21 +30,21 @@ def level(cell: object) -> str:
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     text = str(cell).strip()
-    whole = WHOLE.fullmatch(text)
+    whole = WHOLE_NUMBER_PATTERN.fullmatch(text)
     return text if whole is None else whole[1]
 
 
-TRUTHS = {
+TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
 }
 """Ways in which people write true and false, in lower case."""
-SHOWN = 4
+MAX_SHOWN_GROUPS = 4
 """Most groups of levels in a sentence."""
 
 
 def alike(counts: Mapping[str, int]) -> str:
-    """The levels that are probably one, as ``'0' (3) = 'FALSE' (4)``; empty where there are none.
+    """List levels that are probably the same, as ``'0' (3) = 'FALSE' (4)``, or "" without any.
 
     Alike are levels that differ only in capitals, spaces or the encoding of a letter, and ways to write true or false
     in a column that has no other level.
@@ -59,40 +59,40 @@ def alike(counts: Mapping[str, int]) -> str:
     """
     plain = {name: " ".join(unicodedata.normalize("NFKC", name).casefold().split()) for name in counts}
     texts = set(plain.values())
-    truths = {TRUTHS[text] for text in texts} if texts <= TRUTHS.keys() else set[str]()
+    truths = {TRUTH_WORDS[text] for text in texts} if texts <= TRUTH_WORDS.keys() else set[str]()
     if len(truths) > 1 or (truths and any(len(text) > 1 for text in texts)):
-        plain = {name: TRUTHS[text] for name, text in plain.items()}
+        plain = {name: TRUTH_WORDS[text] for name, text in plain.items()}
     groups: dict[str, list[str]] = {}
     for name, text in plain.items():
         groups.setdefault(text, []).append(f"{shortened(name)} ({counts[name]})")
-    several = [" = ".join(names[:LEVELS]) for names in groups.values() if len(names) > 1]
-    return listed(several, SHOWN)
+    several = [" = ".join(names[:MAX_SHOWN_LEVELS]) for names in groups.values() if len(names) > 1]
+    return shorten_list(several, MAX_SHOWN_GROUPS)
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Numbers by which columns are multiplied; or such numbers by client."""
+"""Numbers by which columns are multiplied. Or such numbers by client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
-    """The factor of all rows of a column; 1 where it has none, or has them by client."""
+    """Return the factor of a whole column. 1 without a factor or with factors by client."""
     factor = factors.get(column, 1.0)
     return 1.0 if isinstance(factor, Mapping) else factor
 
 
 def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Columns that have factors by client, each with those of the named clients ``[k]``; 1 where there is none."""
+    """Yield each column with per-client factors and the factors ``[k]`` of the named clients (default 1)."""
     for column, factor in factors.items():
         if isinstance(factor, Mapping):
             yield column, np.array([factor.get(client, 1.0) for client in clients])
 
 
 def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
-    """A sentence on every factor by client that meets no row.
+    """Return a sentence on every factor by client that applies to no row.
 
     Args:
         factors: of columns.
         users: column that names the client of a row.
-        clients: that have rows; None: that column is not there.
+        clients: that have rows. None: that column is not there.
     """
     absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
     if absent and clients is None:
@@ -161,7 +161,7 @@ class Agreed:
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
     def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
-        """A piece of the column, NaN where it is missing or of an unknown level.
+        """Read a piece of the column. A missing value or an unknown level becomes NaN.
 
         Args:
             piece: of cells.
@@ -194,7 +194,7 @@ class Agreed:
 
 
 def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agreed]:
-    """The columns of a table that was agreed on, by name; see `Agreed`."""
+    """Return the columns of an agreed table by name, see `Agreed`."""
     return {c.name: Agreed(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
 
 

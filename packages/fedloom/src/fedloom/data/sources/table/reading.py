@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from torch import Tensor
 
-from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, refuse
+from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_MANY, Dataset, refuse
 from fedloom.data.sources._base import naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
@@ -27,18 +27,18 @@ from fedloom.data.sources.table.designs import DesignOptions, DesignReading
 from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
-from fedloom.data.survey.findings import ReadColumn, findings, left_out, text_left_out
-from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
+from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out, text_left_out
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
-"""Columns of a table; of so many an array is read in a small part of the time."""
+"""Columns of a table, of so many an array is read in a small part of the time."""
 MOST_TEXTS = 100_000
 """Different texts of a column of no numbers that are held, to see whether it names people."""
 
 
 class Raw(NamedTuple):
-    """A table as its file has it: a name, the names of its columns, their cells, and what is found wrong meanwhile."""
+    """Table as its file has it: a name, column names, cells, and the faults found while reading."""
 
     name: str
     names: list[str]
@@ -49,44 +49,52 @@ class Raw(NamedTuple):
 class TableSource(DesignOptions):
     """Roles of the columns: one label, the others features unless named below."""
 
-    label: str | None = Field(default=None, description="name of the target column; None: the last one")
+    label: str | None = Field(default=None, description="name of the target column (default: the last column)")
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 where the label, then a time, is censored"
+        default=None, description="column with 1 for an event and 0 for censoring. The label is then a time"
     )
     task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
         default="auto",
-        description="auto: classification if the label has text or whole numbers, binary if two of them, survival if "
-        "event is set",
+        description=(
+            "auto: classification if the label has text or whole numbers, binary if it has two values, "
+            "survival if event is set"
+        ),
     )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text: one feature per level")
+    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
-        default=(), description="columns that are features though they number the rows, or hold names of people"
+        default=(), description="columns to keep as features although they number the rows or hold names of people"
     )
-    users: str | None = Field(default=None, description="column that names the client of a row; no feature")
-    columns: tuple[str, ...] = Field(default=(), description="columns a partition may split by; features all the same")
+    users: str | None = Field(default=None, description="column that names the client of a row. It is no feature")
+    columns: tuple[str, ...] = Field(
+        default=(), description="columns by which a partition may split. They stay features"
+    )
     kept: tuple[str, ...] = Field(
-        default=(), description="columns kept for scoring by group; features too, unless they are in drop"
+        default=(), description="columns for scores by group. They stay features unless drop names them"
     )
     missing: tuple[str, ...] = Field(
-        default=(), description="cells that mean missing, by value, beside empty ones, ? and pandas' markers but None"
+        default=(),
+        description=("additional cell values that mean missing, beside empty cells, ? and pandas' markers except None"),
     )
-    impute: bool = Field(default=False, description="allow missing cells: filled per client from its training part")
+    impute: bool = Field(
+        default=False, description="allow missing cells. Each client fills them from its training part"
+    )
     unlabelled: Literal["refuse", "drop"] = Field(
-        default="refuse", description="rows whose label or user is missing: refuse the table, or leave them out"
+        default="refuse", description="rows without a label or user: refuse the table, or leave the rows out"
     )
-    scale: bool = Field(default=True, description="centre and scale numbers, per client on its training part")
-    centre: float = Field(default=0.0, description="subtracted from the label of a regression")
-    unit: float = Field(default=1.0, gt=0, description="divides the label of a regression after that; errors are in it")
+    scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the label of a regression")
+    unit: float = Field(
+        default=1.0, gt=0, description="divisor of the label of a regression after that. Errors are in this unit"
+    )
     agreement: Annotated[
         Agreement | None,
         BeforeValidator(agreement_of),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
-    ] = Field(default=None, description="document on the meaning of the columns at every site: a path, or its keys")
+    ] = Field(default=None, description="agreement on the meaning of the columns at every site: a path, or its keys")
     factors: dict[str, float | dict[str, float]] = Field(
         default={},
-        description="numbers by which columns are multiplied, to be in the units that were agreed on; or, where users "
-        "is set, tables of them by client",
+        description="factors that convert columns to the agreed units. With users, tables of factors by client",
     )
 
     @field_validator("label", mode="before")
@@ -109,9 +117,9 @@ class TableSource(DesignOptions):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All cells that mean missing: those of every table, then this one's."""
+        """Return all markers of missing cells: the general ones, then this table's."""
         agreed = () if self.agreement is None else self.agreement.missing
-        return tuple(dict.fromkeys((*MARKERS, *agreed, *self.missing)))
+        return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
     @property
     def targets(self) -> dict[str, str]:
@@ -123,7 +131,7 @@ class TableSource(DesignOptions):
 
     @abstractmethod
     def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """The table before its columns have roles; its cells are read within the context.
+        """Open a table before its columns have roles. Its cells are read within the context.
 
         Raises:
             DataError: no such file, or no table.
@@ -137,7 +145,7 @@ class TableSource(DesignOptions):
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
-    """The columns of a table as a data set.
+    """Read the columns of a table as a data set.
 
     Args:
         spec: roles of the columns, and what was agreed on them.
@@ -220,15 +228,15 @@ class _Reading:
             column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
         }
         self.fractions = checks.Fractions()
-        self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
+        self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
     @property
     def numeric_label(self) -> bool:
         """Whether the label is a number, not a class."""
-        return self.task not in (*CLASSED, "auto")
+        return self.task not in (*CLASS_TASKS, "auto")
 
     def add(self, piece: Piece) -> None:
-        """A piece of a column."""
+        """Add a piece of a column."""
         start, column, block = piece
         roles = (self.codes, self.numeric, self.agreed, self.measured, self.design.columns)
         if not any(column in columns for columns in roles):
@@ -257,7 +265,7 @@ class _Reading:
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
 
     def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """The levels of a piece of a column."""
+        """Add the levels of a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with naming_file_in_errors(Path(where)):
             codes.add(piece.cells, missing)
@@ -276,7 +284,7 @@ class _Reading:
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
-        """The data set, once all cells are there."""
+        """Return the data set after all cells have been read."""
         spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
         left_out = self._leave_out()
         sentences = problems.sentences()
@@ -316,7 +324,7 @@ class _Reading:
             is_number = column in self.numeric or (column in self.agreed and not self.agreed[column].column.levels)
             places, names = coded[column] if not is_number else coded_numbers(self._numbers[:, self.place[column]])
             codes[column] = torch.from_numpy(np.nan_to_num(places, nan=len(names)))[keep].long()
-            levels[column] = (*names, MISSING)
+            levels[column] = (*names, MISSING_LEVEL)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
         users = spec.users if spec.users in self.special else None
         with naming_file_in_errors(Path(where)):
@@ -339,9 +347,9 @@ class _Reading:
             )
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
-        """Multiply the columns that have factors by client; a client without one has a factor of 1."""
+        """Multiply the columns that have factors by client. A client without one has a factor of 1."""
         values, row_clients = self._numbers, np.nan_to_num(codes, nan=len(clients)).astype(int)
-        for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING]):
+        for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING_LEVEL]):
             if column in self.place:
                 values[:, self.place[column]] *= factors[row_clients]
 
@@ -352,7 +360,7 @@ class _Reading:
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
-        """Leave out the features that number rows or name people, unless they are included; a note on each.
+        """Leave out the features that number rows or name people, unless they are included. A note on each.
 
         Columns with a role of their own were meant, and agreed ones are read by the agreement.
         """
@@ -373,9 +381,9 @@ class _Reading:
             if column in self.texts:
                 reason = text_left_out(column, self.texts[column], len(whole))
             elif column in self.numeric:
-                reason = left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
+                reason = reason_left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
             else:
-                reason = left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
+                reason = reason_left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
             if reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
@@ -391,7 +399,7 @@ class _Reading:
         return notes
 
     def _survey_notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """The notes of the survey."""
+        """Yield the notes of the survey."""
         values = self._numbers
         levels = {c: coded[c][1] for c in self.categorical} | {c: a.column.names for c, a in self.agreed.items()}
         features = {c: ReadColumn(values[:, k], levels.get(c, ())) for c, k in self.place.items()}
@@ -415,12 +423,12 @@ class _Reading:
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
-        """The numbers ``[N]`` of the label and of the event by name; none where the label has classes."""
+        """The numbers ``[N]`` of the label and of the event by name. None where the label has classes."""
         measured = self.measured if self.numeric_label else {}
         return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
-        """The agreed table, or one whose levels and gaps are those of the file."""
+        """Return the agreed table, or the table with the levels and gaps of the file."""
         spec = self.spec
         if spec.agreement is not None:
             agreed: Table = spec.agreement.table.with_(missing=self.markers)
@@ -441,8 +449,8 @@ class _Reading:
         targets = {name: values for name, values in self._targets.items() if name != self.event}
         yield from (f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched)
         yield from unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
-        yield from checks.filled(self.agreed)
-        yield from checks.beyond(self.agreed, columns)
+        yield from checks.note_filled_cells(self.agreed)
+        yield from checks.note_range_excess(self.agreed, columns)
         yield from self.fractions.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}

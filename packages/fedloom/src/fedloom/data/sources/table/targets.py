@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import CLASSED, Task
-from fedloom.data.sources.table.cells import LEVELS
+from fedloom.data.dataset import CLASS_TASKS, Task
+from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS
 from fedloom.data.sources.table.levels import alike, natural
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError
@@ -17,7 +17,7 @@ from fedloom.hints import nearest
 
 
 def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
-    """The sentence on columns that are not there."""
+    """Render the error for missing columns."""
     if len(absent) == 1:
         cure = " (the agreement names it)" if agreed else ""
         return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
@@ -28,7 +28,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 
 
 def unlike(label: str, levels: str) -> str:
-    """The sentence on levels of a label that are alike, as `alike` shows them."""
+    """Render the sentence on similar levels of a label, as `alike` lists them."""
     return (
         f"the label {label!r} has levels that are alike: {levels}; write them in one way, or set task = "
         "'classification' if each is a class"
@@ -54,12 +54,13 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Codes of the agreed classes, these classes, and what is wrong with the levels of the label."""
-    if agreement.task not in CLASSED:
+    """Return codes of the agreed classes, these classes, and the problems with the label's levels."""
+    if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
     if strange:
-        what = f"{', '.join(map(repr, strange[:LEVELS]))}{' and more' if len(strange) > LEVELS else ''}"
+        more = " and more" if len(strange) > MAX_SHOWN_LEVELS else ""
+        what = f"{', '.join(map(repr, strange[:MAX_SHOWN_LEVELS]))}{more}"
         rows = int(np.isin(codes, [levels.index(level) for level in strange]).sum())
         return (
             codes,
@@ -74,9 +75,9 @@ def agreed_classes(
 
 
 def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
-    """The task that the label's levels make, and what is wrong with them.
+    """Return the task that a label's levels imply, and the problems with them.
 
-    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted. Levels
+    One level alone is no error, since a trained model may be tried on such a table. A `doubtful` one is noted. Levels
     that are alike are classes only where the task is set to classification.
 
     Args:

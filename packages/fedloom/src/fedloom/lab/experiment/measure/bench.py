@@ -23,19 +23,19 @@ from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.shares import decide_share
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.costs import Costs, MeasuredWorkers
-from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
+from fedloom.processes.machine_load import MAX_FOREIGN_CORES, wait_for_quiet, watch_others
 from fedloom.processes.pool import WorkerPool, Workers, cores
 from fedloom.values import choose
 
-PATIENCE = 60.0
+START_TIMEOUT_SECONDS = 60.0
 """Seconds that a process waits for others to begin a round."""
 
-CROWD, CROWD_BYTES = 200_000, 1 << 30
+CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
 """Clients of the federation on which costs per client are measured, as many as rows of so many bytes allow."""
 
 
 class Way(NamedTuple):
-    """An oracle and a number of workers; ``picked`` if a run of the experiment takes them."""
+    """An oracle and a number of workers. ``picked`` if a run of the experiment takes them."""
 
     oracle: str
     workers: int
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What was measured of one method in one way.
+    """Measured speed of one method in one way.
 
     Attributes:
         seconds: median over rounds, the first left out.
@@ -60,7 +60,7 @@ class Speed(NamedTuple):
     @property
     def disturbed(self) -> bool:
         """Whether other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
-        return self.other_cores > QUIET
+        return self.other_cores > MAX_FOREIGN_CORES
 
 
 class Bench:
@@ -70,8 +70,8 @@ class Bench:
         experiment: what to measure.
         data_dir: folder of data sets.
         rounds: rounds that are counted, of one more that is played.
-        oracles: names to measure beside the one that is picked; all that can compute the model when empty.
-        workers: numbers to measure beside the one that is picked, or ``auto``; 1 and the number of cores when empty.
+        oracles: names to measure beside the one that is picked. All that can compute the model when empty.
+        workers: numbers to measure beside the one that is picked, or ``auto``. 1 and the number of cores when empty.
 
     Raises:
         DataError: the data cannot be read.
@@ -97,7 +97,7 @@ class Bench:
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
-        """One row after another, what is picked first; waits up to ``patience`` seconds for a quiet machine."""
+        """Measure the picked rows one after another. Wait up to ``patience`` seconds for a quiet machine."""
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
         try:
@@ -119,7 +119,7 @@ class Bench:
         return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
     def costs(self, method: Method) -> Costs:
-        """Constants of a method on this federation; see `costs_of`."""
+        """Constants of a method on this federation, see `costs_of`."""
         return costs_of(self._setting(method, method.setting.engine.oracle, 1), self.federation, self.rounds)
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
@@ -148,7 +148,7 @@ class Bench:
 
 
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
-    """Constants of a setting with one worker, from rounds in this process; one more is played, and left out."""
+    """Constants of a setting with one worker, from rounds in this process. One more is played, and left out."""
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
@@ -171,11 +171,11 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
 
 
 def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Seconds of local work per client where every core computes the same rounds; of each round the slowest process."""
+    """Seconds of local work per client where every core computes the same rounds, of each round the slowest process."""
     together = get_context("fork").Barrier(cores())
 
     def wait() -> None:
-        together.wait(timeout=PATIENCE)
+        together.wait(timeout=START_TIMEOUT_SECONDS)
 
     def shares(_shared: None, _task: int) -> list[float]:
         return [w.work / w.clients for _, w in _measured_rounds(setting, fed, rounds, wait)]
@@ -189,7 +189,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
+    """Measure rounds after the first: seconds outside chunks, and the workers' measurements. ``before`` runs first."""
     by_worker: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:
@@ -207,7 +207,7 @@ def _seconds(cost: RoundCost) -> float:
 
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
     """Seconds per client of a federation, whatever the cohort, from two whose clients have a sample each."""
-    many = min(CROWD, CROWD_BYTES // max(1, row))
+    many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
     if many < 2 * few:
         return 0.0
@@ -226,7 +226,7 @@ def _crowd(fed: Federation, n: int) -> Federation:
 
 
 def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
-    """Label and cost of one method after another, with the federation of the first seed; nothing is written.
+    """Label and cost of one method after another, with the federation of the first seed. Nothing is written.
 
     Raises:
         CodeError: code of a method failed.
@@ -240,7 +240,7 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
-    """Minutes for all runs of a plan, from the cost of a run by label; None where a method's rounds have no time."""
+    """Minutes for all runs of a plan, from the cost of a run by label. None where a method's rounds have no time."""
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):
         return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fedloom.choose.shares import period_of
 from fedloom.data.federation import Federation
-from fedloom.engine.clients.scores import COST
+from fedloom.engine.clients.scores import WORK_KEY
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import scores_of
@@ -22,24 +22,24 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import arithmetic, clients_of, simulate
 from fedloom.engine.state import State, initial_state
-from fedloom.processes.clients import COUNTS, Clients
+from fedloom.processes.clients import CLIENT_COUNTS, Clients
 from fedloom.processes.pool import Workers
 
-TRIED = 3
+ESTIMATE_ROUNDS = 3
 """Rounds that are played for an estimate with evaluation."""
 
 
 class RoundCost(NamedTuple):
-    """What a round takes, over its clients.
+    """Cost of a round, over its clients.
 
     Attributes:
-        seconds: of the round; None after too few rounds.
+        seconds: of the round. None after too few rounds.
         clients: that sent something.
         steps: local steps.
         samples: samples whose gradient is taken.
         bytes_up: of the uploads.
         bytes_down: of the downloads.
-        simulated: seconds in virtual time; None without devices.
+        simulated: seconds in virtual time. None without devices.
     """
 
     seconds: float | None
@@ -52,9 +52,11 @@ class RoundCost(NamedTuple):
 
     @classmethod
     def between(cls, before: State, after: State, seconds: float | None) -> RoundCost:
-        """The mean round between two states of a run."""
+        """Return the mean round between two states of a run."""
         rounds = max(1, after.round - before.round)
-        counts = dict(zip(COUNTS, ((after.totals - before.totals)[: len(COUNTS)] / rounds).tolist(), strict=True))
+        counts = dict(
+            zip(CLIENT_COUNTS, ((after.totals - before.totals)[: len(CLIENT_COUNTS)] / rounds).tolist(), strict=True)
+        )
         clients = float(after.uploads.sum() - before.uploads.sum()) / rounds
         steps, samples, up, down = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
         then, now = (0.0 if state.clock is None else state.clock.now for state in (before, after))
@@ -81,11 +83,11 @@ class Round:
     @property
     def samples(self) -> int:
         """Samples whose gradient all rounds so far took."""
-        return int(self.state.totals[COUNTS.index("samples_backward")])
+        return int(self.state.totals[CLIENT_COUNTS.index("samples_backward")])
 
     def personal_samples(self) -> int:
-        """Samples whose gradient the personal models after this round would take."""
-        cost = scores_of(self.job, self.clients, self.state).get(COST, {})
+        """Count the samples whose gradient the personal models after this round would take."""
+        cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
         return round(float(cost["samples_backward"].nansum()) * self.job.n / len(self.job.scored_ids))
@@ -100,7 +102,7 @@ class Measured(NamedTuple):
 
 
 class OtherCost(NamedTuple):
-    """What a run takes beside its rounds: to find clusters, and to train personal models for the last evaluation.
+    """Cost of a run beside its rounds: finding clusters, and training personal models for the last evaluation.
 
     Attributes:
         samples: whose gradient is taken.
@@ -114,7 +116,7 @@ class OtherCost(NamedTuple):
 
 
 class RunCost(NamedTuple):
-    """What a run takes, from its first rounds.
+    """Cost of a run, estimated from its first rounds.
 
     Attributes:
         rounds: of the run.
@@ -130,7 +132,7 @@ class RunCost(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """Of the run, finding clusters by its part of the gradients; None after too few rounds."""
+        """Estimate the seconds of the run, finding clusters by its part of the gradients. None after too few rounds."""
         if self.round.seconds is None:
             return None
         rounds = self.rounds + (self.other.samples / self.round.samples if self.round.samples else 0.0)
@@ -149,7 +151,7 @@ def play(
         setting: the run.
         fed: the clients and their data.
         clock: the clock, in seconds.
-        through: called before every round; the workers that compute it, which may use those that it is given.
+        through: called before every round. The workers that compute it, which may use those that it is given.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -172,7 +174,7 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Play the first ``count`` >= 1 rounds of a setting; see `play`.
+    """Play the first ``count`` >= 1 rounds of a setting, see `play`.
 
     Returns:
         What each of them took, the oracle, and the number of workers.
@@ -187,12 +189,12 @@ def measure_rounds(
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Samples whose gradient the first round takes, over its cohort; see `play`."""
+    """Count the samples whose gradient the first round takes, over its cohort, see `play`."""
     return round(measure_rounds(setting, fed).rounds[0].samples)
 
 
 def run_cost(setting: Setting, fed: Federation) -> RunCost:
-    """The cost of a run from its first `TRIED` rounds with their evaluations; nothing is written.
+    """Estimate the cost of a run from its first `ESTIMATE_ROUNDS` rounds and their evaluations. Nothing is written.
 
     Raises:
         CodeError: code of a method failed.
@@ -202,12 +204,14 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     once = setting if period is None else setting.with_(weights=str(setting.weights).partition(" ")[0])
     result = simulate(once, fed, progress=[_is_tried])
     start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
-    searches = dict(zip(COUNTS, (finds * start.totals[: len(COUNTS)]).tolist(), strict=True))
+    searches = dict(zip(CLIENT_COUNTS, (finds * start.totals[: len(CLIENT_COUNTS)]).tolist(), strict=True))
     recorded = result.state.records.last("", "", "samples_backward")
-    personal = 0.0 if recorded is None else float(recorded[0] - result.state.totals[COUNTS.index("samples_backward")])
+    personal = (
+        0.0 if recorded is None else float(recorded[0] - result.state.totals[CLIENT_COUNTS.index("samples_backward")])
+    )
     other = OtherCost(searches["samples_backward"] + personal, searches["bytes_up"], searches["bytes_down"])
     return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d, other)
 
 
 def _is_tried(state: State) -> str | None:
-    return "enough rounds are measured" if state.round == TRIED else None
+    return "enough rounds are measured" if state.round == ESTIMATE_ROUNDS else None

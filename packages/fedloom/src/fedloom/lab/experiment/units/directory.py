@@ -19,16 +19,16 @@ from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.outputs import write_settings, write_splits
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.rundir import (
-    CHECKPOINTS,
-    FILES,
-    FOLDERS,
-    MODELS,
-    SETTINGS,
-    WORK,
+    CHECKPOINTS_FOLDER,
+    MODELS_FOLDER,
+    RESULT_FILES,
+    RESULT_FOLDERS,
+    SETTINGS_FILE,
+    WORK_FOLDER,
     analysis_file,
     check_case,
-    folder_of,
     label_of,
+    run_folder,
 )
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.claims import Claims, publish
@@ -42,7 +42,7 @@ class ExperimentDirectory:
         experiment: whose directory it is to be.
         out: the directory.
         force: forget what is there, in `prepare`.
-        partly: what is forgotten is of the experiment's methods only; the directory must be of this experiment.
+        partly: what is forgotten is of the experiment's methods only. The directory must be of this experiment.
     """
 
     def __init__(self, experiment: Experiment, out: Path, *, force: bool, partly: bool) -> None:
@@ -51,10 +51,10 @@ class ExperimentDirectory:
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
         """The folder of a run's checkpoints or models."""
-        return folder_of(self.out, kind, method.label, seed)
+        return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
-        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
+        """Refuse what is not a run directory, or one of another experiment. Methods and seeds may come and go.
 
         Where others work on them at this moment (``joins``) they may not.
 
@@ -63,12 +63,12 @@ class ExperimentDirectory:
         """
         if is_unused(self.out):
             return
-        settings = self.out / SETTINGS
+        settings = self.out / SETTINGS_FILE
         if not settings.exists():
             raise RunDirError(
                 f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
             )
-        refuse_links(self.out, FOLDERS)
+        refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:
             return
         free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
@@ -88,7 +88,8 @@ class ExperimentDirectory:
         if difference and joins:
             raise RunDirError(
                 f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
-                f"settings, and change them once all have ended; if none of them is left, delete {self.out / WORK}"
+                "settings, and change them once all have ended; if none of them is left, delete "
+                f"{self.out / WORK_FOLDER}"
             )
         if difference:
             raise RunDirError(
@@ -100,7 +101,7 @@ class ExperimentDirectory:
         return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
-        """Make the directory this experiment's; with claims, runs that were left in the middle are free to be taken.
+        """Make the directory this experiment's, with claims, runs that were left in the middle are free to be taken.
 
         Raises:
             RunDirError: it is another experiment's, or its runs cannot have more rounds.
@@ -114,7 +115,7 @@ class ExperimentDirectory:
         write_splits(self.out, federations)
         if claims is not None:
             for method, seed in self.runs:
-                folder = self.folder(CHECKPOINTS, method, seed)
+                folder = self.folder(CHECKPOINTS_FOLDER, method, seed)
                 if (
                     folder.exists()
                     and not is_whole(folder, method.setting.rounds)
@@ -123,18 +124,18 @@ class ExperimentDirectory:
                     if not publish(folder, claim.state):
                         shutil.rmtree(folder)
                     claim.release()
-        elif (self.out / WORK).exists():
-            self._adopt(Claims(self.out / WORK))
+        elif (self.out / WORK_FOLDER).exists():
+            self._adopt(Claims(self.out / WORK_FOLDER))
 
     def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
         """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
         longer = list[Path]()
         for method, seed in self.runs:
-            folder, setting = self.folder(CHECKPOINTS, method, seed), method.setting.with_(seed=seed)
+            folder, setting = self.folder(CHECKPOINTS_FOLDER, method, seed), method.setting.with_(seed=seed)
             planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
             if planned < setting.rounds:
                 simulate(setting, federations[seed], folder=folder, advance=False)
-                longer.append(self.folder(MODELS, method, seed))
+                longer.append(self.folder(MODELS_FOLDER, method, seed))
         for models in longer:  # those of fewer rounds
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
@@ -142,25 +143,25 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
-        """Take what processes left that had joined; refuse to where one of them may still work."""
+        """Take what processes left that had joined. Refuse to where one of them may still work."""
         claims.check_ended()
         for method, seed in self.runs:
-            folder = self.folder(CHECKPOINTS, method, seed)
+            folder = self.folder(CHECKPOINTS_FOLDER, method, seed)
             if (state := claims.left_behind(folder.name)) is not None:
                 publish(state, folder)
         claims.forget()
 
     def _clear(self) -> None:
-        """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
+        """Forget what the directory holds. ``experiment.toml`` stays until it is replaced, so that it is still one."""
         self.force = False
         if self._partly:
             for method, seed in self.runs:
-                for kind in (CHECKPOINTS, MODELS):
+                for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
                     shutil.rmtree(self.folder(kind, method, seed), ignore_errors=True)
             return
-        for name in FOLDERS:
+        for name in RESULT_FOLDERS:
             shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in (*FILES, *map(analysis_file, ANALYSES)):
+        for name in (*RESULT_FILES, *map(analysis_file, ANALYSES)):
             (self.out / name).unlink(missing_ok=True)
 
 

@@ -25,7 +25,7 @@ class Future(Protocol):
         ...
 
     def result(self) -> Any:
-        """Its value, once it has ended; its error is raised."""
+        """Its value, once it has ended. Its error is raised."""
         ...
 
 
@@ -60,13 +60,13 @@ def _slurm(options: str) -> Any:
     return executor
 
 
-KINDS: Mapping[str, Callable[[str], Any]] = {
+EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
     "processes": _processes,
     "loky": _loky,
     "dask": _dask,
     "slurm": _slurm,
 }
-"""Executors by name; each takes the text after the colon."""
+"""Executors by name. Each takes the text after the colon."""
 
 
 def open_executor(name: str) -> Executor:
@@ -79,9 +79,9 @@ def open_executor(name: str) -> Executor:
         ConfigError: another name, or the library is not installed.
     """
     kind, _, text = name.partition(":")
-    if kind not in KINDS:
-        raise unknown("executor", kind, KINDS, "--executor")
-    return KINDS[kind](text)  # type: ignore[no-any-return]
+    if kind not in EXECUTOR_KINDS:
+        raise unknown("executor", kind, EXECUTOR_KINDS, "--executor")
+    return EXECUTOR_KINDS[kind](text)  # type: ignore[no-any-return]
 
 
 def check_executor(executor: object) -> None:
@@ -105,7 +105,7 @@ def compute_units(
         executor: carries them.
         luggage: the experiment.
         units: texts of units.
-        interrupted: looked at now and then; once it is true, nothing more is taken.
+        interrupted: looked at now and then. Once it is true, nothing more is taken.
 
     Yields:
         The number of a unit and its reply, in the order in which units end.
@@ -127,7 +127,7 @@ def compute_units(
             except Exception as error:  # of the engine: a worker has died
                 lost[k] += 1
                 if lost[k] == MAX_TRIES:
-                    raise _lost(units[k], error) from error
+                    raise _is_lost(units[k], error) from error
                 reply = UnitReply({}, interrupted=True)
             if had_data:
                 wanting.got(reply.worker)
@@ -170,10 +170,10 @@ def _submit(executor: Executor, luggage: Luggage, unit: str, *data: bytes) -> Fu
     except FedloomError:
         raise
     except Exception as error:
-        raise _lost(unit, error) from error
+        raise _is_lost(unit, error) from error
 
 
-def _lost(unit: str, error: Exception) -> FedloomError:
+def _is_lost(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return FedloomError(f"the executor lost {unit}: {what}; what has ended is kept, and the same command resumes")
 

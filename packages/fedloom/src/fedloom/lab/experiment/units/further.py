@@ -18,10 +18,10 @@ from fedloom.errors import Stop
 from fedloom.lab.experiment.outputs import Outcome, further_before, write_further, write_parquet
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.joined import WorkUnit
-from fedloom.rundir import CHECKPOINTS, WORK, folder_of
+from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
-ROWS = "rows.parquet"
+ROWS_FILE = "rows.parquet"
 """File of a unit with the rows of an analysis' table."""
 
 
@@ -74,7 +74,7 @@ class FurtherRuns:
                 self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """The rows of a unit, computed by so many processes; None where the user stopped it."""
+        """The rows of a unit, computed by so many processes. None where the user stopped it."""
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
@@ -82,14 +82,14 @@ class FurtherRuns:
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
         """Write the rows of a unit into a folder of its own."""
         make_folder(folder)
-        write_parquet(folder / ROWS, [rows])
+        write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
         """Where the rows of a unit are published."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
-        name = f"{folder_of(self._out, CHECKPOINTS, label, seed).name}@{place}-{number}"
-        return WorkUnit(name, self._out / WORK / name / "done")
+        name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
+        return WorkUnit(name, self._out / WORK_FOLDER / name / "done")
 
     def is_last(self, k: int) -> bool:
         """Whether a unit is the last one of its analysis and run."""
@@ -106,4 +106,4 @@ class FurtherRuns:
 
     def write_published(self) -> None:
         """Write the files of all analyses from the rows that processes have published."""
-        self.write([pq.read_table(self.place(k).target / ROWS) for k in range(len(self.units))])
+        self.write([pq.read_table(self.place(k).target / ROWS_FILE) for k in range(len(self.units))])

@@ -18,11 +18,11 @@ MAX_METHODS = 10_000
 """Methods that a grid may make."""
 
 
-def with_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
+def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     """Replace every method of a document by one for each combination of the values in its table ``[grid]``.
 
-    Keys are as those of ``--set``: an option of methods, such as ``lam``; a key of a table that a method may have for
-    itself, such as ``local.lr``; with ``method.LABEL.`` before it, of one method alone. A method that has no such
+    Keys are as those of ``--set``: an option of methods, such as ``lam``. A key of a table that a method may have for
+    itself, such as ``local.lr``, with ``method.LABEL.`` before it, of one method alone. A method that has no such
     option is left as it is.
 
     Args:
@@ -30,7 +30,7 @@ def with_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
         where: the file, for messages.
 
     Raises:
-        ConfigError: a key that no method has, or one that all methods share; or values that are no list.
+        ConfigError: a key that no method has, or one that all methods share. Or values that are no list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -45,7 +45,7 @@ def with_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     varied = [
         _vary(entry, dict(zip(chosen, values, strict=True)))
         for label, entry in zip(labels, entries, strict=True)
-        for chosen in [_of_method(dimensions, label, names[label])]
+        for chosen in [_method_values(dimensions, label, names[label])]
         for values in product(*chosen.values())
     ]
     if len(varied) > MAX_METHODS:
@@ -93,8 +93,8 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
     raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 
 
-def _of_method(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
-    """The values of a method by its own keys; those that it has for itself replace those of all."""
+def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
+    """The values of a method by its own keys. Those that it has for itself replace those of all."""
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)
     }

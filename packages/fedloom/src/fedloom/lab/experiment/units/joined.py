@@ -13,14 +13,14 @@ from fedloom.errors import CheckpointError, RunStopped, Stop
 from fedloom.lab.experiment.units.shares import Share
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import WORK
+from fedloom.rundir import WORK_FOLDER
 from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
 """Seconds between two looks for a unit that nobody has."""
-BEGIN, FINISH = "begin", "finish"
-BEGUN, FAILED = "begun", "failed"
+BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
+BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
 
 class WorkUnit(NamedTuple):
@@ -37,7 +37,7 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""(number of the unit, claim) -> why the unit has no result, or None once its state is whole; an interrupt raises."""
+"""(number of the unit, claim) -> why the unit has no result, or None once its state is whole. An interrupt raises."""
 
 
 class JoinedWork:
@@ -47,11 +47,11 @@ class JoinedWork:
         out: the run directory.
 
     Raises:
-        RunStopped: (any method) the user interrupts this process; the others go on.
+        RunStopped: (any method) the user interrupts this process. The others go on.
     """
 
     def __init__(self, out: Path) -> None:
-        self.claims = Claims(out / WORK)
+        self.claims = Claims(out / WORK_FOLDER)
         self._token: bytes | None = None
 
     @property
@@ -60,16 +60,16 @@ class JoinedWork:
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Prepare the directory, unless another process has done so; return when it is ready."""
+        """Prepare the directory, unless another process has done so. Return when it is ready."""
         with interruptible() as interrupted:
             while (token := self._read_token()) is None:
-                claim = self.claims.take(BEGIN)
+                claim = self.claims.take(BEGIN_STAGE)
                 if claim is None:
                     _wait(interrupted)
                     continue
                 try:
                     prepare()
-                    write_atomic(self.claims.folder / BEGUN, os.urandom(8).hex().encode())
+                    write_atomic(self.claims.folder / BEGUN_FILE, os.urandom(8).hex().encode())
                 finally:
                     claim.release()
             self._token = token
@@ -94,10 +94,10 @@ class JoinedWork:
             raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
 
     def finish(self, write: Callable[[], object]) -> None:
-        """Write what is made of all units, unless another process does; return when that is done."""
+        """Write what is made of all units, unless another process does. Return when that is done."""
         with interruptible() as interrupted:
             while self._is_on():
-                claim = self._take(FINISH)
+                claim = self._take(FINISH_STAGE)
                 if claim is None:
                     _wait(interrupted)
                     continue
@@ -109,13 +109,13 @@ class JoinedWork:
                 return
 
     def failure(self, unit: WorkUnit) -> str | None:
-        """Why a unit has no result; None where it has one, or none yet."""
+        """Why a unit has no result. None where it has one, or none yet."""
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
         return None
 
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
-        """Work until no unit is open; False where the user stopped it."""
+        """Work until no unit is open. False where the user stopped it."""
         open_units = [*enumerate(units)]
         while self._is_on():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
@@ -138,7 +138,7 @@ class JoinedWork:
         return None
 
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Whether work on a unit came to its end; the user stopped it otherwise."""
+        """Whether work on a unit came to its end. The user stopped it otherwise."""
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -167,7 +167,7 @@ class JoinedWork:
         return unit.target.exists() or self._failed(unit).exists()
 
     def _failed(self, unit: WorkUnit) -> Path:
-        return self.claims.folder / unit.name / FAILED
+        return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_on(self) -> bool:
         """Whether the session that this process joined goes on."""
@@ -175,7 +175,7 @@ class JoinedWork:
 
     def _read_token(self) -> bytes | None:
         with suppress(OSError):
-            return (self.claims.folder / BEGUN).read_bytes()
+            return (self.claims.folder / BEGUN_FILE).read_bytes()
         return None
 
 

@@ -16,39 +16,39 @@ from fedloom.analyses import ANALYSES, Analysis
 from fedloom.engine.setting import Engine
 from fedloom.errors import RunDirError
 from fedloom.lab.experiment.file import difference_to_recorded
-from fedloom.lab.experiment.outputs import of_runs, write_parquet
+from fedloom.lab.experiment.outputs import select_runs, write_parquet
 from fedloom.rundir import (
-    CHECKPOINTS,
-    METRICS,
-    MODELS,
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    MODELS_FOLDER,
     NO_DIGEST,
-    SETTINGS,
-    SUMMARY,
-    TIMINGS,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    TIMINGS_FILE,
     Summary,
     analysis_file,
     check_digest,
-    folder_of,
+    insert_digest,
     read_summary,
-    with_digest,
+    run_folder,
 )
 from fedloom.storage.disk import regular
 from fedloom.storage.files import is_unused, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
-FREE = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
-"""Pattern of the settings in which the directories may differ; methods may be others too."""
+FREE_KEYS_PATTERN = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
+"""Pattern of the settings in which the directories may differ. Methods may be others too."""
 
 
 def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
     """Join run directories of the same experiment into a new one, run by run.
 
     Args:
-        folders: the run directories, two or more; of a run that several have, the first one's is taken.
+        folders: the run directories, two or more, of a run that several have, the first one's is taken.
         out: the new run directory.
 
     Returns:
-        Label and seed of the runs that no directory has; the joined experiment lacks them.
+        Label and seed of the runs that no directory has. The joined experiment lacks them.
 
     Raises:
         RunDirError: a folder is no finished run directory, they are of different experiments, a run that several have
@@ -59,9 +59,9 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
     documents = {folder: _document(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():
-        if difference := difference_to_recorded(first, document, FREE):
+        if difference := difference_to_recorded(first, document, FREE_KEYS_PATTERN):
             raise RunDirError(f"{folders[0]} and {folder} are of different experiments: {difference}")
-    summaries = {folder: read_summary(folder / SUMMARY) for folder in folders}
+    summaries = {folder: read_summary(folder / SUMMARY_FILE) for folder in folders}
     methods = {method["label"]: method for document in documents.values() for method in document["method"]}
     seeds = sorted({seed for document in documents.values() for seed in document["seeds"]})
     records = {(run.method, run.seed): (folder, run) for folder in reversed(folders) for run in summaries[folder].runs}
@@ -72,20 +72,20 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
     with lock(out):
         versions = {"resolved": first.get("resolved", {})}
         whole = {**first, "seeds": seeds, "method": [*methods.values()], **versions}
-        write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(whole)}# {NO_DIGEST}\n".encode()))
+        write_atomic(out / SETTINGS_FILE, insert_digest(f"{tomli_w.dumps(whole)}# {NO_DIGEST}\n".encode()))
         for name in sorted({path.name for folder in folders for path in folder.glob("*.parquet")}):
             write_parquet(out / name, _tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
         for label, seed in runs:
-            for kind in (CHECKPOINTS, MODELS):
-                source = folder_of(records[label, seed][0], kind, label, seed)
+            for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
+                source = run_folder(records[label, seed][0], kind, label, seed)
                 if source.is_dir():
-                    shutil.copytree(source, folder_of(out, kind, label, seed))
+                    shutil.copytree(source, run_folder(out, kind, label, seed))
         joined = summaries[folders[0]]
         warnings = _ordered([w for one in summaries.values() for w in one.warnings], runs, seeds)
         metrics = {name: more for one in summaries.values() for name, more in one.metrics.items()}
         fields = {"runs": tuple(records[run][1] for run in runs), "warnings": warnings, "metrics": metrics}
         content = Summary.model_validate(joined.model_dump(exclude_unset=True) | fields | {"name": first["name"]})
-        write_atomic(out / SUMMARY, content.content())
+        write_atomic(out / SUMMARY_FILE, content.content())
     return [run for run in wanted if run not in records]
 
 
@@ -95,27 +95,27 @@ def _document(folder: Path) -> dict[str, Any]:
     Raises:
         RunDirError: it has not, or is none.
     """
-    for name in (SETTINGS, SUMMARY):
+    for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
             raise RunDirError(f"{folder} has no {name}; give run directories that 'fedloom run' has written to the end")
-    content = regular(folder / SETTINGS).read_bytes()
-    check_digest(folder / SETTINGS, content)
+    content = regular(folder / SETTINGS_FILE).read_bytes()
+    check_digest(folder / SETTINGS_FILE, content)
     try:
         return tomllib.loads(content.decode())
     except ValueError as error:
-        raise RunDirError(f"{folder / SETTINGS} is damaged: {error}; run the experiment again") from None
+        raise RunDirError(f"{folder / SETTINGS_FILE} is damaged: {error}; run the experiment again") from None
 
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
     """Refuse a run that several directories have with different figures."""
     figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
     for folder in folders:
-        if not (folder / METRICS).exists():
+        if not (folder / METRICS_FILE).exists():
             continue
-        table = pq.read_table(folder / METRICS)
+        table = pq.read_table(folder / METRICS_FILE)
         for run in summaries[folder].runs:
             key = run.method, run.seed
-            rows = of_runs(table, [key])
+            rows = select_runs(table, [key])
             other, before = figures.setdefault(key, (folder, rows))
             if not rows.equals(before):
                 raise RunDirError(
@@ -134,8 +134,8 @@ def _tables(
     if "method" in columns and any(
         label for table in tables.values() for label in table["method"].unique().to_pylist()
     ):
-        order = runs if name in (METRICS, TIMINGS) else sorted(runs)
-        parts = [of_runs(tables[folder], [run]) for run, folder in order if folder in tables]
+        order = runs if name in (METRICS_FILE, TIMINGS_FILE) else sorted(runs)
+        parts = [select_runs(tables[folder], [run]) for run, folder in order if folder in tables]
         return [part for part in parts if part.num_rows]
     of_first = any(name == analysis_file(kind) and a.answer is not Analysis.answer for kind, a in ANALYSES.items())
     if of_first or "seed" not in columns:

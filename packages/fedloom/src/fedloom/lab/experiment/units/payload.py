@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 
-KIND, FORM = "kind of value", "form"
+KIND_KEY, FORM_KEY = "kind of value", "form"
 
 
 def encode(value: object) -> bytes:
@@ -26,13 +26,13 @@ def encode(value: object) -> bytes:
     """
     tensors = dict[str, Tensor]()
     form = json.dumps(_form(value, tensors, "data"), sort_keys=True)
-    return save(tensors or {"none": torch.zeros(0)}, {FORM: form})
+    return save(tensors or {"none": torch.zeros(0)}, {FORM_KEY: form})
 
 
 def decode(content: bytes) -> Any:
     """Read what `encode` has written."""
     length = int.from_bytes(content[:8], "little")
-    form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM])
+    form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM_KEY])
     return _value(form, load(content))
 
 
@@ -42,9 +42,9 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         return value
     if isinstance(value, Tensor):
         tensors[place] = value.detach().cpu().clone().contiguous()
-        return {KIND: "tensor", "name": place}
+        return {KIND_KEY: "tensor", "name": place}
     if isinstance(value, torch.dtype):
-        return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
+        return {KIND_KEY: "dtype", "name": str(value).removeprefix("torch.")}
     if is_dataclass(value):
         pairs = [(f.name, getattr(value, f.name)) for f in fields(value) if f.init]
     elif isinstance(value, BaseModel):
@@ -52,22 +52,25 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         pairs = [(name, getattr(value, name)) for name in value._fields]
     elif isinstance(value, tuple | list):
-        return {KIND: type(value).__name__, "items": [_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)]}
+        return {
+            KIND_KEY: type(value).__name__,
+            "items": [_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)],
+        }
     elif isinstance(value, Mapping):
         items = [[key, _form(v, tensors, f"{place}.{k}")] for k, (key, v) in enumerate(value.items())]
-        return {KIND: "dict", "items": items}
+        return {KIND_KEY: "dict", "items": items}
     else:
         raise ConfigError(f"{place} is a {type(value).__name__}, which cannot travel; put the data into a file")
     module, name = type(value).__module__, type(value).__qualname__
     if module.partition(".")[0] != "fedloom":
         raise ConfigError(f"{place} is a {module}.{name}, which cannot travel; put the data into a file")
-    return {KIND: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
+    return {KIND_KEY: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
 
 
 def _value(form: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(form, dict):
         return form
-    kind = form[KIND]
+    kind = form[KIND_KEY]
     if kind == "tensor":
         return tensors[form["name"]]
     if kind == "dtype":

@@ -31,7 +31,7 @@ class Load(NamedTuple):
     Attributes:
         alone: seconds of one process, whatever the others do.
         work: seconds of local work, which chunks share.
-        chunks: of a cohort; more processes have nothing to do.
+        chunks: of a cohort. More processes have nothing to do.
     """
 
     alone: float
@@ -54,12 +54,12 @@ class Share(NamedTuple):
 
 
 def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
-    """Return the share of processes with which a queue of runs ends first; of equal ones that with most runs.
+    """Return the share of processes with which a queue of runs ends first, of equal ones that with most runs.
 
     Args:
         loads: of the runs, in the order in which they are begun.
         processes: that may compute at once, >= 1.
-        most: runs at a time that memory has room for; None: any number.
+        most: runs at a time that memory has room for. None: any number.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [Share(runs, processes // runs) for runs in sizes]
@@ -87,7 +87,7 @@ def decide_share(
     Args:
         experiment: with the wanted number of processes in ``engine.workers``.
         federations: by seed.
-        units: of every run that is left, the number of its method; None: all methods with all seeds.
+        units: of every run that is left, the number of its method. None: all methods with all seeds.
 
     Returns:
         One run at a time with all processes on an accelerator, which forked processes cannot share.
@@ -117,7 +117,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
-    """The cost of a run, from a second round; of arithmetic alone where no such round can be played."""
+    """The cost of a run, from a second round, of arithmetic alone where no such round can be played."""
     by_round: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:

@@ -7,8 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import RunDirError
-from fedloom.lab.experiment.units.joined import BEGIN, FAILED, FINISH
-from fedloom.rundir import CHECKPOINTS, SETTINGS, SUMMARY, WORK, folder_of, label_of, read_summary
+from fedloom.lab.experiment.units.joined import BEGIN_STAGE, FAILED_FILE, FINISH_STAGE
+from fedloom.rundir import (
+    CHECKPOINTS_FOLDER,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    WORK_FOLDER,
+    label_of,
+    read_summary,
+    run_folder,
+)
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.claims import Claims
 
@@ -19,23 +27,23 @@ def list_status(out: Path) -> list[dict[str, str]]:
     States are ``waiting``, ``working``, ``left`` (its process has ended, and another one goes on), and those of a run
     that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
     """
-    document = tomllib.loads((out / SETTINGS).read_text(encoding="utf-8"))
-    claims, ended = Claims(out / WORK), dict[tuple[str, int], tuple[str, str]]()
-    if not (out / WORK).exists():
+    document = tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8"))
+    claims, ended = Claims(out / WORK_FOLDER), dict[tuple[str, int], tuple[str, str]]()
+    if not (out / WORK_FOLDER).exists():
         with suppress(OSError, RunDirError):
-            for run in read_summary(out / SUMMARY).runs:
+            for run in read_summary(out / SUMMARY_FILE).runs:
                 ended[run.method, run.seed] = run.status, "" if run.status == "done" else run.reason
     rows, names = list[dict[str, str]](), set[str]()
     for label in map(label_of, document["method"]):
         for seed in document["seeds"]:
-            folder = folder_of(out, CHECKPOINTS, label, seed)
+            folder = run_folder(out, CHECKPOINTS_FOLDER, label, seed)
             names.add(folder.name)
             state, detail = ended.get((label, seed)) or _state(folder, claims)
             rows.append({"run": f"{label}, seed {seed}", "state": state, **_who(claims, folder.name, state, detail)})
     for unit in claims.units():
         if unit not in names and not (claims.folder / unit / "done").exists():
             state = "left" if (holder := claims.claimant(unit)) is None or holder.ended else "working"
-            what = {BEGIN: "preparing the directory", FINISH: "writing tables and report"}.get(unit, unit)
+            what = {BEGIN_STAGE: "preparing the directory", FINISH_STAGE: "writing tables and report"}.get(unit, unit)
             if state == "working":
                 rows.append({"run": what, "state": state, **_who(claims, unit, state, "")})
     return rows
@@ -43,7 +51,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
 
 def _state(folder: Path, claims: Claims) -> tuple[str, str]:
     """State of a run without a recorded end, and what there is to say of it."""
-    failed = claims.folder / folder.name / FAILED
+    failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
         return "failed", failed.read_text(encoding="utf-8")
     meta = Checkpoints(folder).meta() if folder.exists() else None

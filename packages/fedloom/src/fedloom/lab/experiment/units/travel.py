@@ -1,4 +1,4 @@
-"""Travel: a unit of work at a worker of somebody's executor: text in, and data by digest; the files of a run out."""
+"""Travel: a unit of work at a worker of somebody's executor: text in, and data by digest. The files of a run out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import undisturbed
 
-MEMORY = "memory"
+MEMORY_SOURCE = "memory"
 """Source of data that no file has."""
-PLACEHOLDER = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
+PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
 """What stands in an experiment's text for data of memory."""
-_ONE = threading.Lock()
+_UNIT_LOCK = threading.Lock()
 """Units of one process are computed one after another: torch's settings are the process's."""
 _held = dict[str, bytes]()
 """Data of memory that have come to this process, by digest."""
@@ -42,7 +42,7 @@ class Luggage(NamedTuple):
 
     Attributes:
         text: a TOML document.
-        data: the clients, or the data set, as bytes; None: every worker reads the experiment's own source.
+        data: the clients, or the data set, as bytes. None: every worker reads the experiment's own source.
     """
 
     text: str
@@ -54,7 +54,7 @@ class UnitReply(NamedTuple):
 
     Attributes:
         files: by name, of the run's checkpoint.
-        failure: why the run has no result; empty otherwise.
+        failure: why the run has no result. Empty otherwise.
         interrupted: whether the worker was asked to stop.
         wants_data: whether the worker lacks the data, and got none.
         worker: the process that replies.
@@ -109,12 +109,12 @@ def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
         ConfigError: a part of it has no form as text, or its data none as bytes.
     """
     settings, data = experiment.settings(), None
-    if experiment.source_options.get("source") == MEMORY:
+    if experiment.source_options.get("source") == MEMORY_SOURCE:
         held: Any = getattr(experiment.partition, "held", None)
         in_memory = held if isinstance(held, Federation) else experiment.source.held  # type: ignore[attr-defined]
         data = encode(in_memory)
         partition = {} if isinstance(in_memory, Federation) else {"partition": settings["partition"]}
-        settings = {**settings, **PLACEHOLDER, **partition}
+        settings = {**settings, **PLACEHOLDER_TABLES, **partition}
     text = tomli_w.dumps(settings)
     try:
         again = parse(tomllib.loads(text), "executor")
@@ -134,12 +134,12 @@ def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Compute one unit of an experiment, anywhere; the same arguments give the same models and figures.
+    """Compute one unit of an experiment, anywhere. The same arguments give the same models and figures.
 
     Args:
         experiment: text of `pack_experiment`.
         unit: JSON with ``label`` and ``seed``.
-        data: bytes of `pack_experiment`; needed once per worker.
+        data: bytes of `pack_experiment`. Needed once per worker.
 
     Returns:
         A `UnitReply` as bytes.
@@ -156,7 +156,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         _held[travel["data"]] = data
     if travel["data"] and travel["data"] not in _held:
         return UnitReply({}, wants_data=True, worker=worker).packed()
-    with _ONE, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
+    with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
         plan = parse(_localise(document), "executor")
         fed = _federation(experiment, key["seed"])
         setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])

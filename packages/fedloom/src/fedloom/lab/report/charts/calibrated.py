@@ -1,6 +1,6 @@
 """Probabilities in use: calibration curves, operating points of thresholds, and net benefit, site by site.
 
-References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15; A. J. Vickers and E. B. Elkin,
+References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
 "Decision Curve Analysis", Medical Decision Making 2006. Intervals of shares: E. B. Wilson, JASA 1927.
 """
 
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.formats import DASH, fixed, percent, rounded, significant
+from fedloom.formats import UNKNOWN_DASH, fixed, percent, rounded, significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.comparison.gains import FEW, leader_of
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import scrolling
 
-BINS, PER_BIN = 10, 10
+MAX_CALIBRATION_BINS, PER_BIN = 10, 10
 """Bins of a calibration curve at most, and samples of one at least."""
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-CURVE = np.linspace(0.01, 0.6, 60)
+DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
 """Thresholds of the table and of the curves."""
 Z = 1.959963984540054
-LEAD = (
+CALIBRATION_TEXT = (
     "Who is flagged at a threshold of the predicted probability, on all test samples of a site. Sensitivity: share of "
     "events that are flagged. Specificity: share of the others that are not. Net benefit counts flagged events, less "
     "false alarms weighed by the threshold's odds; a threshold is useful where it is above 0 and that of treating all."
@@ -37,7 +37,7 @@ LEAD = (
 
 
 class OperatingPoint(NamedTuple):
-    """What a threshold does: who is flagged (probability at least `threshold`).
+    """Effect of a threshold: the flagged samples (probability at least `threshold`).
 
     Attributes:
         threshold: of the probability.
@@ -59,7 +59,7 @@ class OperatingPoint(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> OperatingPoint:
-    """The operating point of a threshold; nan where a share is of no sample."""
+    """Compute the operating point of a threshold. A share of no sample is nan."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -84,19 +84,23 @@ def wilson(share: float, size: int) -> tuple[float, float]:
 def curve(samples: Predicted) -> list[tuple[float, float, int]]:
     """Mean probability, share of events and samples of bins of equal size, by rising probability."""
     order = np.argsort(samples.prediction, kind="stable")
-    bins = np.array_split(order, max(1, min(BINS, len(order) // PER_BIN)))
+    bins = np.array_split(order, max(1, min(MAX_CALIBRATION_BINS, len(order) // PER_BIN)))
     return [(float(samples.prediction[b].mean()), float(samples.target[b].mean()), len(b)) for b in bins]
 
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
-    """Runs of binary tasks with kept predictions, the federated method that leads, and the samples of its sites."""
+    """Return binary runs with kept predictions, the leading federated method, and its sites' samples."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
         samples = None if best is None else tested(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue
-        sites = [(run.titled_client(k), samples.at(k)) for k in range(run.clients)] if run.clients <= FEW else []
+        sites = (
+            [(run.titled_client(k), samples.at(k)) for k in range(run.clients)]
+            if run.clients <= MAX_LISTED_SITES
+            else []
+        )
         chosen.append((run, best, [("All", samples), *((name, some) for name, some in sites if len(some.target))]))
     return chosen
 
@@ -125,7 +129,7 @@ def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> F
     hints = kit.tips(
         ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
     )
-    inner = kit.chart(
+    inner = kit.layer_chart(
         kit.mark("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
         kit.mark("rule", ends),
         kit.mark("line", place, strokeWidth=1),
@@ -145,7 +149,7 @@ def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> F
 def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figure:
     data: Rows = []
     for name, samples in sites:
-        for threshold in CURVE.tolist():
+        for threshold in CURVE_THRESHOLDS.tolist():
             now = point(samples, threshold)
             floor = -0.1 * float(samples.target.mean())
             for policy, value in (("model", now.benefit), ("treat all", now.treating_all), ("treat none", 0.0)):
@@ -166,7 +170,7 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
         f"treating none, on each site's test samples ({words})."
     )
     spec = kit.panels(
-        kit.chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
+        kit.layer_chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
         "Threshold of the probability", high=200, scale={"y": "independent"},
     )  # fmt: skip
     return Figure(
@@ -175,20 +179,20 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
 
 
 def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """The operating points of `THRESHOLDS` at every site, an HTML table per run."""
+    """Render the operating points of `DECISION_THRESHOLDS` at every site, an HTML table per run."""
     heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
              "Predictive value", "Net benefit", "Treating all")  # fmt: skip
     text = ""
     for run, best, sites in _chosen(runs, rows, lead):
         lines = []
         for name, samples in sites:
-            for k, threshold in enumerate(THRESHOLDS):
+            for k, threshold in enumerate(DECISION_THRESHOLDS):
                 now = point(samples, threshold)
                 shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
                 first = (escape(name), str(len(samples.target)), str(int(samples.target.sum())))
                 lines.append([
                     *(first if k == 0 else ("", "", "")), significant(threshold),
-                    *(DASH if math.isnan(share) else percent(share) for share in shares),
+                    *(UNKNOWN_DASH if math.isnan(share) else percent(share) for share in shares),
                     fixed(now.benefit, 4), fixed(now.treating_all, 4),
                 ])  # fmt: skip
         label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
@@ -197,13 +201,13 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """The same as CSV, unrounded."""
+    """Render the same as CSV, unrounded."""
     lines = [
         (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
          *(None if math.isnan(value) else value for value in point(samples, threshold)))
         for run, best, sites in _chosen(runs, rows, lead)
         for name, samples in sites
-        for threshold in THRESHOLDS
+        for threshold in DECISION_THRESHOLDS
     ]  # fmt: skip
     return (
         csv_of(("run", "method", "model", "site", "samples", "events", *OperatingPoint._fields), lines) if lines else ""

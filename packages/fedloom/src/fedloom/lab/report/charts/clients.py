@@ -9,25 +9,25 @@ import numpy as np
 from fedloom.formats import interval, pair, rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.charts.spread import Seeds, last_results, pooled, relative, spread, without_attackers
+from fedloom.lab.report.charts.spread import Seeds, attackers_sentence, last_results, pooled, relative, spread
 from fedloom.lab.report.comparison.contenders import best_row
 from fedloom.lab.report.comparison.criteria import tasks
 from fedloom.lab.report.naming import METRICS, metric, titled
 from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
-NAMED, WORST = 60, 40
-"""Up to so many clients are shown one by one; of more, so many of the worst."""
-NUMBERED = 8
+MAX_NAMED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
+"""Up to so many clients are shown one by one, of more, so many of the worst."""
+MAX_NUMBERED_CLIENTS = 8
 """Up to so many clients have their number written into the cell."""
-PANELS = 16
+MAX_CLIENT_PANELS = 16
 """Up to so many clients are drawn over rounds."""
-POINTS, FEWEST = 2500, 5
-"""Up to so many points in all over rounds; lines are thinned, but not below the fewest."""
+MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
+"""Up to so many points in all over rounds. Lines are thinned, but not below the fewest."""
 
 
 def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """The charts of this module, None for those without data."""
+    """Draw the charts of this module, or None for charts without data."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
@@ -58,22 +58,29 @@ def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
 
 
 def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
-    """Rows x clients, mean over seeds; of many clients the worst of the best row."""
-    many = max(run.clients for run in runs) > NAMED
-    wanted = np.sort(order[:WORST]) if many else None
+    """Rows x clients, mean over seeds, of many clients the worst of the best row."""
+    many = max(run.clients for run in runs) > MAX_NAMED_CLIENTS
+    wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
     data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
     if not data:
         return None
     shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
-    few = len({cell["client"] for cell in data}) <= NUMBERED
+    few = len({cell["client"] for cell in data}) <= MAX_NUMBERED_CLIENTS
     off = kit.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
     values = [cell["value"] for cell in data if cell["row"] not in off]
     domain = [min(values), max(values)]
     methods = list(dict.fromkeys(cell["row"] for cell in data))
-    sites = [run.client(i) for run in runs for i in (order[:WORST].tolist() if many else range(run.clients))]
+    sites = [
+        run.client(i) for run in runs for i in (order[:WORST_CLIENTS_SHOWN].tolist() if many else range(run.clients))
+    ]
     spec = kit.heat_map(
-        kit.names("client", sites, f"Client, the worst {WORST} first" if many else "Client", scale={"padding": 0.06}),
-        kit.names("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
+        kit.nominal_channel(
+            "client",
+            sites,
+            f"Client, the worst {WORST_CLIENTS_SHOWN} first" if many else "Client",
+            scale={"padding": 0.06},
+        ),
+        kit.nominal_channel("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
         kit.shade("value", title, reverse=not higher, domain=domain),
         kit.tips(
             *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
@@ -82,11 +89,11 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
         "label" if few else "",
         f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
     )
-    selection = f"the {WORST} clients that are worst with {best.title}" if many else "every client"
+    selection = f"the {WORST_CLIENTS_SHOWN} clients that are worst with {best.title}" if many else "every client"
     caption = (
         f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
-        + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{without_attackers(runs)}"
+        + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{attackers_sentence(runs)}"
     )
     first = shown is not METRICS.get("calibration_error")
     id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
@@ -126,12 +133,12 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 def _over_rounds(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """A panel per client with a line per row, mean over seeds; those of leaders are thick."""
-    if len(order) > PANELS:
-        clients = order[np.linspace(0, len(order) - 1, PANELS).round().astype(int)]
+    """Draw a panel per client with a line per row, mean over seeds. Leaders have thick lines."""
+    if len(order) > MAX_CLIENT_PANELS:
+        clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
     lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
     models = {row.title: row.model for row in rows}
-    budget = max(FEWEST, POINTS // (len(lines) * len(clients)))
+    budget = max(MIN_LINE_POINTS, MAX_LINE_POINTS // (len(lines) * len(clients)))
     off = kit.off_axis(
         {
             r: max((abs(v) for line in by_client.values() for _, v in line), default=0.0)
@@ -154,7 +161,7 @@ def _over_rounds(
     thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
     caption = (
         f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds."
-        f"{thick}{some if len(order) > PANELS else ''}{kit.off_words(off)}{without_attackers(runs)}"
+        f"{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.off_words(off)}{attackers_sentence(runs)}"
     )
     title = titled(metric(lead))
     near = [point["value"] for point in data if point["row"] not in off]
@@ -162,7 +169,7 @@ def _over_rounds(
     y = kit.number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
     place = {"x": x, "y": y, "color": kit.colour(rows), "detail": {"field": "row"}}
     hints = kit.tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
-    inner = kit.chart(
+    inner = kit.layer_chart(
         kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
         kit.mark(
             "line", place, {"filter": {"field": "row", "oneOf": titles}}, strokeWidth=2.6, tooltip=None, clip=True
@@ -175,7 +182,7 @@ def _over_rounds(
 
 
 def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
-    """Rounds and means over seeds by client; attackers are left out."""
+    """Return rounds and means over seeds by client, without attackers."""
     by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))

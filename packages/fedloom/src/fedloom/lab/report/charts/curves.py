@@ -11,47 +11,47 @@ from fedloom.formats import rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.comparison.criteria import cumulative
-from fedloom.lab.report.naming import GROUPS, MB, figure, metric, titled, within_line
+from fedloom.lab.report.naming import FIGURE_SECTIONS, MEGABYTE_BYTES, figure, metric, titled, within_line
 from fedloom.lab.report.numbers import (
-    EMPTY,
-    ENOUGH,
-    MODELS,
+    EMPTY_CURVE,
+    MIN_SEEDS,
+    MODEL_KINDS,
     Curve,
     Estimate,
     Row,
     curve,
-    other_figure,
+    is_other_figure,
     run_of,
     seeds_of,
 )
 from fedloom.lab.report.run import Key, Run
 
-POINTS, FEWER = 80, 25
-"""Points per line, and with many lines; longer curves are thinned."""
-MANY = 60
-"""Of so many points the worst twentieth may be outside of the axis."""
-WIDE = 100.0
-"""From such a ratio of largest to smallest on, a residual is drawn on a logarithmic axis."""
+POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
+"""Points per line, and with many lines. Longer curves are thinned."""
+MIN_CROPPED_POINTS = 60
+"""Points from which the worst twentieth may lie outside the axis."""
+MIN_LOG_RATIO = 100.0
+"""Ratio of largest to smallest from which a residual has a logarithmic axis."""
 
-AXES = {
+CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
-    "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MB),
+    "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MEGABYTE_BYTES),
     "samples_backward": ("by gradients of samples", "Gradients of samples, all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
-OUTSIDE = ("name", "attack", "engine", "evaluate", "resolved", "tune")
+FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "tune")
 """Settings that do not make runs another family."""
 
 
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Learning curves of the leading metric and the loss, and the federation's own figures round by round."""
-    wanted = [(lead, axis) for axis in AXES] + ([("loss", "round")] if lead != "loss" else [])
-    totals = dict.fromkeys(k.metric for run in runs for k in run.totals if other_figure(k) and k.metric != "dropped")
+    wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
+    totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
     return [
         *figures,
-        *(_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(totals, start=1)),
+        *(_draw_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(totals, start=1)),
     ]
 
 
@@ -63,43 +63,51 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
         seeds = seeds_of(run, row.method)
         results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
         costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
-        points = _points(row, name, axis, results, costs, FEWER if len(rows) > 12 else POINTS)
+        points = _points(
+            row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if len(rows) > 12 else POINTS_PER_LINE
+        )
         if points and costs and not any(point["x"] for point in points):
             idle.append(row.name)
         else:
             data += points
-    title, label = metric(name).title, AXES[axis][0]
+    title, label = metric(name).title, CURVE_AXES[axis][0]
     nothing = f" Not drawn, as they have none: {', '.join(dict.fromkeys(idle))}." if idle else ""
     caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
     return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
 
 
-def _other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:
+def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:
     data: Rows = []
     for row in rows:
         run = run_of(runs, row)
         recorded = {s: _recorded(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)}
-        data += _points(row, name, "round", recorded, {}, FEWER if len(rows) > 12 else POINTS)
+        data += _points(
+            row, name, "round", recorded, {}, POINTS_PER_CROWDED_LINE if len(rows) > 12 else POINTS_PER_LINE
+        )
     title = metric(name).title
     return _panels(
-        rows, data, name, "round", (id, GROUPS.get(name, "others"), title, f"{title} by round", f"{title} by round.")
+        rows,
+        data,
+        name,
+        "round",
+        (id, FIGURE_SECTIONS.get(name, "others"), title, f"{title} by round", f"{title} by round."),
     )
 
 
 def _recorded(run: Run, key: Key) -> Curve:
-    """A figure of the federation; one of no model goes with the method's first model."""
+    """Return a figure of the federation. A figure of no model goes with the method's first model."""
     of_model = [key, key._replace(part="")]
-    models = [model for model in MODELS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
+    models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
     places = [*of_model, key._replace(part="", model="")] if models[:1] == [key.model] else of_model
     total = next((run.totals[place] for place in places if place in run.totals), None)
-    return Curve(total.round, total.value) if total else EMPTY
+    return Curve(total.round, total.value) if total else EMPTY_CURVE
 
 
 def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int) -> Rows:
     """Mean and interval over seeds, or single seeds, at up to ``most`` rounds, over these or over ``costs``."""
     scale = metric(name).scale
-    rounds = np.unique(np.concatenate([EMPTY.round, *(result.round for result in results.values())]))
+    rounds = np.unique(np.concatenate([EMPTY_CURVE.round, *(result.round for result in results.values())]))
     points: Rows = []
     for t in (
         rounds[np.unique(np.linspace(0, len(rounds) - 1, most).round().astype(int))].tolist() if len(rounds) else []
@@ -108,26 +116,26 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
         spent = Estimate({seed: cost.at(t) for seed, cost in costs.items()} if costs else {0: float(t)})
         if result_mean.finite and spent.finite:
             tags = {"method": row.name, "model": row.model, "round": t}
-            across = rounded(spent.mean * AXES[axis][2])
+            across = rounded(spent.mean * CURVE_AXES[axis][2])
             points += [{**tags, "x": across, **point} for point in result_mean.points(scale)]
     return points
 
 
 def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]) -> Figure | None:
-    """One panel per method; ``words`` are id, group, tab, title and caption."""
+    """One panel per method. ``words`` are id, group, tab, title and caption."""
     means = [point for point in data if point["seed"] is None]
     lines = {(point["method"], point["model"]) for point in means}
     if len(means) <= len(lines):
         return None
-    shown, title, group = metric(name), AXES[axis][1], GROUPS.get(name)
+    shown, title, group = metric(name), CURVE_AXES[axis][1], FIGURE_SECTIONS.get(name)
     values = [point["value"] for point in means]
-    log = group == "convergence" and min(values) > 0 and max(values) > WIDE * min(values)
+    log = group == "convergence" and min(values) > 0 and max(values) > MIN_LOG_RATIO * min(values)
     largest = {
         m: max(abs(p["value"]) for p in means if p["method"] == m) for m in dict.fromkeys(p["method"] for p in means)
     }
     off = set() if log else kit.off_axis(largest)
     near = [p["value"] for p in means if p["method"] not in off]
-    trim = 0.05 * (len(values) >= MANY and group != "convergence")  # mostly the start of the runs
+    trim = 0.05 * (len(values) >= MIN_CROPPED_POINTS and group != "convergence")  # mostly the start of the runs
     cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
     y = kit.number("value", titled(shown), scale={"type": "log"} if log else {"domain": kit.domain(cut), "nice": False})
     y["axis"] |= {"tickCount": 4, **({"labelExpr": "format(datum.value, '.0e')"} if log else {})}
@@ -147,20 +155,20 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
         place,
         tab,
         head,
-        caption + _behind(len(largest), means) + kit.off_words(off),
+        caption + _panel_title(len(largest), means) + kit.off_words(off),
         spec,
         {"rows": data},
         "facet",
     )
 
 
-def _behind(panels: int, means: Rows) -> str:
-    """The words on the lines of a panel."""
+def _panel_title(panels: int, means: Rows) -> str:
+    """Render the expression for the words on a panel's lines."""
     seeds = max(point["seeds"] for point in means)
     ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
     band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
     thin = "thick: the mean over seeds; thin: each seed"
-    text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < ENOUGH else band) if part)
+    text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < MIN_SEEDS else band) if part)
     return f" {text[:1].upper()}{text[1:]}." if text else ""
 
 
@@ -170,7 +178,7 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
     for i, (kind, members) in enumerate(_families(runs)):
         for name in (lead, f"{lead}/worst10"):
             id = "-".join(["attacks", *([kit.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
-            figures.append(_by_share(members, [row for row in rows if run_of(runs, row) in members], name, kind, id))
+            figures.append(_draw_shares(members, [row for row in rows if run_of(runs, row) in members], name, kind, id))
     return figures
 
 
@@ -183,7 +191,7 @@ def decide_share(run: Run) -> float:
 
 
 def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Runs of one kind of attack that are equal but for its share; a run without attackers belongs to every kind."""
+    """Group runs with one kind of attack that differ only in its share. Runs without attackers join every group."""
     families: dict[str, tuple[str, list[Run]]] = {}
     for run in runs:
         if decide_share(run):
@@ -195,10 +203,10 @@ def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def _same(run: Run) -> str:
-    return repr(sorted((k, repr(v)) for k, v in run.options.items() if k not in OUTSIDE))
+    return repr(sorted((k, repr(v)) for k, v in run.options.items() if k not in FAMILY_NEUTRAL_SETTINGS))
 
 
-def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -> Figure | None:
+def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -> Figure | None:
     shown = figure(name)
     data: Rows = []
     for row in rows:
@@ -225,6 +233,6 @@ def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -
         if base == name
         else f"{shown.title} of the benign clients, {within_line(metric(base).title)}"
     )
-    caption = f"{title} over the share of attackers ({kind}), benign clients only.{_behind(len(order), means)}"
+    caption = f"{title} over the share of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
     words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.off_words(off))
     return Figure(*words, spec, {"rows": data}, "facet")

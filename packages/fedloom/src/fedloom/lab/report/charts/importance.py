@@ -12,21 +12,21 @@ from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.comparison.gains import leader_of
 from fedloom.lab.report.naming import metric
 from fedloom.lab.report.numbers import Row
-from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
-from fedloom.rundir import IMPORTANCE
+from fedloom.rundir import IMPORTANCE_FILE
 
-MOST = 30
+MAX_DRAWN_COLUMNS = 30
 """Columns and sites that are drawn."""
-NAMES = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
+IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 
 def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """A heat map per run that permuted columns, of the federated method that leads."""
+    """Draw a heat map per run that permuted columns, for the leading federated method."""
     figures = []
     for place, run in enumerate(runs, start=1):
         best = leader_of(run, runs, rows, lead)
-        table = None if best is None else table_of(run.path / IMPORTANCE, NAMES)
+        table = None if best is None else read_columns(run.path / IMPORTANCE_FILE, IMPORTANCE_COLUMNS)
         if best is None or table is None:
             continue
         table = rows_where(table, method=best.method)
@@ -45,8 +45,8 @@ def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     means = {key: float(np.mean(some)) for key, some in values.items()}
     columns = list(dict.fromkeys(column for column, _ in means))
     overall = {column: float(np.mean([v for (c, _), v in means.items() if c == column])) for column in columns}
-    columns = sorted(columns, key=lambda column: -overall[column])[:MOST]
-    clients = sorted({client for _, client in means})[:MOST]
+    columns = sorted(columns, key=lambda column: -overall[column])[:MAX_DRAWN_COLUMNS]
+    clients = sorted({client for _, client in means})[:MAX_DRAWN_COLUMNS]
     data: Rows = [
         {"site": run.client(client), "column": column, "value": rounded(means[column, client]),
          "text": fixed(means[column, client], 3)}
@@ -55,7 +55,7 @@ def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     top = max(max(row["value"] for row in data), 1e-9)
     lead = metric(str(lines[0]["metric"])).title
     inner = kit.heat_map(
-        kit.names("site", [run.client(client) for client in clients]), kit.names("column", columns),
+        kit.nominal_channel("site", [run.client(client) for client in clients]), kit.nominal_channel("column", columns),
         kit.shade("value", "Importance", domain=[0, top]),
         kit.tips(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
         f"datum.value > {top / 2}",

@@ -13,19 +13,19 @@ import pyarrow as pa
 from fedloom.formats import rounded, significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
-from fedloom.lab.report.charts.spread import without_attackers
-from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.charts.spread import attackers_sentence
+from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Key, Run
 
-PANELS = 12
+MAX_CONFUSION_PANELS = 12
 """Up to so many clients are drawn."""
-COUNTED = 6
+MAX_NUMBERED_CLASSES = 6
 """Up to so many classes have their counts written into the cells."""
-SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 
 def inspection(runs: list[Run]) -> list[Figure | None]:
-    """The charts of this module, None for those without data."""
+    """Draw the charts of this module, or None for charts without data."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
@@ -34,7 +34,7 @@ def inspection(runs: list[Run]) -> list[Figure | None]:
 
 
 def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
-    """Method, seed and model that are drawn: the best by test accuracy of those in the table, its first seed."""
+    """Return the method, seed and model to draw: the best test accuracy in the table, and its first seed."""
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
     recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
 
@@ -47,11 +47,11 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
     return method, min(seed for m, seed, kind in recorded if (m, kind) == (method, model)), model
 
 
-def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
-    """Rows of the drawn method, model and seed, of its first benign clients; words on them."""
+def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
+    """Rows of the drawn method, model and seed, of its first benign clients. Words on them."""
     import pyarrow.compute as pc  # slow to import
 
-    table = table_of(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
+    table = read_columns(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
     if table is None or not len(table):
         return None
     method, seed, model = _chosen(run, table)
@@ -59,8 +59,12 @@ def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | 
     table = rows_where(table, method=method, seed=seed, model=model)
     table = table.filter(pc.invert(pc.is_in(table["client"], value_set=hostile)))
     clients = sorted(pc.unique(table["client"]).to_pylist())
-    rows = table.filter(pc.is_in(table["client"], value_set=pa.array(clients[:PANELS], pa.int64()))).to_pylist()
-    some = f"; the first {PANELS} of {len(clients)} clients" if len(clients) > PANELS else ""
+    rows = table.filter(
+        pc.is_in(table["client"], value_set=pa.array(clients[:MAX_CONFUSION_PANELS], pa.int64()))
+    ).to_pylist()
+    some = (
+        f"; the first {MAX_CONFUSION_PANELS} of {len(clients)} clients" if len(clients) > MAX_CONFUSION_PANELS else ""
+    )
     return rows, f"{method}, {model} model, seed {seed}{some}"
 
 
@@ -70,7 +74,7 @@ def _class(run: Run, code: float) -> str:
 
 
 def _confusion(run: Run, place: int) -> Figure | None:
-    sample_of_run = _drawn(run, "confusion", ("true", "predicted", "count"))
+    sample_of_run = _select_drawn(run, "confusion", ("true", "predicted", "count"))
     if sample_of_run is None:
         return None
     rows, words = sample_of_run
@@ -92,23 +96,23 @@ def _confusion(run: Run, place: int) -> Figure | None:
         *((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%")
     )
     inner = kit.heat_map(
-        kit.names("predicted", classes, **more),
-        kit.names("true", classes, "True", **more),
+        kit.nominal_channel("predicted", classes, **more),
+        kit.nominal_channel("true", classes, "True", **more),
         kit.shade("share", "Share of the true class", form="%", domain=[0, 1]),
         hints,
-        "count" if len(classes) <= COUNTED else "",
+        "count" if len(classes) <= MAX_NUMBERED_CLASSES else "",
         "datum.share > 0.5",
         cornerRadius=0,
     )
     caption = (
         "Predicted class by true class on every client's own test part after the last round: each row is the share of "
-        f"a true class; the diagonal is right ({words}).{without_attackers([run])}"
+        f"a true class; the diagonal is right ({words}).{attackers_sentence([run])}"
     )
     return _figure(run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted")
 
 
 def _representations(run: Run, place: int) -> Figure | None:
-    sample_of_run = _drawn(run, "tsne", ("label", "x", "y"))
+    sample_of_run = _select_drawn(run, "tsne", ("label", "x", "y"))
     if sample_of_run is None:
         return None
     rows, words = sample_of_run
@@ -130,15 +134,15 @@ def _representations(run: Run, place: int) -> Figure | None:
     if classes:
         legend = {"columns": 6, "symbolStrokeWidth": 0}
         of_class = {"field": "class", "type": "nominal", "sort": classes, "title": "Class", "legend": legend}
-        shapes = [SHAPES[(i // 6 + i) % 6] for i in range(len(classes))]
+        shapes = [POINT_SHAPES[(i // 6 + i) % 6] for i in range(len(classes))]
         encoding["color"] = {**of_class, "scale": {"domain": classes}}
         encoding["shape"] = {**of_class, "scale": {"domain": classes, "range": shapes}}
     caption = (
         "t-SNE of the last layer's inputs for every client's test samples; each client has a plane of its own, whose "
         "axes mean nothing. Samples of a class lie together where the representation separates it "
-        f"({words}).{without_attackers([run])}"
+        f"({words}).{attackers_sentence([run])}"
     )
-    inner = kit.chart(kit.mark("point", encoding, size=26, opacity=0.75))
+    inner = kit.layer_chart(kit.mark("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations per client")
     figure = _figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedloom.lab.report.charts import look
-from fedloom.lab.report.numbers import MODELS, Row
+from fedloom.lab.report.numbers import MODEL_KINDS, Row
 
-NUMBERS = (
+TICK_FORMAT = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
     "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
 )
 """Ticks in a common form: 0.5, 20, 1.5k, 3M, 7.0e+15."""
-FAR = 50
+AXIS_OUTLIER_RATIO = 50
 """A result so many times larger than the better ones sets no axis."""
-MEAN = {"filter": "datum.seed == null"}
-SINGLE = {"filter": "datum.seed != null"}
+MEAN_FILTER = {"filter": "datum.seed == null"}
+SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
 """Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
 
-HIDDEN = ("label", "label_narrow", "side", "place", "middle")
+HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
 """Columns of the data of charts that serve the drawing only."""
 
 
@@ -37,10 +37,10 @@ class Figure:
     """A chart with its data and its words.
 
     Attributes:
-        id: unique within a report; also the name of its files.
+        id: unique within a report. Also the name of its files.
         tab: name of its tab, where several figures share a place (equal ``group``).
         chart: Vega-Lite specification over the named data sets, without colours of a theme.
-        data: the data sets by name; ``rows`` is among them.
+        data: the data sets by name. ``rows`` is among them.
         layout: how the page fits it to its width: ``facet`` changes the number of columns, ``square`` too and keeps
             its panels square, ``wide`` changes the width, ``beside`` that of the first of two charts.
         canvas: whether the page draws it as a bitmap, because it has very many marks.
@@ -64,11 +64,11 @@ class Figure:
         return self.data["rows"]
 
     def spec(self) -> Spec:
-        """The specification with its data."""
+        """Return the specification with its data."""
         return {**self.chart, "description": self.caption, "datasets": self.data}
 
     def svg(self) -> str:
-        """The chart as an SVG in the light look."""
+        """Draw the chart as an SVG in the light look."""
         return look.svg(self.spec())
 
     def columns(self, name: str) -> list[str]:
@@ -76,13 +76,13 @@ class Figure:
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
 
 
-def chart(*layers: Spec, **more: object) -> Spec:
+def layer_chart(*layers: Spec, **more: object) -> Spec:
     """Layers over the data set ``rows``."""
     return {"data": {"name": "rows"}, "layer": list(layers), **more}
 
 
 def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
-    """A layer: a mark with its look, encoding and transforms, of another data set if one is named."""
+    """Build a layer: a mark with its look, encoding and transforms, of another data set if one is named."""
     layer: Spec = {"mark": {"type": kind, **look}, "encoding": encoding}
     if transform:
         layer["transform"] = list(transform)
@@ -90,26 +90,26 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 
 
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
-    """A quantitative channel whose axis need not begin at 0, with ticks in a common form."""
+    """Build a quantitative channel. Its axis need not begin at 0, and its ticks have a common form."""
     scale = {"zero": False, **more.pop("scale", {})}
-    axis = {"tickCount": 5, "labelExpr": NUMBERS, "labelOverlap": True, **more.pop("axis", {})}
+    axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis, **more}
 
 
-def names(field: str, order: Iterable[str], title: str | None = None, **more: Any) -> Spec:
-    """A nominal channel in a given order."""
+def nominal_channel(field: str, order: Iterable[str], title: str | None = None, **more: Any) -> Spec:
+    """Build a nominal channel in a given order."""
     axis = {"labelLimit": 190, "grid": False, "labelAngle": 0, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": title, "axis": axis, **more}
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """A nominal channel whose long names are in lines of so many letters; and the most lines of a name."""
+    """Build a nominal channel that breaks long names into lines, and return the largest number of lines."""
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
     higher = [{"test": f"length({split}) === {n}", "value": -6.5 * (n - 1)} for n in range(2, most + 1)]
     axis = {"labelExpr": split, "labelLineHeight": 13, "labelOverlap": False, "labelLimit": 400}
-    return names(field, order, axis=axis | {"labelOffset": {"condition": higher, "value": 0}}), most
+    return nominal_channel(field, order, axis=axis | {"labelOffset": {"condition": higher, "value": 0}}), most
 
 
 def tips(*parts: tuple[str, ...]) -> list[Spec]:
@@ -152,14 +152,14 @@ def intervals(
 
 
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
-    """Cells; with ``text`` their numbers, in another ink where the expression ``strong`` holds."""
+    """Cells, with ``text`` their numbers, in another ink where the expression ``strong`` holds."""
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
         mark("text", {**place, "text": {"field": text}}, {"filter": test}, style=style, fontSize=11.5)
         for style, test in (("onstrong", strong), ("onweak", f"!({strong})"))
         if text
     ]
-    return chart(mark("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
+    return layer_chart(mark("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
 
 
 def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
@@ -185,58 +185,58 @@ def panels(
     }
 
 
-def drawn(rows: Rows) -> list[Spec]:
-    """The filters of `MEAN`, `HAS_INTERVAL` and `SINGLE` under which there are rows."""
+def drawn_filters(rows: Rows) -> list[Spec]:
+    """Return the filters of `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select some rows."""
     return [
-        MEAN,
+        MEAN_FILTER,
         *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
-        *([SINGLE] if any(row["seed"] is not None for row in rows) else []),
+        *([SEED_FILTER] if any(row["seed"] is not None for row in rows) else []),
     ]
 
 
 def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
-    """A panel per method: means with intervals or single seeds, the other methods in grey behind them."""
+    """Build a panel per method: means with intervals or single seeds, the other methods in grey behind them."""
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
     ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "x": x, "color": tint}
     grey = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
     pale = {"strokeWidth": 0.8, "opacity": 0.45 if len(order) < 9 else 0.2, "style": "ghost"}
-    ghosts = mark("line", grey, MEAN, data="rows", clip=True, tooltip=None, **pale)
-    shown = drawn(data)
+    ghosts = mark("line", grey, MEAN_FILTER, data="rows", clip=True, tooltip=None, **pale)
+    shown = drawn_filters(data)
     layers = [
         mark("area", ends, HAS_INTERVAL, opacity=0.16, clip=True, tooltip=None),
-        mark("line", {**place, "color": tint, "detail": seeds}, SINGLE, strokeWidth=1, opacity=0.5, clip=True),
-        mark("line", {**place, "color": tint}, MEAN, clip=True),
-        mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN, size=45, opacity=dots, clip=True),
+        mark("line", {**place, "color": tint, "detail": seeds}, SEED_FILTER, strokeWidth=1, opacity=0.5, clip=True),
+        mark("line", {**place, "color": tint}, MEAN_FILTER, clip=True),
+        mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN_FILTER, size=45, opacity=dots, clip=True),
     ]
     layers = [layer for layer in layers if layer["transform"][0] in shown]
-    return panels(chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
+    return panels(layer_chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
 
 
 def colour(rows: list[Row]) -> Spec:
-    """The colour of the model, the same in every chart."""
+    """Return the color of the model, the same in every chart."""
     present = list(dict.fromkeys(row.model for row in rows))
-    order = [*MODELS, *(model for model in present if model not in MODELS)]
+    order = [*MODEL_KINDS, *(model for model in present if model not in MODEL_KINDS)]
     shown = [model for model in order if model in present]
     legend = {"title": None, "values": shown} if len(shown) > 1 else None
     return {"field": "model", "type": "nominal", "scale": {"domain": order, "range": "category"}, "legend": legend}
 
 
 def off_axis(largest: dict[str, float]) -> set[str]:
-    """The names whose largest value is `FAR` times that of the better ones: they would flatten all others."""
+    """Return the names whose largest value, `AXIS_OUTLIER_RATIO` times the better ones', would flatten the others."""
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
-    return {name for name, value in largest.items() if abs(value) > FAR * near > 0}
+    return {name for name, value in largest.items() if abs(value) > AXIS_OUTLIER_RATIO * near > 0}
 
 
 def off_words(off: Iterable[str]) -> str:
-    """The sentence on those names."""
+    """Render the sentence on these names."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside of the axis: {listed}." if listed else ""
 
 
 def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
-    """An axis around values, with some air."""
+    """Return an axis range around values, with some margin."""
     numbers = [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)
     more = air * (high - low) or 0.1 * abs(high) or 1.0
@@ -244,7 +244,7 @@ def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
 
 
 def slug(name: str) -> str:
-    """A name that is safe as a file name and an HTML id.
+    """Convert a name to a safe file name and HTML id.
 
     >>> slug("../my metric")
     'my-metric'

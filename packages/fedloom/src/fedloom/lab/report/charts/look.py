@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 Spec = dict[str, Any]
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-WIDE = f"'DejaVu Sans', Verdana, {FONT}"
+PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
 """Fonts of charts in files, whose words are measured where they are made: none that is common is wider."""
-BLUE, ORANGE, GREY = "#3b82f6", "#e0730d", "#808690"
+BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
 """Colours that have at least 3 to 1 on a light and on a dark ground."""
-INKS = ("#57606a", "#b1bac4")
+INK_COLORS = ("#57606a", "#b1bac4")
 """Colours of words on a light and on a dark ground: each at least 4.5 to 1."""
-_BY_READER = f"<style>text{{fill:{INKS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INKS[1]}}}}}</style>"
+_BY_READER = (
+    f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
+)
 """Goes before what Vega-Lite has as the fill of a text."""
-_SPARE = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
+_UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
 """Attributes of an SVG that an image on a page does not need."""
-PHONE = 364
+PHONE_WIDTH = 364
 """Width in pixels of a picture that a phone of 390 pixels shows without making its words smaller."""
-LETTER = 7.0
+LETTER_WIDTH = 7.0
 """Width in pixels of a letter of a label, on average."""
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -35,7 +37,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _drawable(value: object) -> Any:
-    """A specification whose texts XML can hold; the library ends the process at others."""
+    """Remove characters that XML cannot hold. The drawing library ends the process on them."""
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -43,7 +45,7 @@ def _drawable(value: object) -> Any:
     return [_drawable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def theme(*, dark: bool, font: str = FONT) -> Spec:
+def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -80,31 +82,37 @@ def theme(*, dark: bool, font: str = FONT) -> Spec:
 
 
 def svg(spec: Spec, *, dark: bool = False) -> str:
-    """A chart in the light or the dark look, on a ground of its own."""
-    return _svg({**spec, "config": theme(dark=dark, font=WIDE)})
+    """Draw a chart in the light or the dark look, on its own background."""
+    return _svg({**spec, "config": theme(dark=dark, font=FILE_FONT)})
 
 
 def svg_for_pages(spec: Spec) -> str:
-    """A chart without a ground of its own, in colours for a page of either look, its words by the reader's choice."""
-    common = theme(dark=False, font=WIDE)
+    """Draw a chart without background, in colors for light and dark pages, its words by the reader's choice."""
+    common = theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
-        common[part] = {**common[part], "labelColor": GREY, "titleColor": GREY}
+        common[part] = {**common[part], "labelColor": GREY_COLOR, "titleColor": GREY_COLOR}
     config: Spec = {
         **common,
         "aria": False,
         "background": "transparent",
-        "axis": {**common["axis"], "gridColor": GREY, "gridOpacity": 0.25, "labelFontSize": 12, "titleFontSize": 12},
-        "title": {"color": GREY, "font": WIDE, "fontWeight": "normal", "fontSize": 12, "anchor": "start"},
-        "range": {"category": [BLUE, ORANGE, GREY]},
-        "style": {**common["style"], "plain": {"color": GREY}, "ghost": {"color": GREY}},
-        "text": {"color": GREY, "font": WIDE, "fontSize": 12},
+        "axis": {
+            **common["axis"],
+            "gridColor": GREY_COLOR,
+            "gridOpacity": 0.25,
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+        },
+        "title": {"color": GREY_COLOR, "font": FILE_FONT, "fontWeight": "normal", "fontSize": 12, "anchor": "start"},
+        "range": {"category": [BLUE_COLOR, ORANGE_COLOR, GREY_COLOR]},
+        "style": {**common["style"], "plain": {"color": GREY_COLOR}, "ghost": {"color": GREY_COLOR}},
+        "text": {"color": GREY_COLOR, "font": FILE_FONT, "fontSize": 12},
     }
-    text = _SPARE.sub("", _svg({**spec, "config": config}))
+    text = _UNUSED_ATTRIBUTES.sub("", _svg({**spec, "config": config}))
     return text.replace(">", f">{_BY_READER}", 1) + "\n"
 
 
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """A chart for a notebook, which a reader can change with Altair.
+    """Make a chart for a notebook. Readers can change it with Altair.
 
     It is shown by the notebook's own Vega-Lite where there is one, else as an SVG: nothing is fetched. The look of the
     first is the notebook's.
@@ -115,7 +123,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """What a notebook chooses from, richest first."""
+        """Return the forms that a notebook chooses from, richest first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
 

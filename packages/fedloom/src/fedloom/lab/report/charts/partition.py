@@ -17,19 +17,19 @@ from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 from fedloom.lab.report.tables import scrolling
 
-CELLS = 4_000
+MAX_CLASS_CELLS = 4_000
 """Up to so many client x class cells are drawn."""
-HOSTILE = "\N{BLACK FLAG}"
+ATTACKER_FLAG = "\N{BLACK FLAG}"
 """Stands after the name of a client that attacks."""
-MANY = 60
-"""From so many clients on they are sorted by their largest class and not named."""
-SPLITS = 10
+MAX_LISTED_CLIENTS = 60
+"""Clients from which they are sorted by their largest class and not named."""
+MAX_DRAWN_PARTITIONS = 10
 """Up to so many partitions of a run are drawn, fewer where they are large."""
-ROUNDS, CLUSTERED = 60, 60
+MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
 """Up to so many rounds and clients of recovered clusters are drawn."""
-SHARE = "share"
+SHARE_FIGURE = "share"
 """The figure of a client's share of the objective, where shares are by recovered clusters."""
-TITLES = {
+PARTITION_TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
     "js": "Jensen-Shannon divergence",
@@ -38,11 +38,11 @@ TITLES = {
 
 
 class Skew(NamedTuple):
-    """How unlike the clients of one partition are, a value per client each; nan for a client without samples.
+    """Differences between the clients of one partition, a value per client each, or nan for a client without samples.
 
     Attributes:
         label: runs and seed, for people.
-        values: ``sizes``; and for classes, against the labels of all: ``emd`` (sum of absolute differences, in [0, 2]),
+        values: ``sizes``. And for classes, against the labels of all: ``emd`` (sum of absolute differences, in [0, 2]),
             ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes`` (exponential of the entropy).
     """
 
@@ -53,25 +53,25 @@ class Skew(NamedTuple):
 
 
 def splits(runs: list[Run]) -> list[Figure | None]:
-    """The partitions of all seeds, of as many as have `CELLS` cells together; runs on the same data share theirs."""
+    """Draw the partitions of all seeds, up to `MAX_CLASS_CELLS` cells together. Runs on the same data share one."""
     figures: list[Figure | None] = []
     for place, group in enumerate(_same_data(runs), start=1):
         skews = _skews(group)
         size = max((skew.run.partitions[skew.seed].counts.size for skew in skews), default=1)
         several = len(runs) != len(group)
-        for index, skew in enumerate(skews[: max(1, min(SPLITS, CELLS // max(size, 1)))]):
+        for index, skew in enumerate(skews[: max(1, min(MAX_DRAWN_PARTITIONS, MAX_CLASS_CELLS // max(size, 1)))]):
             id = f"partition-{place}-{index}" if several else f"partition-{index}"
             figures.append(_picture(skew, id, f"{skew.label}, " if several else ""))
     return figures
 
 
 def skew_table(runs: list[Run]) -> str:
-    """An HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
+    """Render an HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
     groups = _same_data(runs)
     skews = [skew for group in groups for skew in _skews(group)]
     if not skews:
         return ""
-    shown = [name for name in TITLES if any(name in skew.values for skew in skews)]
+    shown = [name for name in PARTITION_TITLES if any(name in skew.values for skew in skews)]
     several = len(groups) > 1
     lines = [
         [*([escape(skew.label)] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
@@ -80,7 +80,7 @@ def skew_table(runs: list[Run]) -> str:
     if len(skews) > 1:
         pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in skews]) for n in shown)
         lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
-    heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in shown)]
+    heads = [*(["Run"] if several else []), "Seed", *(PARTITION_TITLES[name] for name in shown)]
     labels = (
         " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of "
         "all clients; effective classes are the exponential of the entropy of its labels."
@@ -100,7 +100,7 @@ def _range(values: Numbers | None) -> str:
 
 
 def _same_data(runs: list[Run]) -> list[list[Run]]:
-    """The runs with partitions, in groups whose clients hold the same samples by class, seed by seed."""
+    """Group the runs whose clients hold the same samples by class, seed by seed."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
@@ -110,7 +110,7 @@ def _same_data(runs: list[Run]) -> list[list[Run]]:
 
 
 def _skews(group: list[Run]) -> list[Skew]:
-    """The skew of every recorded partition of runs on the same data."""
+    """Compute the skew of every recorded partition of runs on the same data."""
     label = ", ".join(run.label for run in group)
     return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
 
@@ -120,7 +120,7 @@ def _skew(part: RunPartition) -> dict[str, Numbers]:
 
 
 def label_skew(counts: Numbers) -> dict[str, Numbers]:
-    """See `Skew`; counts are ``[n, C]``."""
+    """See `Skew`. Counts are ``[n, C]``."""
     size = counts.sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         p, q = counts / size[:, None], counts.sum(0) / counts.sum()
@@ -142,10 +142,10 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     if not classes:
         return None
     share = counts / np.maximum(size, 1)[:, None]
-    many = n > MANY
+    many = n > MAX_LISTED_CLIENTS
     order = np.lexsort((-share.max(1), share.argmax(1))) if many else np.arange(n)
-    shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)].tolist()
-    clients = {i: run.client(i) + (f" {HOSTILE}" if i in part.attackers else "") for i in shown}
+    shown = order[np.linspace(0, n - 1, min(n, max(1, MAX_CLASS_CELLS // classes))).round().astype(int)].tolist()
+    clients = {i: run.client(i) + (f" {ATTACKER_FLAG}" if i in part.attackers else "") for i in shown}
     titles = run.summary.classes if len(run.summary.classes) == classes else tuple(map(str, range(classes)))
     cells: Rows = [
         {
@@ -162,9 +162,11 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
     title = "Clients, sorted by their largest class" if many else "Client"
-    y = kit.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
+    y = kit.nominal_channel("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {
+        "sort": None
+    }
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
-    x = kit.names("class", titles, "Class", scale={"padding": 0.04})
+    x = kit.nominal_channel("class", titles, "Class", scale={"padding": 0.04})
     hints = kit.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
     share_shade = kit.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
     heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
@@ -178,10 +180,11 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     )
     means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
     words = ", ".join(
-        f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {significant(mean, 3)}" for n, mean in means.items()
+        f"{PARTITION_TITLES[n] if n == 'js' else PARTITION_TITLES[n].lower()} {significant(mean, 3)}"
+        for n, mean in means.items()
     )
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
-    attack = f" {HOSTILE}: client that attacks." if part.attackers else ""
+    attack = f" {ATTACKER_FLAG}: client that attacks." if part.attackers else ""
     caption = (
         f"Share of each class in a client's training samples, and their number.{some}{attack} Mean over the clients: "
         f"{words}."
@@ -193,27 +196,27 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
 
 
 def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """A panel per method that clusters its clients, of its first seed: cluster by round and client; else None."""
+    """Draw a panel per clustering method, for its first seed: cluster by round and client, or None without any."""
     data: Rows = []
     planted = some = False
     for run, row, seed in _first_seeds(runs, rows, "cluster"):
         part = run.partitions.get(seed)
         groups = part.groups if part is not None and (part.groups >= 0).any() else None
         planted |= groups is not None
-        some |= run.clients > CLUSTERED
+        some |= run.clients > MAX_CLUSTERED_CLIENTS
         data += _clustered(run, row, seed, groups)
     if not data:
         return None
     order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
     tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
-    drawn = _by_round(data, order, tint, ("cluster", "planted", "seed"))
+    drawn = _draw_rounds(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
         " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
         "that they share most clients with."
         if planted
         else " Clusters keep their number where they share most clients with one of the round before."
     )
-    sample = f" {CLUSTERED} of the clients, evenly by number." if some else ""
+    sample = f" {MAX_CLUSTERED_CLIENTS} of the clients, evenly by number." if some else ""
     caption = (
         f"The cluster of every client after each recorded round, first seed; colour means the cluster.{sample}{beside}"
     )
@@ -222,21 +225,24 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """A panel per method with shares by recovered clusters: every client's by round, of its first seed."""
+    """Draw a panel per method with shares by recovered clusters: every client's share by round, first seed."""
     cells: Rows = []
-    for run, row, seed in _first_seeds(runs, rows, SHARE):
-        points, chosen = run.series[Key(row.method, seed, "", "", SHARE)], _evenly(run.clients, CLUSTERED)
+    for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
+        points, chosen = (
+            run.series[Key(row.method, seed, "", "", SHARE_FIGURE)],
+            _evenly(run.clients, MAX_CLUSTERED_CLIENTS),
+        )
         shown = points.at(
-            np.isin(points.round, _evenly(np.unique(points.round), ROUNDS)) & np.isin(points.client, chosen)
+            np.isin(points.round, _evenly(np.unique(points.round), MAX_CLUSTER_ROUNDS)) & np.isin(points.client, chosen)
         )
         cells += [
-            {"method": row.name, "seed": seed, "round": t, "client": run.client(client), SHARE: share}
+            {"method": row.name, "seed": seed, "round": t, "client": run.client(client), SHARE_FIGURE: share}
             for t, client, share in zip(*(column.tolist() for column in shown), strict=True)
         ]
     if not cells:
         return None
     order = [cell["client"] for cell in cells]
-    drawn = _by_round(cells, order, kit.shade(SHARE, "Share", form="%"), (SHARE, "seed"))
+    drawn = _draw_rounds(cells, order, kit.shade(SHARE_FIGURE, "Share", form="%"), (SHARE_FIGURE, "seed"))
     caption = (
         "How much every client counts in the objective after each recorded round, first seed: every recovered cluster "
         "counts the same, and in a cluster every client."
@@ -254,11 +260,11 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
             yield run, row, seeds[0]
 
 
-def _by_round(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
-    """A panel for each method: rounds across, clients down; a hint has the columns ``more`` too."""
+def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
+    """Draw a panel per method with rounds across and clients down. Tooltips also have the columns ``more``."""
     inner = kit.heat_map(
-        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
-        kit.names("client", clients, "Client", scale={"padding": 0.1}),
+        {**kit.nominal_channel("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        kit.nominal_channel("client", clients, "Client", scale={"padding": 0.1}),
         colour,
         kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", *more))),
         cornerRadius=1,
@@ -277,10 +283,10 @@ def _evenly(items: int | Integers, most: int) -> Integers:
 
 def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     points = run.series[Key(row.method, seed, "", "", "cluster")]
-    chosen = set(_evenly(run.clients, CLUSTERED).tolist())
+    chosen = set(_evenly(run.clients, MAX_CLUSTERED_CLIENTS).tolist())
     before = groups
     cells: Rows = []
-    for t in _evenly(np.unique(points.round), ROUNDS).tolist():
+    for t in _evenly(np.unique(points.round), MAX_CLUSTER_ROUNDS).tolist():
         now = points.round == t
         clients, labels = points.client[now], points.value[now].astype(np.int64)
         if before is not None:
@@ -298,7 +304,7 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
 
 
 def aligned(labels: Integers, reference: Integers) -> Integers:
-    """Labels renamed so that as many as can be equal the others; -1 (unknown) stays.
+    """Labels renamed so that as many as can be equal the others. -1 (unknown) stays.
 
     >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]

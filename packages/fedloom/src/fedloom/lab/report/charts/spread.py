@@ -11,19 +11,19 @@ from fedloom.lab.report.naming import metric, titled, within_line
 from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
-DOTS, FEWEST = 2000, 40
+MAX_DOTS, MIN_ROW_DOTS = 2000, 40
 """Up to so many clients (times seeds) of all rows are drawn as dots, of one row at least so many."""
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values by seed."""
 
 
-def without_attackers(runs: list[Run]) -> str:
-    """The sentence on attackers for a chart of clients."""
+def attackers_sentence(runs: list[Run]) -> str:
+    """Render the sentence on attackers for a chart of clients."""
     return " Clients that attacked are left out." if any(run.attacked for run in runs) else ""
 
 
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
-    """Benign clients and their finite values at the last recorded round; none of a seed that was lost."""
+    """Benign clients and their finite values at the last recorded round. None of a seed that was lost."""
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost:
         return np.empty(0, np.int64), np.empty(0)
@@ -32,17 +32,17 @@ def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Nu
 
 
 def pooled(seeds: Seeds) -> Numbers:
-    """The values of all seeds."""
+    """Pool the values of all seeds."""
     return np.concatenate([np.empty(0), *(values for _, values in seeds.values())])
 
 
 def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
-    """The leading metric of single clients."""
+    """Draw the leading metric of single clients."""
     higher, title = metric(lead).higher, titled(metric(lead))
     spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
     caption = (
         f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds together. "
-        f"{words}{without_attackers(runs)}"
+        f"{words}{attackers_sentence(runs)}"
     )
     return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
 
@@ -75,14 +75,14 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
         f"Gain of each client: its {name} on its own test part at the last round "
         + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
         + f" with the same seed; right of the red line clients gain, left of it they lose. {words}"
-        f"{without_attackers(runs)}"
+        f"{attackers_sentence(runs)}"
     )
     title = f"Gain in {name} over {base_names}"
     return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
 
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
-    """The row of the same run that the others are compared with."""
+    """Return the row of the same run that the others are compared with."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
         r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
@@ -109,7 +109,7 @@ def _distribution(
     order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
     boxes: Rows = []
     dots: Rows = []
-    most = max(FEWEST, DOTS // len(rows))
+    most = max(MIN_ROW_DOTS, MAX_DOTS // len(rows))
     for i in order:
         values, tags = pooled(scores[i]), {"row": rows[i].title, "model": rows[i].model}
         p10, q1, median, q3, p90 = (rounded(float(v)) for v in np.quantile(values, [0.1, 0.25, 0.5, 0.75, 0.9]))
@@ -130,7 +130,7 @@ def _distribution(
     ends = [max(low - room, min(box["minimum"] for box in near)), min(high + room, max(b["maximum"] for b in near))]
     scale = {"domain": kit.domain(ends, 0.03), "nice": False}
     x = kit.number("value", title, scale=scale, axis={"tickCount": 6})
-    y = kit.names("row", [box["row"] for box in boxes], axis={"labelOverlap": False})
+    y = kit.nominal_channel("row", [box["row"] for box in boxes], axis={"labelOverlap": False})
     place, tint = {"x": x, "y": y}, kit.colour(rows)
     quartiles = kit.tips(
         *(("row", "Method"), ("q1", "a quarter below", ".4~g"), ("median", "median", ".4~g")),
@@ -148,7 +148,7 @@ def _distribution(
         kit.mark("point", {**place, "color": tint, "tooltip": dot}, data="dots", size=18, opacity=0.3, clip=True,
                  yOffset=13),
     ]  # fmt: skip
-    spec = kit.chart(*layers, width=640, height=44 * len(boxes))
+    spec = kit.layer_chart(*layers, width=640, height=44 * len(boxes))
     thinned = any(box["clients"] > most for box in boxes)
     each = "a sample of the clients, evenly from the worst to the best" if thinned else "every client"
     words = f"Box: middle half, with the median; line: clients up to 1.5 boxes away from it; dots: {each}."

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 
 from fedloom.formats import percent
 from fedloom.lab.report.charts import kit
-from fedloom.lab.report.charts.kit import HAS_INTERVAL, MEAN, SINGLE, Figure, Rows, Spec
+from fedloom.lab.report.charts.kit import HAS_INTERVAL, MEAN_FILTER, SEED_FILTER, Figure, Rows, Spec
 from fedloom.lab.report.comparison.contenders import Models
-from fedloom.lab.report.comparison.criteria import NEAR, common_target, cost_to_reach, goal_of, tasks
-from fedloom.lab.report.naming import COSTS, MB, figure, metric, titled, within_line
+from fedloom.lab.report.comparison.criteria import TARGET_SHARE, common_target, cost_to_reach, goal_of, tasks
+from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, figure, metric, titled, within_line
 from fedloom.lab.report.numbers import Estimate, Row
 from fedloom.lab.report.run import Run
 
-REACHED = {"bytes": ("Traffic, both ways (MB)", 1 / MB), "samples_backward": ("Gradients of samples", 1.0)}
+COST_AXES = {
+    "bytes": ("Traffic, both ways (MB)", 1 / MEGABYTE_BYTES),
+    "samples_backward": ("Gradients of samples", 1.0),
+}
 
 
 class Price(NamedTuple):
-    """What is across: a figure of the rows, its name as a column, its title, and whether less of it is better."""
+    """Horizontal axis: a figure of the rows, its column and title, and whether less is better."""
 
     figure: str
     column: str
@@ -28,7 +31,7 @@ class Price(NamedTuple):
 
 
 def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """The leading result against the variance of losses, the worst tenth of the clients, and non-zero parameters."""
+    """Draw the leading result against the variance of losses, the worst tenth of clients, and non-zero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
     variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
@@ -50,7 +53,7 @@ def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[F
 
 
 def _counted(row: Row) -> Row:
-    """The row with its non-zero parameters: a model that was not counted is dense."""
+    """Return the row with its non-zero parameters. An uncounted model is dense."""
     dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
 
@@ -58,7 +61,7 @@ def _counted(row: Row) -> Row:
 def _trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """A point per row with both figures; ``words`` are id, group, tab, title and the corner that is best."""
+    """Draw a point per row with both figures. ``words`` are id, group, tab, title and the best corner."""
     up, across = metric(lead).scale, metric(lead).scale if price.figure.startswith(lead) else 1.0
     data: Rows = []
     singles: Rows = []
@@ -147,7 +150,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
         kit.mark("rule", level, HAS_INTERVAL, opacity=0.3, clip=True),
     ]
     single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
-    return kit.chart(
+    return kit.layer_chart(
         *(intervals if any(point["low"] is not None for point in data) else []),
         *([single] if seeds else []),
         kit.mark(
@@ -172,7 +175,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
 def _totals(rows: list[Row]) -> Figure | None:
     """Bars per method: models of a method share its work."""
     data: Rows = []
-    for measure in COSTS:
+    for measure in COST_FIGURES:
         first = {row.name: row for row in reversed(rows) if measure in row.figures}
         for name in dict.fromkeys(row.name for row in rows if row.name in first):
             spent = first[name].figures[measure]
@@ -186,7 +189,7 @@ def _totals(rows: list[Row]) -> Figure | None:
         "each). MB is 10⁶ bytes of the messages as sent; samples count every gradient, also of inner problems. Seconds "
         "depend on the machine."
     )
-    return _by_measure("costs", "In all", "Work and traffic in all", caption, data, "method", None)
+    return _draw_measures("costs", "In all", "Work and traffic in all", caption, data, "method", None)
 
 
 def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
@@ -196,7 +199,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
     targets = []
     for _, own_runs, compared in tasks(runs, rows):
         target = common_target(own_runs, compared, lead, models)
-        for cost, (title, scale) in REACHED.items():
+        for cost, (title, scale) in COST_AXES.items():
             spent = cost_to_reach(own_runs, compared, lead, target, cost)
             targets += [goal_of(lead, target)] if spent else []
             for i, estimate in spent.items():
@@ -212,30 +215,38 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
         return None
     goal = f"{within_line(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
     never = f" Never there with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
-    best = f"{percent(NEAR)} of the best result" if metric(lead).higher else f"the best result over {percent(NEAR)}"
+    best = (
+        f"{percent(TARGET_SHARE)} of the best result"
+        if metric(lead).higher
+        else f"the best result over {percent(TARGET_SHARE)}"
+    )
     caption = (
         f"Spent by all clients until the mean test result first comes to {goal}, which is {best} of the models "
         "that the overview compares; mean over seeds with the 95 % interval (with few seeds, a small dot each); left "
         f"is better.{never}"
     )
     tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
-    return _by_measure("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
+    return _draw_measures("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
-def _by_measure(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
-    """A panel per measure: bars from 0, or dots in the colour of the model if there is a ``tint``."""
+def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
+    """Draw a panel per measure: bars from 0, or dots in the color of the model if there is a ``tint``."""
     order = list(dict.fromkeys(point[field] for point in data))
     x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
-    place = {"x": x, "y": kit.names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
+    place = {
+        "x": x,
+        "y": kit.nominal_channel(field, order, axis={"labelOverlap": False}),
+        **({"color": tint} if tint else {}),
+    }
     ends = {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
     hints = kit.tips((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
-    inner = kit.chart(
-        kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
+    inner = kit.layer_chart(
+        kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN_FILTER, **look),
         kit.mark("rule", ends, HAS_INTERVAL, strokeWidth=1.4, opacity=0.7),
-        kit.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
+        kit.mark("point", place, SEED_FILTER, size=12, opacity=0.7, tooltip=None),
     )
-    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.drawn(data)]
+    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.drawn_filters(data)]
     measures = [point["measure"] for point in data]
     spec = kit.panels(inner, "measure", measures, None, high=24 * len(order))
     spec["resolve"]["scale"] = {"x": "independent"}

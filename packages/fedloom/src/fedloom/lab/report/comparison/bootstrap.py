@@ -1,6 +1,6 @@
 """Metrics of resampled test samples: the standard error of a difference of two models, paired over patients.
 
-Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2; every resample has both
+Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Every resample has both
 models' predictions of the patients in it. Where samples are of known subjects, these are drawn, each with all of its
 samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
 """
@@ -12,17 +12,17 @@ import numpy as np
 from fedloom.lab.report.patients import Predicted
 from fedloom.lab.report.run import Numbers
 
-RESAMPLES = 1000
+BOOTSTRAP_RESAMPLES = 1000
 MOST_PAIRS = 10**8
-"""Pairs of an event and another patient that are compared; with more, a C-index has no interval here."""
+"""Pairs of an event and another patient that are compared, with more, a C-index has no interval here."""
 
 
-def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """A metric ``[B]`` of test samples of which each counts as often as its weight; nan where it has no value.
+def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
+    """Compute a metric ``[B]`` of test samples that count by their weights, or nan if it has no value.
 
     Args:
         metric: ``accuracy`` (of predictions above 0.5 for targets above it), ``c_index``, ``r2``, ``rmse``, ``mae`` or
-            ``deviance``, as the tasks define them; in units of the label.
+            ``deviance``, as the tasks define them, in units of the label.
         weight: ``[B, N]``, 0 or more.
         samples: ``[N]``.
     """
@@ -46,7 +46,7 @@ def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
 
 
 def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
-    """Harrell's C-index; a patient who is drawn twice is not compared with itself."""
+    """Harrell's C-index. A patient who is drawn twice is not compared with itself."""
     assert samples.event is not None
     events = np.flatnonzero(samples.event > 0)
     right, pairs = np.zeros(len(weight)), np.zeros(len(weight))
@@ -60,12 +60,12 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
 
 
 def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
-    """Standard deviation of a metric over `RESAMPLES` resamples of subjects; nan where it cannot be had.
+    """Standard deviation of a metric over `BOOTSTRAP_RESAMPLES` resamples of subjects. Nan where it cannot be had.
 
     Args:
-        metric: see `weighted`.
+        metric: see `weighted_metric`.
         alone: samples of one model.
-        shared: the same samples of another; then of the difference of both.
+        shared: the same samples of another. Then of the difference of both.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1
@@ -74,12 +74,12 @@ def standard_error(metric: str, alone: Predicted, shared: Predicted | None = Non
     rng = np.random.default_rng(0)
     values = list[Numbers]()
     block = max(1, 10**7 // n)
-    for start in range(0, RESAMPLES, block):
-        count = min(block, RESAMPLES - start)
+    for start in range(0, BOOTSTRAP_RESAMPLES, block):
+        count = min(block, BOOTSTRAP_RESAMPLES - start)
         drawn = rng.multinomial(subjects, np.full(subjects, 1 / subjects), count).astype(float)
         weight = drawn if alone.subject is None else drawn[:, units]
-        figures = weighted(metric, weight, alone)
-        values.append(figures if shared is None else weighted(metric, weight, shared) - figures)
+        figures = weighted_metric(metric, weight, alone)
+        values.append(figures if shared is None else weighted_metric(metric, weight, shared) - figures)
     gains = np.concatenate(values)
     gains = gains[np.isfinite(gains)]
-    return float(gains.std(ddof=1)) if len(gains) > RESAMPLES / 2 else float("nan")
+    return float(gains.std(ddof=1)) if len(gains) > BOOTSTRAP_RESAMPLES / 2 else float("nan")

@@ -4,7 +4,7 @@ The interval of AUROC is DeLong's, that of another metric has the standard error
 known subjects, both go by subject.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
-curves", Biometrics 1988, Eq. 5 to 8; by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014; of subjects
+curves", Biometrics 1988, Eq. 5 to 8, by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, of subjects
 with several samples N. A. Obuchowski, "Nonparametric analysis of clustered ROC curve data", Biometrics 53, 1997.
 """
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.formats import DASH, fixed, p_value, pair
-from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
+from fedloom.formats import UNKNOWN_DASH, fixed, p_value, pair
+from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.gains import SiteGains
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import figure, metric
@@ -28,15 +28,15 @@ from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Numbers, Run
 from fedloom.lab.report.tables import scrolling
 
-LEVEL = 0.95
-BOOTSTRAPPED = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
+CONFIDENCE_LEVEL = 0.95
+BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
 """Metrics whose interval is a bootstrap's."""
-SHARES = ("auroc", "accuracy", "c_index")
+SHARE_METRICS = ("auroc", "accuracy", "c_index")
 """Metrics from 0 to 1, whose intervals are made on the scale of logits."""
-LEAST = 2
+MIN_CLASS_SAMPLES = 2
 """Test samples, or subjects, of each class from which a difference has an interval."""
 
-ABOUT = (
+BY_PATIENT_TEXT = (
     "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
     "and a 95 % interval of the difference (DeLong's of AUROC, else by a bootstrap over patients): how the gain would "
     "vary over new patients of a site. Errors are in units of the label. "
@@ -51,10 +51,10 @@ class SiteDifference(NamedTuple):
         site: its name.
         samples: test samples, or subjects where they are known.
         metric: that is compared.
-        events: of the second class, or of times, likewise; None of other tasks.
+        events: of the second class, or of times, likewise. None of other tasks.
         alone: of the site's own model.
         together: of the federated one.
-        half: half the width of the interval of their difference; nan where there is none.
+        half: half the width of the interval of their difference. Nan where there is none.
         p: two-sided, of no difference.
     """
 
@@ -73,8 +73,8 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
     Args:
         scores: ``[k, N]``, higher for the second class.
-        target: ``[N]`` 0 or 1, at least `LEAST` of each, and of as many subjects.
-        units: subject ``[N]`` of each sample, numbered from 0; None: each is its own.
+        target: ``[N]`` 0 or 1, at least `MIN_CLASS_SAMPLES` of each, and of as many subjects.
+        units: subject ``[N]`` of each sample, numbered from 0. None: each is its own.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -101,44 +101,44 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
     return areas, variance
 
 
-def interval(metric: str, samples: Predicted, level: float = LEVEL) -> tuple[float, float, float]:
-    """A metric of one model, and the ends of its interval; nan where there is none.
+def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
+    """A metric of one model, and the ends of its interval. Nan where there is none.
 
     Student's t with a degree of freedom fewer than there are subjects, for shares on the scale of logits.
 
     Args:
-        metric: ``auroc``, or one of `BOOTSTRAPPED`.
+        metric: ``auroc``, or one of `BOOTSTRAP_METRICS`.
         samples: of whom each is where subjects have several.
         level: how often such intervals cover the metric of the population.
     """
     subjects = samples.count()
     if metric == "auroc":
         some = [samples.count(samples.target == k) for k in (0, 1)]
-        if min(some) < LEAST:
+        if min(some) < MIN_CLASS_SAMPLES:
             return math.nan, math.nan, math.nan
         areas, variance = delong(samples.prediction[None], samples.target, samples.units)
         value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
     else:
-        value = float(weighted(metric, np.ones((1, len(samples.target))), samples)[0])
+        value = float(weighted_metric(metric, np.ones((1, len(samples.target))), samples)[0])
         se = standard_error(metric, samples)
     if not se > 0 or subjects < 2:
         return value, math.nan, math.nan
     from scipy.special import expit, logit, stdtrit  # slow to import
 
     width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
-    if metric in SHARES and 0 < value < 1:
+    if metric in SHARE_METRICS and 0 < value < 1:
         centre, half = logit(value), width / (value * (1 - value))
         return value, float(expit(centre - half)), float(expit(centre + half))
     return value, value - width, value + width
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """A line per site and one over all of them; none where predictions were not kept, or have no such metric."""
+    """Return a line per site and one over all sites, or [] without kept predictions or without such a metric."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
         return []
     lead = "auroc" if is_binary(run, alone) else table.metric
-    if lead not in ("auroc", *BOOTSTRAPPED) or (lead == "c_index" and alone.event is None):
+    if lead not in ("auroc", *BOOTSTRAP_METRICS) or (lead == "c_index" and alone.event is None):
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
     return [_difference(name, lead, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
@@ -149,7 +149,7 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
     if lead == "auroc":
         cases, controls = (alone.count(alone.target == k) for k in (1, 0))
         events: int | None = cases
-        if min(cases, controls) < LEAST:
+        if min(cases, controls) < MIN_CLASS_SAMPLES:
             return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
         scores = np.stack([alone.prediction, shared.prediction])
         areas, covariance = delong(scores, alone.target, None if alone.subject is None else units)
@@ -158,45 +158,50 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
     else:
         events = None if alone.event is None else alone.count(alone.event > 0)
         once = np.ones((1, len(alone.target)))
-        values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
+        values = (float(weighted_metric(lead, once, alone)[0]), float(weighted_metric(lead, once, shared)[0]))
         se = standard_error(lead, alone, shared)
     from scipy.special import ndtr, ndtri  # slow to import
 
     change = values[1] - values[0]
     p = float(2 * ndtr(-abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
-    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + LEVEL / 2)) * se, p)
+    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + CONFIDENCE_LEVEL / 2)) * se, p)
 
 
-def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
-    """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
+def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
+    """Return gains over test samples of the runs with kept predictions, by the run's label if there are several."""
     by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """A table per run, by its label."""
+    """Render a table per run, by its label."""
     text = ""
     for label, lines in tables:
         cells = [
-            [escape(line.site), str(line.samples), DASH if line.events is None else str(line.events), *_words(line)]
+            [
+                escape(line.site),
+                str(line.samples),
+                UNKNOWN_DASH if line.events is None else str(line.events),
+                *_words(line),
+            ]
             for line in lines
         ]
         title = figure(lines[0].metric).title
         heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
         text += f"<h3>{escape(label)}</h3>" * bool(label) + scrolling(f"Gains by patient {label}".strip(), heads, cells)
-    return f'<p class="lead">{ABOUT}</p>{text}' if text else ""
+    return f'<p class="lead">{BY_PATIENT_TEXT}</p>{text}' if text else ""
 
 
 def _words(line: SiteDifference) -> list[str]:
     if math.isnan(line.alone) or math.isnan(line.together):
-        return [DASH] * 4
+        return [UNKNOWN_DASH] * 4
     gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
-    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else DASH
+    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else UNKNOWN_DASH
     return [fixed(line.alone, 3), fixed(line.together, 3), difference, escape(p_value(line.p))]
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """The same as CSV, unrounded; empty cells where there is no figure."""
+    """Render the same as CSV, unrounded. Missing figures are empty."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

@@ -9,19 +9,19 @@ from pathlib import Path
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
 from fedloom.lab.report.comparison.contenders import best_row, contenders
-from fedloom.lab.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, federated_leader, site_estimate, values_by_seed
 from fedloom.lab.report.groups import group_cells
 from fedloom.lab.report.naming import figure, titled
-from fedloom.lab.report.numbers import Row, leading_metric, rows_of, test_metrics
+from fedloom.lab.report.numbers import Row, leading_metric, method_rows, test_metrics
 from fedloom.lab.report.page import explained, replace_text
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text
-from fedloom.metrics import SUMMARY
+from fedloom.metrics import SUMMARY_METRICS
 from fedloom.outputs import FileKind, check_output_file, never
-from fedloom.rundir import FOLDERS
+from fedloom.rundir import RESULT_FOLDERS
 
-OPEN = "*To be filled in by the people who answer for the model.*"
+OPEN_QUESTION_TEXT = "*To be filled in by the people who answer for the model.*"
 
 
 def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -35,7 +35,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         The file.
 
     Raises:
-        ConfigError: the file is there; people may have written into it.
+        ConfigError: the file is there. People may have written into it.
         RunDirError: a directory is not a run, or one of its files is damaged.
         CheckpointError: the disk is full or refuses.
     """
@@ -51,21 +51,21 @@ def check_card(out: Path) -> None:
     """Refuse to write a model card over a file.
 
     Raises:
-        ConfigError: the file is there; people may have written into it.
+        ConfigError: the file is there. People may have written into it.
     """
     if out.exists():
         raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
 
     def owns(place: Path) -> bool:
-        return len(place.parts) == 2 and place.parts[0] not in FOLDERS
+        return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS
 
     check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns)
 
 
 def card(run: Run) -> str:
-    """The card of the model that leads by the leading metric, federated if there is such a one that ended well."""
+    """Render the card of the model that leads by the leading metric, a federated one if one ended well."""
     lead = leading_metric([run])
-    shown = [row for row in contenders([run], rows_of([run])) if row.result(lead)]
+    shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]
     row = federated_leader(shown, lead) or best_row(methods, lead) or next(iter(methods), None)
     options = run.options
@@ -81,8 +81,8 @@ def card(run: Run) -> str:
         f"- Network: {_plain(str(model))}" + (f", {parameters} parameters" if parameters else ""),
         f"- Rounds: {max((record.rounds for record in row.records), default=0)}",
         f"- Status: {_plain(row.status)}", "",
-        "## Intended use", "", OPEN, "",
-        "## Limits and risks", "", OPEN, "",
+        "## Intended use", "", OPEN_QUESTION_TEXT, "",
+        "## Limits and risks", "", OPEN_QUESTION_TEXT, "",
         "## Data", "",
         f"- Source: {_plain(str(data.get('source', 'own')))}",
         *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("label", "event") if key in data),
@@ -97,11 +97,11 @@ def card(run: Run) -> str:
 
 def _results(run: Run, row: Row) -> list[str]:
     """Figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
-    names = [name for name in SUMMARY if name in test_metrics(run, row.method, row.model)]
+    names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
     heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
     values = {name: values_by_seed(run, row, name) for name in names}
-    if 0 < len(run.names) <= FEW:
+    if 0 < len(run.names) <= MAX_LISTED_SITES:
         for place, site in enumerate(run.names):
             sizes = sorted({int(part.sizes[place]) for part in run.partitions.values()})
             size = " to ".join(dict.fromkeys((str(sizes[0]), str(sizes[-1])))) if sizes else ""
@@ -112,7 +112,7 @@ def _results(run: Run, row: Row) -> list[str]:
 
 
 def _groups(run: Run, row: Row, lead: str) -> list[str]:
-    """The leading metric of groups of patients, where they were scored."""
+    """Return the leading metric of groups of patients, if they were scored."""
     cells = group_cells(run, row, lead)
     if cells is None:
         return []
@@ -140,7 +140,7 @@ def _versions(run: Run) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""A recorded text that Markdown shows as it is, on one line.
+    r"""Escape a recorded text so that Markdown shows it unchanged, on one line.
 
     >>> _plain("a|b <i>*\n")
     'a\\|b \\<i\\>\\*'

@@ -7,31 +7,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.formats import pair as with_half
-from fedloom.formats import significant, total
+from fedloom.formats import significant, write_total
 from fedloom.lab.report.comparison.contenders import Models, best_row, contenders, reference
 from fedloom.lab.report.comparison.criteria import tasks
 from fedloom.lab.report.comparison.family import PairVerdict
 from fedloom.lab.report.comparison.pairs import Pair, pairs
-from fedloom.lab.report.naming import MB, figure, titled, within_line
-from fedloom.lab.report.numbers import ENOUGH, Row, leading_metric, rows_of
+from fedloom.lab.report.naming import MEGABYTE_BYTES, figure, titled, within_line
+from fedloom.lab.report.numbers import MIN_SEEDS, Row, leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import arrow, cell_text, difference
+from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
-"""Differences that a terminal and the head of a report show; the table of pairs has all."""
+"""Differences that a terminal and the head of a report show. The table of pairs has all."""
 
 
 class Conclusion(NamedTuple):
     """The result of a comparison in words.
 
     Attributes:
-        task: of several comparisons, the data and attack of this one; empty for a single comparison.
+        task: of several comparisons, the data and attack of this one. Empty for a single comparison.
         answer: the winner, or that there is none.
         pairs: a line per compared method, with its mean, its difference from the baseline and the verdict.
-        compared: which models are compared; empty if no two are.
-        cost: gradients and traffic of the best method and of the baseline; empty if neither is recorded.
-        tests: the pairs behind the lines; none without a baseline.
+        compared: which models are compared. Empty if no two are.
+        cost: gradients and traffic of the best method and of the baseline. Empty if neither is recorded.
+        tests: the pairs behind the lines. None without a baseline.
     """
 
     task: str
@@ -45,7 +45,7 @@ class Conclusion(NamedTuple):
         """Return the conclusion line by line.
 
         Args:
-            shown: number of pairs that are written out; None for all.
+            shown: number of pairs that are written out. None for all.
         """
         rest = len(self.pairs[shown:]) if shown is not None else 0
         head = f"{self.task}: {self.answer}" if self.task else self.answer
@@ -62,9 +62,9 @@ def conclude(
     Args:
         runs: of the rows.
         rows: every model of every method.
-        against: label of the baseline; None for `local`, or else FedAvg, or else the first method of a single run.
+        against: label of the baseline. None for `local`, or else FedAvg, or else the first method of a single run.
         models: which model of a method is compared.
-        margin: differences up to it do not matter, in the units of the leading metric; None: none is stated.
+        margin: differences up to it do not matter, in the units of the leading metric. None: none is stated.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
@@ -82,13 +82,13 @@ def conclude(
 def conclusions(
     run_dirs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
 ) -> list[Conclusion]:
-    """Return the conclusions from run directories; see `conclude`.
+    """Return the conclusions from run directories, see `conclude`.
 
     Raises:
         RunDirError: a directory is not a readable run directory.
     """
     runs = read_runs(run_dirs)
-    return conclude(runs, rows_of(runs), against, models, margin)
+    return conclude(runs, method_rows(runs), against, models, margin)
 
 
 def as_record(
@@ -100,7 +100,7 @@ def as_record(
         RunDirError: a directory is not a readable run directory.
     """
     runs = read_runs(run_dirs)
-    rows = rows_of(runs)
+    rows = method_rows(runs)
     record = conclude(runs, rows, against, models, margin)
     texts = ("task", "answer", "pairs", "compared", "cost")
     return {
@@ -139,8 +139,8 @@ def _answer(compared: list[Pair], baseline: Row) -> str:
         names = _listed([p.row.name for p in better])
         first = f"; {better[0].row.name} has the best mean" if len(better) > 1 else ""
         return f"{names} {verb} better than {beside}{first}"
-    if not tested and of_methods and seeds < ENOUGH:
-        return f"not tested, because a test needs at least {ENOUGH} seeds"
+    if not tested and of_methods and seeds < MIN_SEEDS:
+        return f"not tested, because a test needs at least {MIN_SEEDS} seeds"
     same = [p.row.name for p in of_methods if p.verdict == PairVerdict.EQUIVALENT]
     equal = f"; equivalent within the margin: {_listed(same)}" if same else ""
     return f"no method is better than {beside}{equal}"
@@ -152,7 +152,7 @@ def _is_better(pair: Pair) -> bool:
 
 def _line(pair: Pair) -> str:
     one = pair.comparison
-    gap = f", {with_half(*difference(pair.figure, one.mean, one.half))} to {pair.reference.name}" if one else ""
+    gap = f", {with_half(*write_difference(pair.figure, one.mean, one.half))} to {pair.reference.name}" if one else ""
     return f"{_titled(pair.row)}: {cell_text(pair.figure, pair.row.figures[pair.figure])}{gap}, {pair.words}"
 
 
@@ -178,7 +178,9 @@ def _cost(rows: list[Row]) -> str:
         work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))
         if work is not None and work.finite:
             traffic = sum(estimate.mean for estimate in (up, down) if estimate is not None and estimate.finite)
-            parts.append(f"{row.name} {total(work.mean)} gradients, {significant(traffic / MB, 3)} MB")
+            parts.append(
+                f"{row.name} {write_total(work.mean)} gradients, {significant(traffic / MEGABYTE_BYTES, 3)} MB"
+            )
     return f"Cost per run: {'; '.join(parts)}." if parts else ""
 
 

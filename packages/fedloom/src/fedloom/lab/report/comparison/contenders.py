@@ -15,7 +15,7 @@ import numpy as np
 
 from fedloom.lab.report.numbers import (
     BASELINE_ROLES,
-    COUNTED,
+    COUNTED_FIGURES,
     Estimate,
     Row,
     close,
@@ -29,14 +29,13 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["used", "personal", "all"]
-"""Rows of a method: the one of the model that a client would use, that of its personal model (of its global one where
-it has none), as papers report it, or all."""
-MODELS: tuple[Models, ...] = ("used", "personal", "all")
-ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
+"""Rows of a method: the model that a client would use. The personal (else global) model, as papers report. Or all."""
+COMPARED_MODELS: tuple[Models, ...] = ("used", "personal", "all")
+MODEL_ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
 
 def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
-    """The rows that are compared.
+    """Select the rows to compare.
 
     Args:
         runs: of the rows.
@@ -59,17 +58,17 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
 
 
 def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
-    """The rows that are compared, at most one of a method also where all are asked for."""
+    """Select the rows to compare, at most one per method even if all models are asked for."""
     return contenders(runs, rows, "used" if models == "all" else models)
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
-    """The rows of one of several runs that are compared and have the metric ``lead``."""
+    """Select the rows of a run that are compared and have the metric ``lead``."""
     return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
-    """The row with the best mean, of those with the most seeds of which no run diverged or failed; None without one."""
+    """Return the row with the best mean, of rows with the most seeds and without a diverged or failed run."""
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
     sign = 1 if metric(lead).higher else -1
@@ -84,12 +83,12 @@ def reference(rows: Sequence[Row]) -> str | None:
 
 
 def _rank(row: Row, models: Models) -> int:
-    order = ORDER[models]
+    order = MODEL_ORDER[models]
     return order.index(row.model) if row.model in order else len(order)
 
 
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
-    """Each client's better one of training alone and FedAvg on validation; None where a run has not both.
+    """Each client's better one of training alone and FedAvg on validation. None where a run has not both.
 
     Args:
         run: with the clients' results.
@@ -124,7 +123,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 
 
 def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Clients ``[n]`` for which the shared model is strictly better on the part that chooses; None if not recorded."""
+    """Clients ``[n]`` for which the shared model is strictly better on the part that chooses. None if not recorded."""
     part = run.summary.select_on
     names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
     if not names:
@@ -139,14 +138,14 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
 
 
 def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
-    """The clients' values after the last evaluated round; None where there are none."""
+    """Return the clients' values after the last evaluated round, or None without values."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
     return None if points is None or not len(points.round) else points.at(points.round == points.round[-1])
 
 
 def same(one: Row, other: Row) -> bool:
     """Whether two rows are of the same models: every figure that both have is equal with every seed, costs aside."""
-    names = one.figures.keys() & other.figures.keys() - set(COUNTED)
+    names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
 

@@ -1,4 +1,4 @@
-"""Which method wins by which criterion, and how sure that is.
+"""Choose the winner of each criterion, with its certainty.
 
 Methods are compared seed by seed (same seed, same data split): the leader against every row of another method, as one
 family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds nothing is decided: the test
@@ -17,11 +17,11 @@ import numpy as np
 from fedloom.formats import significant
 from fedloom.lab.report.comparison.contenders import Models, distinct, one_per_method, same
 from fedloom.lab.report.comparison.family import differences, family
-from fedloom.lab.report.naming import COSTS, MB, figure, is_ratio, metric, within_line
-from fedloom.lab.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
+from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, figure, is_ratio, metric, within_line
+from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, curve, run_of
 from fedloom.lab.report.run import Key, Run
 
-NEAR = 0.95
+TARGET_SHARE = 0.95
 """The common target of costs is this share of the best result."""
 
 
@@ -48,13 +48,13 @@ class Winner:
     """The leader of a criterion.
 
     Attributes:
-        row: index of the leader; None where nothing could be compared.
+        row: index of the leader. None where nothing could be compared.
         rivals: rows of other methods that it does not beat significantly, the nearest first.
         equals: rows of other methods that are the same models, and so no rivals.
         runner_up: the best row of another method.
-        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive;
-            the logarithm of their ratio where `is_ratio`.
-        half: half width of the lead's interval, the one that decides; nan with fewer than two common seeds.
+        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
+            The logarithm of their ratio where `is_ratio`.
+        half: half width of the lead's interval, the one that decides. Nan with fewer than two common seeds.
         provisional: whether some runs are unfinished.
         seeds: common seeds of the leader and the runner-up.
         decidable: whether there were enough common seeds to test.
@@ -75,7 +75,7 @@ class Winner:
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
-    """What may be compared: runs of equal data, partition and attack, with their rows and labels."""
+    """Return the comparable groups of runs, with equal data, partition and attack, their rows and labels."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
@@ -88,7 +88,7 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
-    """The winner of every criterion that the recorded figures allow."""
+    """Return the winner of every criterion that the recorded figures allow."""
     ratio = max((run.ratio for run in runs), default=0.0)
     return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
 
@@ -100,17 +100,17 @@ class Marks(NamedTuple):
     beside: frozenset[int] = frozenset()
 
     def moved(self, by: int) -> Marks:
-        """The same marks of rows that stand further down."""
+        """Shift the marks to rows further down."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
     def union(several: Iterable[Marks]) -> Marks:
-        """The marks of several parts of a table."""
+        """Join the marks of several parts of a table."""
         return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
 
 
 def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
-    """What a table marks in every column with a direction that is better, costs aside; each column is a family.
+    """Return the marks of every column with a better direction, costs aside. Each column is one family of tests.
 
     ``ratio`` corrects the tests as in `family`.
     """
@@ -118,7 +118,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
     for name in columns:
         shown = figure(name)
         values = _results(rows, name)
-        if name in COSTS or not shown.rated or len(values) < 2:
+        if name in COST_FIGURES or not shown.rated or len(values) < 2:
             continue
         first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
         if first.row is not None:
@@ -129,7 +129,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
 
 
 def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """A figure of every row that has it, by the row's place."""
+    """Return a figure of every row that has it, by the row's place."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -155,7 +155,7 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
             False,
             _results(rows, "loss/variance"),
         ),
-        Criterion("bytes", f"Traffic {goal}", "MB", 1 / MB, False, costs["bytes"]),
+        Criterion("bytes", f"Traffic {goal}", "MB", 1 / MEGABYTE_BYTES, False, costs["bytes"]),
         Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
         *(
             Criterion(name, f"{title} {goal}", unit, scale, False, cost_to_reach(runs, rows, lead, target, name))
@@ -168,7 +168,7 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     """95 % of the best mean result (the best over 95 % where less is better) of methods that ran to their end.
 
     It is of one row per method, whichever of its rows are shown. Where no method ran to its end, it is of those that
-    are still running. A row of no method, whose work is not known, sets none; nor does a best result that is not above
+    are still running. A row of no method, whose work is not known, sets none. Nor does a best result that is not above
     0. Without a target it is nan.
 
     Args:
@@ -182,17 +182,17 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     best = (max if metric(lead).higher else min)(means, default=0.0)
     if best <= 0:
         return math.nan
-    return NEAR * best if metric(lead).higher else best / NEAR
+    return TARGET_SHARE * best if metric(lead).higher else best / TARGET_SHARE
 
 
 def goal_of(lead: str, target: float) -> str:
-    """A target of a metric for people, with its unit."""
+    """Render a target of a metric with its unit."""
     shown = metric(lead)
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
 def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
-    """The target of one of several runs: that of all runs which it may be compared with."""
+    """Return the target of a run: the target of all runs that it may be compared with."""
     own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
     return common_target(own_runs, own_rows, lead, models)
 
@@ -200,7 +200,7 @@ def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Mod
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
     """Traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` until the mean reaches the target.
 
-    Rows that miss the target with any seed are left out; a target that a model meets before the first round
+    Rows that miss the target with any seed are left out. A target that a model meets before the first round
     has no cost, and no row a figure.
     """
     spent_by_row: dict[int, Estimate] = {}
@@ -222,32 +222,32 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
 
 
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
-    """Work or traffic spent up to every recorded round; ``bytes`` is both directions, ``seconds`` the rounds' time."""
+    """Work or traffic spent up to every recorded round. ``bytes`` is both directions, ``seconds`` the rounds' time."""
     if cost == "seconds":
         spent = run.seconds.get((method, seed))
-        return Curve(spent.round, np.cumsum(spent.value)) if spent else EMPTY
+        return Curve(spent.round, np.cumsum(spent.value)) if spent else EMPTY_CURVE
     names = ("bytes_up", "bytes_down") if cost == "bytes" else (cost,)
     parts = [run.totals.get(Key(method, seed, "", "", name)) for name in names]
     curves = [part for part in parts if part is not None]
     if len(curves) < len(names) or any(not np.array_equal(curves[0].round, part.round) for part in curves):
-        return EMPTY
+        return EMPTY_CURVE
     return Curve(curves[0].round, np.sum([part.value for part in curves], axis=0))
 
 
 def round_of(result: Curve, target: float, higher: bool) -> int | None:
-    """The first recorded round at which a result is at a target; None if it never is."""
+    """Return the first recorded round at which a result reaches a target, or None if it never does."""
     reached = result.value >= target if higher else result.value <= target
     return int(result.round[np.argmax(reached)]) if reached.any() else None
 
 
 def up_to(total: Curve, round: int) -> float:
-    """What was spent up to a round."""
+    """Return the amount spent up to a round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
 def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
-    """The best row of a criterion among those whose every seed ended well (or is still running, then provisionally).
+    """Return the best row of a criterion among rows whose seeds all ended well, or provisionally are still running.
 
     ``ratio`` corrects the tests as in `family`.
     """
@@ -262,7 +262,7 @@ def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
     provisional = any(rows[i].running for i in criterion.values)
     rivals = [i for i in order if rows[i].name != rows[best].name]
     equals: tuple[int, ...] = ()
-    if criterion.figure not in COSTS:  # which the same models may have different ones of
+    if criterion.figure not in COST_FIGURES:  # which the same models may have different ones of
         first = distinct(rows, [best, *rivals])
         equals = tuple(i for i in rivals if first[i] == best)
         rivals = [i for i in rivals if first[i] == i]

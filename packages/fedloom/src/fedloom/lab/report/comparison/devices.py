@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from fedloom.formats import DASH, finite, fixed, significant
+from fedloom.formats import UNKNOWN_DASH, finite, fixed, significant
 from fedloom.lab.report.comparison.contenders import Models, contenders_of
 from fedloom.lab.report.comparison.criteria import cumulative, goal_of, round_of, target_of, up_to
 from fedloom.lab.report.csv_files import csv_of
@@ -16,19 +16,19 @@ from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Estimate, Row, over_clients, seeds_of
 from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import cell_text, scrolling
-from fedloom.rundir import UPLOADS
+from fedloom.rundir import UPLOADS_FIGURE
 
-LEAD = (
+DEVICES_TEXT = (
     "The clients of every class of devices, by the model that a client would use: mean over seeds. Uploads and "
     "staleness are of a client; idle is the share of the time in which devices are there. The time is simulated, until "
     "the mean of the class reaches the target of all methods, which is 95 % of the best result in the overview (where "
     "less is better, the best over 95 %). A dash: some seed never does. devices.csv has the same figures."
 )
-NAMES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
+DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
-    """An HTML table per run whose clients have devices of several classes."""
+    """Render an HTML table per run whose clients have devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead, models)], []
@@ -40,7 +40,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
             lines.append(
                 [
                     escape(f"{row.method}, {name}"), fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
-                    DASH if missed else significant(hours.mean / 3600),
+                    UNKNOWN_DASH if missed else significant(hours.mean / 3600),
                 ]
             )  # fmt: skip
         if not lines:
@@ -58,32 +58,32 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
-    """The figures of every class, means over seeds, unscaled; empty where they are not known."""
+    """Render the figures of every class as CSV, unscaled means over seeds. Unknown values are empty."""
     lines = [
-        (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in NAMES))
+        (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
         for run in runs
         for row, name, target, figures in _figures(run, runs, rows, lead, models)
     ]
-    return csv_of(("run", "method", "model", "class", "metric", "target", *NAMES), lines) if lines else ""
+    return csv_of(("run", "method", "model", "class", "metric", "target", *DEVICE_FIGURES), lines) if lines else ""
 
 
 def _figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
-    """Yield every compared row and class with the common target and the figures; none of methods with one class."""
+    """Yield every compared row and class with the common target and the figures. None of methods with one class."""
     compared = contenders_of(run, runs, rows, lead)
     target = target_of(run, runs, rows, lead, models)
     for row in compared:
         names = next((record.device_classes for record in row.records if record.device_classes), ())
         for place, name in enumerate(names if len(names) > 1 else ()):
-            by_seed = {seed: _of_seed(run, row, seed, place, lead, target) for seed in seeds_of(run, row.method)}
+            by_seed = {seed: _class_figures(run, row, seed, place, lead, target) for seed in seeds_of(run, row.method)}
             some = {seed: numbers for seed, numbers in by_seed.items() if numbers}
             if some:
-                yield row, name, target, {key: Estimate({s: v[key] for s, v in some.items()}) for key in NAMES}
+                yield row, name, target, {key: Estimate({s: v[key] for s, v in some.items()}) for key in DEVICE_FIGURES}
 
 
-def _of_seed(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
-    """The figures of a class in one run; empty where none of its clients has a result."""
+def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
+    """Return the figures of a class in one run, or {} if none of its clients has a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost:
@@ -100,7 +100,7 @@ def _of_seed(run: Run, row: Row, seed: int, place: int, lead: str, target: float
     higher = figure(lead).higher
     mean, uploads, stale, idle = (
         over_clients(scores, "mean", higher),
-        last(UPLOADS),
+        last(UPLOADS_FIGURE),
         last("staleness"),
         last("idle_seconds"),
     )

@@ -23,11 +23,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from fedloom.lab.report.comparison.moderated import Prior, fit_prior
-from fedloom.lab.report.numbers import ENOUGH, Estimate, half_width
+from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, half_width
 
 Name = TypeVar("Name", bound=Hashable)
 
-LEVEL = 0.05
+FAMILY_ERROR_LEVEL = 0.05
 """Chance of any false claim in a family."""
 MODERATED_LEVEL = 0.025
 """Nominal level of a family of moderated tests. At a nominal 5 % they reject in 7.0 % of the sign-flip nulls of the
@@ -36,7 +36,7 @@ and in 3 of the 60 of the four setups where methods collapse."""
 
 
 class PairVerdict(StrEnum):
-    """Name every outcome of a comparison of two; one that is not tested has a reason (`untested_reason`)."""
+    """Name every outcome of a comparison of two. One that is not tested has a reason (`untested_reason`)."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -49,10 +49,10 @@ class TestedDifference(NamedTuple):
     """One difference of a family.
 
     Attributes:
-        mean: mean over the common seeds; nan without one.
-        half: half width of its interval, at the level that decides it; of the 95 % interval where it is not
-            tested; nan with fewer than two seeds.
-        p: two-sided p of its t test; nan where it is not tested.
+        mean: mean over the common seeds. Nan without one.
+        half: half width of its interval, at the level that decides it, of the 95 % interval where it is not
+            tested. Nan with fewer than two seeds.
+        p: two-sided p of its t test. Nan where it is not tested.
         holm: the same, adjusted by Holm for the family.
         significant: whether Holm's procedure rejects that there is no difference.
         seeds: number of common seeds.
@@ -68,10 +68,10 @@ class TestedDifference(NamedTuple):
     @property
     def testable(self) -> bool:
         """Whether there are seeds enough for a test."""
-        return self.seeds >= ENOUGH
+        return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
-        """The comparison seen from its other side."""
+        """Reverse the direction of the comparison."""
         return self._replace(mean=-self.mean)
 
 
@@ -79,9 +79,9 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
     """Return the verdict of a comparison, by its printed interval.
 
     Args:
-        comparison: one minus the other; None where both are the same models.
+        comparison: one minus the other. None where both are the same models.
         higher: whether more is better.
-        margin: differences up to it do not matter, in the units of the comparison, above 0; None: none is stated, and
+        margin: differences up to it do not matter, in the units of the comparison, above 0. None: none is stated, and
             nothing is equivalent.
 
     >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
@@ -98,7 +98,7 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
 
 
 def untested_reason(comparison: TestedDifference | None) -> str:
-    """Return why a comparison is not tested; empty where it is."""
+    """Return why a comparison is not tested. Empty where it is."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
@@ -112,12 +112,12 @@ def scope(ratio: float) -> str:
 
 
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
-    """Return one minus the other by common seed; of seeds that both repeat, the first.
+    """Return one minus the other by common seed, of seeds that both repeat, the first.
 
     Args:
         one: a figure by seed.
         other: the figure that it is compared with.
-        log: return logarithms of one over the other. Two zeros are equal; of one zero the logarithm is infinite.
+        log: return logarithms of one over the other. Two zeros are equal, of one zero the logarithm is infinite.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -144,14 +144,14 @@ def family(
 
     Args:
         members: differences by seed, by a name of the comparison.
-        ratio: test samples per training sample where every seed splits the same samples anew, of all or by name; 0:
+        ratio: test samples per training sample where every seed splits the same samples anew, of all or by name. 0:
             no correction, for verdicts about these samples.
         moderate: shrink the variances over the members to their common one (`fit_prior`), at `MODERATED_LEVEL`.
     """
     values = {name: np.array([*by_seed.values()]) for name, by_seed in members.items()}
-    tested = [name for name, one in values.items() if len(one) >= ENOUGH]
+    tested = [name for name, one in values.items() if len(one) >= MIN_SEEDS]
     prior = prior_of([values[name] for name in tested]) if moderate else None
-    level = LEVEL if prior is None else MODERATED_LEVEL
+    level = FAMILY_ERROR_LEVEL if prior is None else MODERATED_LEVEL
     # the variance of a mean of n dependent results is that of n / (1 + n ratio) independent ones
     shares = {name: ratio if isinstance(ratio, float | int) else ratio.get(name, 0.0) for name in values}
     wider = {name: math.sqrt(1 + len(one) * shares[name]) for name, one in values.items()}
@@ -162,7 +162,8 @@ def family(
     return {
         name: TestedDifference(
             sum(one.tolist()) / len(one) if len(one) else math.nan,
-            wider[name] * (_half(one, level / (len(p) - step[name]), prior) if name in p else _half(one, LEVEL, None)),
+            wider[name]
+            * (_half(one, level / (len(p) - step[name]), prior) if name in p else _half(one, FAMILY_ERROR_LEVEL, None)),
             p.get(name, math.nan),
             corrected.get(name, math.nan),
             rejections.get(name, False),
@@ -173,13 +174,13 @@ def family(
 
 
 def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
-    """Return the prior of the variances of differences by seed; None where too few differ from 0 to have one."""
+    """Return the prior of the variances of differences by seed. None where too few differ from 0 to have one."""
     varied = [one for one in members if np.any(one) and np.isfinite(one).all()]
     return fit_prior([float(one.var(ddof=1)) for one in varied], [len(one) - 1 for one in varied])
 
 
 def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
-    """Return the two-sided p of the mean of ``[k]``; without a prior equal ones are certain, unless they are all 0."""
+    """Return the two-sided p of the mean of ``[k]``, without a prior equal ones are certain, unless they are all 0."""
     if values.max() == values.min() and (prior is None or not values[0] or math.isinf(values[0])):
         return 0.0 if values[0] else 1.0
     if not np.isfinite(values).all():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.formats import DASH, finite, interval, pair
+from fedloom.formats import UNKNOWN_DASH, finite, interval, pair
 from fedloom.lab.report.comparison.contenders import best_row, contenders, contenders_of, last_points
 from fedloom.lab.report.comparison.family import (
     PairVerdict,
@@ -22,21 +22,22 @@ from fedloom.lab.report.comparison.family import (
 )
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import figure, metric, titled, within_line
-from fedloom.lab.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
+from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, Row, run_of, test_metrics
 from fedloom.lab.report.run import Key, Numbers, Run
-from fedloom.lab.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
+from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, scrolling, tabular, tex
 
-FEW = 20
+MAX_LISTED_SITES = 20
 """Up to so many sites are listed one by one."""
 BY_SITE = ("column", "writers")
 """Kinds of partition whose clients are sites, even where their names are numbers."""
-MEANS = ("Mean of the sites", "Mean by training samples")
+MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
-LEAD = (
+GAINS_TEXT = (
     "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. "
     "A gain is the difference between them with the same seed; above 0, together is better. The interval of a gain is "
     "the one that decides: together is better where it is above 0, and worse where it is below. All lines are one "
-    f"family of paired t tests (Holm's correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: "
+    f"family of paired t tests (Holm's correction, level 5 %; at least {MIN_SEEDS} seeds). Seeds and folds share "
+    "samples: "
     "the variance of a gain is corrected for it (Nadeau and Bengio) by the site's own test and training samples. The "
     "method was chosen by the same results, so its gain is somewhat flattered."
 )
@@ -47,12 +48,12 @@ class Gain(NamedTuple):
 
     Attributes:
         site: name of the site or of the mean.
-        samples: training samples with each seed; empty where none are recorded.
-        events: training samples of the second class with each seed; empty unless the task is binary.
+        samples: training samples with each seed. Empty where none are recorded.
+        events: training samples of the second class with each seed. Empty unless the task is binary.
         alone: result of the site's own model by seed.
         together: result of the federated method by seed.
         comparison: together minus alone, positive where together is better, one of the family of all lines.
-        reason: why there is no gain, as a sentence; empty where there is one.
+        reason: why there is no gain, as a sentence. Empty where there is one.
     """
 
     site: str
@@ -94,20 +95,22 @@ class SiteGains(NamedTuple):
 
 
 def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
-    """A table for every run of few sites that has training alone and a federated method.
+    """Return a table for every run of few sites with training alone and a federated method.
 
     Args:
         runs: of the rows.
         rows: every model of every method.
         lead: metric that is compared.
     """
-    tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _by_site(run))
+    tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run))
     return [table for table in tables if table is not None]
 
 
-def _by_site(run: Run) -> bool:
+def _is_by_site(run: Run) -> bool:
     numbered = all(name.isdigit() for name in run.names)
-    return 1 < len(run.names) <= FEW and (not numbered or run.options.get("partition", {}).get("kind") in BY_SITE)
+    return 1 < len(run.names) <= MAX_LISTED_SITES and (
+        not numbered or run.options.get("partition", {}).get("kind") in BY_SITE
+    )
 
 
 def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
@@ -126,7 +129,7 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     by_line = [*(ratios if ratios is not None else [0.0] * len(run.names)), run.ratio, run.ratio]
     tests = family(dict(enumerate(better)), ratio=dict(enumerate(map(float, by_line))))
     lines = []
-    for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEANS), pairs, strict=True)):
+    for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEAN_ROWS), pairs, strict=True)):
         place = k if k < len(run.names) else None
         samples, events = _counts(run, place, lead)
         reason = _reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
@@ -135,7 +138,7 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
-    """The row of a federated method with the best mean (`best_row`); None without one.
+    """Return the row of the federated method with the best mean (`best_row`), or None without one.
 
     Args:
         rows: one of each method.
@@ -145,12 +148,12 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
-    """The federated method of one of several runs with the best mean, None if there is none."""
+    """Return a run's federated method with the best mean, or None without one."""
     return federated_leader(contenders_of(run, runs, rows, lead), lead)
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
-    """Values ``[n]`` of the clients at the last round of every seed; nan where there is none."""
+    """Return values ``[n]`` of the clients at the last round of every seed, or nan if missing."""
     values, count = {}, run.clients
     for record in row.records:
         points = None if record.lost else last_points(run, row, record.seed, "test", name)
@@ -213,17 +216,17 @@ def _reason(
 
 
 def _span(values: tuple[int, ...]) -> str:
-    """The smallest and the largest of some counts.
+    """Render the smallest and the largest of some counts.
 
     >>> _span((16, 17, 16)), _span((1, 1)), _span(())
     ('16 to 17', '1', '–')
     """
     ends = sorted({min(values), max(values)}) if values else []
-    return " to ".join(map(str, ends)) or DASH
+    return " to ".join(map(str, ends)) or UNKNOWN_DASH
 
 
 def gains_csv(tables: Sequence[SiteGains]) -> str:
-    """The gains as CSV, unrounded and unscaled; empty cells where nothing is known."""
+    """Render the gains as CSV, unrounded and unscaled. Unknown values are empty."""
     records = [_record(table, line) for table in tables for line in table.lines]
     return csv_of(list(records[0]), records) if records else ""
 
@@ -245,7 +248,7 @@ def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
 
 
 def gains_html(tables: Sequence[SiteGains]) -> str:
-    """The gains as tables of the page, each followed by the sites without a result."""
+    """Render the gains as HTML tables, each followed by the sites without a result."""
     text = ""
     for table in tables:
         lines = [[escape(word) for word in _words(table, line)] for line in table.lines]
@@ -268,7 +271,7 @@ def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
     """Alone, together and gain, each with the half width of its interval."""
     scale = figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
-    gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (DASH, "")
+    gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (UNKNOWN_DASH, "")
     return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
 
 
@@ -278,8 +281,8 @@ def _words(table: SiteGains, line: Gain) -> list[str]:
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
-    """The gains as LaTeX, a tabular per run; needs the package booktabs. Bold: the site gains."""
-    text = [BOOKTABS]
+    """Render the gains as LaTeX, a tabular per run (package booktabs). Bold marks a site that gains."""
+    text = [BOOKTABS_LINE]
     for table in tables:
         words = tex(f"{caption}, {table.run}" if table.run else caption) + (
             ": every site alone and together. Gains are paired over seeds; bold: together is better (paired t "
@@ -287,9 +290,9 @@ def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
         )
         lines = []
         for line in table.lines:
-            site, samples, events, *_, verdict = (tex(word).replace(DASH, "--") for word in _words(table, line))
+            site, samples, events, *_, verdict = (tex(word).replace(UNKNOWN_DASH, "--") for word in _words(table, line))
             alone, together, gain = _numbers(table, line)
-            cells = [marked(*alone), marked(*together), marked(*gain, best=line.verdict == PairVerdict.BETTER)]
+            cells = [mark_cell(*alone), mark_cell(*together), mark_cell(*gain, best=line.verdict == PairVerdict.BETTER)]
             lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
         text += tabular(words, "lrrrrrl", _heads(table), lines)
     return "\n".join([*text, ""])

@@ -23,12 +23,12 @@ MOST_SEEDS = 10_000
 
 
 class Prior(NamedTuple):
-    """What variances have in common.
+    """Common prior of variances.
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
         degrees: d0, 0 to infinity: how many degrees of freedom it is worth.
-        most: residual degrees of freedom of all variances together; none can have more.
+        most: residual degrees of freedom of all variances together. None can have more.
     """
 
     variance: float
@@ -44,7 +44,7 @@ class Prior(NamedTuple):
 
 
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
-    """Return the prior of variances by the moments of their logarithms (Smyth, Section 6.2); None for fewer than three.
+    """Return the prior of variances by the moments of their logarithms (Smyth, Section 6.2). None for fewer than three.
 
     Args:
         variances: s^2 of every comparison, at least one above 0.
@@ -79,11 +79,11 @@ def _inverse_trigamma(y: float) -> float:
 
 
 def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
-    """Return how many seeds show a difference with a probability, at the common spread; at most `MOST_SEEDS`.
+    """Return how many seeds show a difference with a probability, at the common spread, at most `MOST_SEEDS`.
 
     Args:
         difference: that is to be shown, above 0.
-        prior: of the variances; an observed difference is no part of the plan.
+        prior: of the variances. An observed difference is no part of the plan.
         level: of the two-sided test.
         power: the probability, below 1.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fedloom import formats
 from fedloom.errors import ConfigError
-from fedloom.formats import DASH, p_value
+from fedloom.formats import UNKNOWN_DASH, p_value
 from fedloom.hints import unknown
 from fedloom.lab.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.lab.report.comparison.criteria import tasks
@@ -26,9 +26,9 @@ from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import figure, is_ratio, titled
 from fedloom.lab.report.numbers import Row, leading_metric, run_of
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import BOOKTABS, cell, difference, marked, scrolling, tabular, tex
+from fedloom.lab.report.tables import BOOKTABS_LINE, cell, mark_cell, scrolling, tabular, tex, write_difference
 
-HEADS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
+PAIR_HEADINGS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
 
 
 class Pair(NamedTuple):
@@ -39,9 +39,9 @@ class Pair(NamedTuple):
         reference: the row that it is compared with.
         figure: name in ``Row.figures`` of what is compared.
         comparison: method minus reference, one of the family of all methods, or the logarithm of their ratio where
-            `is_ratio`; None where both are the same models.
-        margin: differences up to it do not matter, in the units of the comparison; None: none is stated.
-        ratio: test samples per training sample by which the test is corrected; see `family`.
+            `is_ratio`. None where both are the same models.
+        margin: differences up to it do not matter, in the units of the comparison. None: none is stated.
+        ratio: test samples per training sample by which the test is corrected, see `family`.
     """
 
     row: Row
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why the pair is not tested; empty where it is."""
+        """Why the pair is not tested. Empty where it is."""
         return untested_reason(self.comparison)
 
     @property
@@ -68,7 +68,7 @@ class Pair(NamedTuple):
         return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
     def record(self) -> dict[str, Any]:
-        """The pair as plain values, unrounded and unscaled; None where there is nothing."""
+        """Return the pair as plain values, unrounded and unscaled, or None for missing values."""
         comparison = self.comparison
         half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
@@ -90,17 +90,17 @@ def pairs(
     runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None,
     margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Every method against a reference, the best first; runs of other data or attacks are families of their own.
+    """Every method against a reference, the best first. Runs of other data or attacks are families of their own.
 
     Args:
         runs: of the rows.
         rows: every model of every method.
-        against: label of the reference, such as ``local``; of several runs it may be that of one, as ``local · run``.
+        against: label of the reference, such as ``local``, of several runs it may be that of one, as ``local · run``.
             None: that of `reference` for each family, of which some may have none.
         models: which rows of a method are compared.
-        name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+        name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
         margin: differences up to it do not matter, in the figure's units (0.01 of an accuracy is a point; of a ratio
-            its logarithm); None: none is stated.
+            its logarithm). None: none is stated.
 
     Raises:
         ConfigError: there is no such method, or it has no such figure.
@@ -148,13 +148,13 @@ def checked_margin(margin: object) -> float | None:
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
-    """The pairs as CSV; empty cells where nothing is known."""
+    """Render the pairs as CSV. Unknown values are empty."""
     records = [pair.record() for pair in comparisons]
     return csv_of(list(records[0]), records) if records else ""
 
 
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
-    """The pairs as LaTeX; needs the package booktabs. Bold is better than the reference."""
+    """Render the pairs as LaTeX (package booktabs). Bold marks pairs better than the reference."""
     lead = comparisons[0].figure if comparisons else ""
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
@@ -171,17 +171,17 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
         cells = [
             tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
             tex(pair.row.model),
-            marked(*mean, best=pair.verdict == PairVerdict.BETTER),
-            marked(*gap),
-            *(f"${text}$" if text != DASH else "--" for text in (p, holm)),
+            mark_cell(*mean, best=pair.verdict == PairVerdict.BETTER),
+            mark_cell(*gap),
+            *(f"${text}$" if text != UNKNOWN_DASH else "--" for text in (p, holm)),
             tex(pair.words),
         ]
         lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([BOOKTABS, *tabular(words, "llrrrrl", heads, lines), ""])
+    return "\n".join([BOOKTABS_LINE, *tabular(words, "llrrrrl", heads, lines), ""])
 
 
 def pairs_html(comparisons: Sequence[Pair]) -> str:
-    """The pairs as a table of the page."""
+    """Render the pairs as an HTML table."""
     lines = []
     for pair in comparisons:
         mean, gap, p, holm = _numbers(pair)
@@ -189,7 +189,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
         words = [pair.row.name, pair.row.model, *shown, p, holm, pair.words]
         lines.append([escape(word) for word in words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 3, 7))
+    return scrolling(f"Every method against {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
 
 
 def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
@@ -197,5 +197,5 @@ def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
     one = pair.comparison
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:
-        return mean, (DASH, ""), DASH, DASH
-    return mean, difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)
+        return mean, (UNKNOWN_DASH, ""), UNKNOWN_DASH, UNKNOWN_DASH
+    return mean, write_difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)

@@ -14,7 +14,7 @@ from fedloom.lab.report.tables import latex, printed
 def results_latex(
     runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
 ) -> str:
-    """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
+    """Render the result table as LaTeX, at most one row per method unless all models are asked for, see `latex`."""
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}
     for _, own_runs, task_rows in tasks(runs, rows):
@@ -27,6 +27,6 @@ def results_latex(
 
 
 def title(runs: list[Run]) -> str:
-    """The names of the experiments."""
+    """Join the names of the experiments."""
     names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
     return ", ".join(names)

@@ -17,11 +17,11 @@ from fedloom.lab.report.comparison.contenders import Models, contenders, referen
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
 from fedloom.lab.report.naming import figure, titled, within_line
-from fedloom.lab.report.numbers import Row, leading_metric, rows_of
-from fedloom.lab.report.page import write
+from fedloom.lab.report.numbers import Row, leading_metric, method_rows
+from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import arrow, cell_text, difference
+from fedloom.lab.report.tables import arrow, cell_text, write_difference
 from fedloom.rundir import place_of
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class RecordedComparison:
 
     Args:
         folder: the run directory.
-        against: label of the method that every other one is compared with; None: of those that are there the first of
+        against: label of the method that every other one is compared with. None: of those that are there the first of
             local and FedAvg, else the first method.
-        models: which model of a method is compared; see `fedloom.lab.report.comparison.contenders.Models`.
+        models: which model of a method is compared, see `fedloom.lab.report.comparison.contenders.Models`.
         margin: differences of the leading metric up to it do not matter, in its own units (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
 
@@ -54,7 +54,7 @@ class RecordedComparison:
         self._pairs(self.against)
 
     def table(self) -> pa.Table:
-        """A row per method: means over seeds of every figure, half widths of the 95 % intervals (``_ci95``), status.
+        """Return a row per method: means over seeds, half widths of the 95 % intervals (``_ci95``), status.
 
         Its columns are those of ``results.csv`` (`fedloom.lab.report.result_table`). Beside hybrid models stands their
         rival, for each client the better of training alone and FedAvg on validation.
@@ -67,9 +67,9 @@ class RecordedComparison:
         """Every method against one, the best first, as one family of paired tests over seeds.
 
         Args:
-            against: label of the reference; that of the comparison when None.
-            figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
-            margin: as of the comparison, for this figure; of a figure that is compared by ratios, the logarithm of the
+            against: label of the reference, that of the comparison when None.
+            figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
+            margin: as of the comparison, for this figure, of a figure that is compared by ratios, the logarithm of the
                 largest ratio that does not matter.
 
         Returns:
@@ -87,10 +87,10 @@ class RecordedComparison:
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
-        """The result table for a paper, a row per method: the best in bold, a dagger where not significantly worse.
+        """Render the result table for a paper, a row per method: the best in bold, a dagger if not significantly worse.
 
         Args:
-            columns: by their names in `table`; up to six that fit the task when None.
+            columns: by their names in `table`. Up to six that fit the task when None.
         """
         return results_latex(self._runs, self._rows, columns, self.models)
 
@@ -106,19 +106,21 @@ class RecordedComparison:
         """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
 
         Args:
-            out: the HTML file; ``report.html`` in the comparison's folder when None.
+            out: the HTML file. ``report.html`` in the comparison's folder when None.
 
         Returns:
             The HTML file.
         """
         place = self.folder / "report.html" if out is None else place_of(out, "out")
-        return write([self.folder], place, against=self.against, models=self.models, margin=self.margin, charts=False)
+        return write_report(
+            [self.folder], place, against=self.against, models=self.models, margin=self.margin, charts=False
+        )
 
     def plot(self, name: str | None = None) -> LayerChart:
-        """An Altair chart: the mean of every method with its 95 % interval over seeds, and every seed as a dot.
+        """Draw the mean of every method with its 95 % interval over seeds, and every seed as a dot.
 
         Args:
-            name: the figure; the leading metric when None.
+            name: the figure. The leading metric when None.
 
         Raises:
             ConfigError: there is no such figure.
@@ -142,7 +144,7 @@ class RecordedComparison:
         shown = figure(self._lead)
         metric = within_line(titled(shown))
         heads = ["method", "model", f"test {metric}", f"difference to {self.against}", "Holm p", "verdict"]
-        return display.html_table(heads, self._lines()) + display.drawn(self.plot())
+        return display.html_table(heads, self._lines()) + display.draw_svg(self.plot())
 
     def __repr__(self) -> str:
         lines = [
@@ -155,13 +157,13 @@ class RecordedComparison:
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
-        """Method, model, mean, difference, Holm's p and verdict as texts."""
+        """Return method, model, mean, difference, Holm's p and verdict as texts."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
         lines = []
         for row in contenders(self._runs, self._rows, self.models):
             result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
-            gap = pair(*difference(self._lead, one.mean, one.half)) if one else ""
+            gap = pair(*write_difference(self._lead, one.mean, one.half)) if one else ""
             holm = p_value(one.holm) if one and one.testable else ""
             lines.append([row.method, row.model, result, gap, holm, other.words if other else row.remark])
         return lines
@@ -182,7 +184,7 @@ class RecordedComparison:
 
     @cached_property
     def _rows(self) -> list[Row]:
-        return rows_of(self._runs)
+        return method_rows(self._runs)
 
     @cached_property
     def _lead(self) -> str:
