@@ -208,9 +208,13 @@ def test_a_module_opens_with_its_subject() -> None:
     ]
 
 
+def test_the_page_on_the_architecture_is_short() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 120
+
+
 def test_the_page_on_the_architecture_names_files_that_are_there() -> None:
     named = set(re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
-    assert len(named) > 30
+    assert len(named) > 10
     assert not {name for name in named if name not in MODULES}
 
 
@@ -222,7 +226,7 @@ def test_the_page_on_the_architecture_names_parts_that_are_there() -> None:
     parts |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     parts |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     parts |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert len(named) > 25
+    assert len(named) > 10
     words = {"list", "json", "toml", "html", "parquet"} | {"commands", "lists", "results", "lab", *PACKAGES}
     assert named - parts <= words  # a command, and endings of files
 
@@ -260,8 +264,8 @@ def broken(steps: list[str]) -> list[str]:
 
 def test_the_walks_of_the_architecture_go_from_file_to_file() -> None:
     walks = steps_of_walks()
-    assert [len(steps) for steps in walks] == [15, 7, 14]
-    assert [broken(steps) for steps in walks] == [[], [], []]
+    assert [len(steps) for steps in walks] == [7]
+    assert [broken(steps) for steps in walks] == [[]]
     assert all(broken([*steps[:-1], "rows/prox/sets.py"]) for steps in walks)
 
 
