@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
 from fedloom.storage import disk
-from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import explained, make_folder
 
 PULSE_SECONDS = 5.0
@@ -230,6 +229,8 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
         return
     with suppress(OSError):
         if all(path.name.lstrip(".").startswith("checkpoint-") for path in before.iterdir()):
+            from fedloom.storage.checkpoint import Checkpoints  # with PyTorch, which nothing else here needs
+
             Checkpoints(before).copy_newest(state)
 
 
