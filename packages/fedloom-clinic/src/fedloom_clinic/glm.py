@@ -63,9 +63,10 @@ class Glm(ScriptedAnalysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
-            cure = (
-                "a Cox regression is for times to an event" if schema.task == "survival" else "take one or two classes"
-            )
+            cure = {
+                "survival": "a Cox regression is for times to an event",
+                "classification": "declare two classes as binary, with task = 'binary' where the data are read",
+            }.get(schema.task, "take one target")
             raise Refused(
                 f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}; {cure}"
             )
