@@ -80,7 +80,7 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
     assert set(used) == {products.Compiled}
     used.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(Fused, "at_once", lambda *_: None)
+        patch.setattr(Fused, "loop_for", lambda *_: None)
         stepwise = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
     assert set(used) == {products.Compiled}
     torch.testing.assert_close(stepwise, compiled, **TOLERANCE)
@@ -205,7 +205,7 @@ def test_all_steps_at_once_are_the_steps(
     steps = torch.tensor([[3], [0], [5], [1]])
     assert oracle.loop_for(start.contiguous()) is not None
     got, counted = train(steps)
-    monkeypatch.setattr(Fused, "at_once", lambda *_: None)
+    monkeypatch.setattr(Fused, "loop_for", lambda *_: None)
     expected, samples = train(steps)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(counted, samples)

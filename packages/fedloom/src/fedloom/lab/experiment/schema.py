@@ -82,7 +82,7 @@ class Head(Value):
     """Plain keys of an experiment file that are no choices of a run. `Setting` has the others."""
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
-    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="seeds. Every method runs once per seed")
+    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
     settings: Constants = Field("default", description="default constants of the methods: default, paper or released")
 
     @field_validator("seeds")
