@@ -112,11 +112,11 @@ class History:
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
-        chart: LayerChart = display().chart(self.table(), metric, part)
+        chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 
     def _repr_html_(self) -> str:
-        page: str = display().page(self.table(), f"round {self.round}")
+        page: str = display().notebook_page(self.table(), f"round {self.round}")
         return page
 
 

@@ -68,7 +68,7 @@ def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
 def write_total(value: float) -> str:
     r"""Render a total: three significant digits below 100, else whole, with thin spaces between thousands.
 
-    >>> total(99.94), total(1234567), total(2.5e9)
+    >>> write_total(99.94), write_total(1234567), write_total(2.5e9)
     ('99.9', '1\u202f234\u202f567', '2.5e9')
     """
     if abs(value) >= 1000 * MIN_EXPONENT_VALUE or abs(value) < 100:
@@ -145,7 +145,7 @@ def p_value(p: float) -> str:
 def shorten_list(names: Sequence[str], most: int) -> str:
     """List the first names, and count the others.
 
-    >>> listed(["a", "b", "c"], 2)
+    >>> shorten_list(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

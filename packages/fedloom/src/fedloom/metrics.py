@@ -159,7 +159,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
 def class_metric_name(name: str, label: str) -> str:
     """Return the name under which a metric of one class is recorded.
 
-    >>> of_class("recall", "ill"), metric("recall[ill]").title
+    >>> class_metric_name("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')
     """
     return f"{name}[{label}]"

@@ -46,7 +46,7 @@ def draw_marks() -> dict[str, str]:
 def count_claims(count: int, word: str) -> str:
     """Render a number of claims with a verdict, such as "2 do not hold".
 
-    >>> counted(1, "holds in part"), counted(3, "not tested (needs a GPU)"), counted(2, "undecided")
+    >>> count_claims(1, "holds in part"), count_claims(3, "not tested (needs a GPU)"), count_claims(2, "undecided")
     ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
     """
     plural = {"holds": "hold", "does": "do"}

@@ -165,14 +165,14 @@ class Result:
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
-        chart: LayerChart = display().chart(self.table(), metric, part)
+        chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
         """Draw a small table and a curve, for notebooks."""
-        page: str = display().page(self.table(), repr(self))
+        page: str = display().notebook_page(self.table(), repr(self))
         return page
 
     def __repr__(self) -> str:

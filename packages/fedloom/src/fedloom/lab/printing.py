@@ -32,7 +32,7 @@ UNLIMITED_WIDTH = 100_000
 class _Output(Console):
     """Standard output, which leaves it to the program what it does once there is no reader."""
 
-    def handle_broken_pipe(self) -> None:
+    def on_broken_pipe(self) -> None:
         raise
 
 

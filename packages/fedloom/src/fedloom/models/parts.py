@@ -46,7 +46,7 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
     Raises:
         ConfigError: the module has no linear layer, or names one that does not exist.
 
-    >>> head(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> head_prefixes(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2.',)
     """
     return (f"{_head(module)}.",)

@@ -59,12 +59,12 @@ class LawUploads(NamedTuple):
         return self._replace(**changes)
 
 
-def aggregation_runs(s: LawUploads) -> None:
+def runs(s: LawUploads) -> None:
     """The rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
-def aggregate_shapes(s: LawUploads) -> None:
+def shapes(s: LawUploads) -> None:
     """One finite vector per field, in the dtype of the rows. The state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
@@ -83,7 +83,7 @@ def aggregate_shapes(s: LawUploads) -> None:
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
 
 
-def rows_unmodified(s: LawUploads) -> None:
+def arguments_unmodified(s: LawUploads) -> None:
     """Neither rows, weights nor the state that is given are changed."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
@@ -94,7 +94,7 @@ def rows_unmodified(s: LawUploads) -> None:
         agree(got, want, f"{what} changed, or share memory with the aggregates")
 
 
-def aggregation_repeatable(s: LawUploads) -> None:
+def repeatable(s: LawUploads) -> None:
     """Equal calls give equal results to the last bit, and the value stays as it is."""
     before = s.rule.model_dump()
     with generators_untouched():
@@ -120,8 +120,8 @@ def permutation(s: LawUploads) -> None:
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
-def weights_scale_free(s: LawUploads) -> None:
-    """A rule that is `weights_scale_free` reads weights up to a factor. Another rule does not read them."""
+def weighted(s: LawUploads) -> None:
+    """A rule that is `weighted` reads weights up to a factor. Another rule does not read them."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
@@ -160,16 +160,14 @@ def small_cohorts(s: LawUploads) -> None:
 
 
 AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
-    aggregation_runs: "repair this line",
-    aggregate_shapes: (
-        "return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"
-    ),
-    rows_unmodified: "clone before an in-place operation, and return tensors of your own",
-    aggregation_repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
+    runs: "repair this line",
+    shapes: ("return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"),
+    arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
+    repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
     resume: "keep all that a round needs from the one before in the state",
     permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
     "does, leave the law out: without=['permutation']",
-    weights_scale_free: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
+    weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
     agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
     "without=['agreement']",
     linear: "let linear be True for a weighted mean and nothing else",
@@ -209,7 +207,7 @@ def _enough(rule: Aggregator) -> int:
             rule.check(m)
         except ConfigError as error:
             refusal = str(error)
-        except Exception:  # the law `aggregation_runs` meets it again, and reports it
+        except Exception:  # the law `runs` meets it again, and reports it
             return 5
         else:
             return max(5, m + 2)

@@ -63,7 +63,7 @@ class AttackScene(NamedTuple):
         return [generator(ATTACK_SEED, 1, i, "attack") for i in range(len(self.base))]
 
 
-def forgery_runs(s: AttackScene) -> None:
+def runs(s: AttackScene) -> None:
     """The attack runs where honest models are known, where they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
@@ -78,7 +78,7 @@ def attackers(s: AttackScene) -> None:
     agree(s.attack.attackers(CLIENT_COUNT, ATTACK_SEED), got, "the attackers of the same seed")
 
 
-def forged_shapes(s: AttackScene) -> None:
+def shapes(s: AttackScene) -> None:
     """Forged models are finite rows [b, d] in the dtype of the models. Labels stay labels. Others' rows stay."""
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
@@ -99,7 +99,7 @@ def forged_shapes(s: AttackScene) -> None:
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
 
 
-def models_unmodified(s: AttackScene) -> None:
+def arguments_unmodified(s: AttackScene) -> None:
     """No argument is changed, and none shares memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
@@ -108,7 +108,7 @@ def models_unmodified(s: AttackScene) -> None:
         agree(got, want, f"{what} changed, or shares memory with the result")
 
 
-def forgery_repeatable(s: AttackScene) -> None:
+def repeatable(s: AttackScene) -> None:
     """Equal generators give equal results to the last bit, and the value stays as it is."""
     before = s.attack.model_dump()
     with generators_untouched():
@@ -132,11 +132,11 @@ def knowledge(s: AttackScene) -> None:
 
 
 ATTACK_LAWS: dict[Callable[[Any], None], str] = {
-    forgery_runs: "repair this line; honest is None where the honest models are not known",
+    runs: "repair this line; honest is None where the honest models are not known",
     attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
-    forged_shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
-    models_unmodified: "clone before an in-place operation, and return a tensor of your own",
-    forgery_repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
+    shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
+    arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
+    repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
 """Every law of an attack, with the cure of what usually breaks it."""

@@ -150,7 +150,7 @@ def parts(s: Subject) -> None:
             agree(got, want, f"coordinates of {name} outside part {kind.part!r} were read")
 
 
-def server_rows_used(s: Subject) -> None:
+def kept_rows(s: Subject) -> None:
     """Only a method with ``mixes`` looks at the cohort's kept rows."""
     scene = Scene(s)
     if not s.algorithm.mixes:

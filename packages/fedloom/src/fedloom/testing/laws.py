@@ -28,9 +28,9 @@ from fedloom.testing.declared import (
     encoding,
     idle_is_finite,
     idle_is_zero,
+    kept_rows,
     parts,
     runs,
-    server_rows_used,
     shapes,
     translation,
 )
@@ -197,7 +197,7 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
     law.__name__: law
     for law in (
         runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state,
-        dropped_is_not_sampled, bases, parts, server_rows_used, idle_is_finite, idle_is_zero, encoding, translation,
+        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, encoding, translation,
         precision, resume,
     )
 }  # fmt: skip

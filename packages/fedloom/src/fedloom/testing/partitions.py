@@ -49,7 +49,7 @@ class Case:
         return self.partition(self.data, PARTITION_SEED)
 
 
-def drawing_runs(s: Case) -> None:
+def runs(s: Case) -> None:
     """The partition draws clients, and a federation comes of it."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partition.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
@@ -120,7 +120,7 @@ def seeded(s: Case) -> None:
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
-def pool_unmodified(s: Case) -> None:
+def arguments_unmodified(s: Case) -> None:
     """Drawing changes neither the pool nor the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
@@ -156,13 +156,13 @@ def prepared(s: Case) -> None:
 
 
 PARTITION_LAWS: dict[Callable[[Any], None], str] = {
-    drawing_runs: "repair this line",
+    runs: "repair this line",
     declared: "give int64 arrays, and one entry per client in all that a draw has",
     pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
     disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
     tested_apart: "leave the samples of Draw.test out of Draw.dealt",
     seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
-    pool_unmodified: "copy before an in-place operation",
+    arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
 """Every law of a partition, with the cure of what usually breaks it."""
@@ -189,12 +189,12 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     for where, data_set in cases.items():
         case = Case(partition, data_set)
         try:
-            drawing_runs(case)
+            runs(case)
         except ConfigError as refusal:
             refusals.append(str(refusal))
             continue
         except Exception:
-            hold({drawing_runs: PARTITION_LAWS[drawing_runs]}, case, partition, Partition, where=f" on {where}")
+            hold({runs: PARTITION_LAWS[runs]}, case, partition, Partition, where=f" on {where}")
             raise
         hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):

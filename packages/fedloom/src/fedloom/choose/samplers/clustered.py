@@ -89,7 +89,7 @@ class Clustered(SizedSampler):
         return torch.multinomial(w, 1, generator=ctx.rng("cohort"))[:, 0].sort().values, state
 
     def learn(self, state: Gradients | Nothing, replies: Tensor, ctx: Ctx) -> Gradients | Nothing:
-        """Store the cohort's new representative gradients."""
+        """Return the state with the cohort's new representative gradients."""
         if not isinstance(state, Gradients):
             return state
         g = state.g.clone()

@@ -98,7 +98,7 @@ class PowerOfChoice(SizedSampler):
         return work.loss(model, work.last_batch())
 
     def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
-        """Store the losses of the cohort."""
+        """Return the state with the losses of the cohort."""
         loss = state.loss.clone()
         loss[ctx.ids] = replies[:, 0].to(loss)
         return Losses(loss)

@@ -73,7 +73,7 @@ def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
         owner: client of each ``[k]``, from 0 to n - 1.
         n: clients. One without an entry holds no sample.
 
-    >>> by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
+    >>> group_by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
     """
     return Dealt(index[sort_by_key(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))

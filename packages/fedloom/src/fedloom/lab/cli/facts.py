@@ -69,7 +69,7 @@ def _print(lines: list[tuple[str, str]]) -> None:
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
     """Yield names with their lines beside them, or below where a terminal is narrow. None folds nothing.
 
-    >>> [*in_two_columns([("fedavg", "average of models.")], 18)]
+    >>> [*format_columns([("fedavg", "average of models.")], 18)]
     ['  fedavg', '    average of', '    models.']
     """
     indent = 2 + max(MIN_NAME_WIDTH, 2 + max(len(name) for name, _ in lines))

@@ -229,7 +229,7 @@ def tex(text: str) -> str:
 def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
     r"""Render a LaTeX cell: a figure with its half width, in bold, or with a dagger.
 
-    >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", dagger=True)
+    >>> mark_cell("91.2", "0.4"), mark_cell("91.2", "0.4", best=True), mark_cell("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')
     """
     if mean == UNKNOWN_DASH:
