@@ -32,7 +32,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
-from fedloom.lab.tune.trial import PART, for_scoring, without_test
+from fedloom.lab.tune.trial import TRIAL_PART, for_scoring, remove_test
 from fedloom.metrics import leading
 from fedloom.models import MLP
 
@@ -106,7 +106,7 @@ CASES = {
 
 @cache
 def federation(make: Callable[[], Federation]) -> Federation:
-    return without_test(make())
+    return remove_test(make())
 
 
 def setting(case: Case, method: Any) -> Setting:
@@ -121,7 +121,7 @@ def score(result: Result) -> dict[str, float]:
     records, found = result.state.records, {}
     for model in ("global", "personal", "hybrid"):
         names = {r.metric for r in records.items if r.model == model and not r.total}
-        values = records.last(model, PART, leading(names)) if names else None
+        values = records.last(model, TRIAL_PART, leading(names)) if names else None
         if values is not None:
             found[model] = float(np.nanmean(values))
     return found if result.stop is Stop.DONE else {}
