@@ -67,14 +67,14 @@ def test_a_choice_is_added_in_one_place() -> None:
         patience: int = Field(3, ge=1, description="rounds to wait")
         late: Engine | None = None
 
-    made = More.of("fedavg", patience=5)
+    made = More.create("fedavg", patience=5)
     assert "patience" in More.plain()
     assert made.document()["patience"] == made.numbers()["patience"] == 5
-    assert find_difference(More.of("fedavg").numbers(), made.numbers()) == "patience was 3, now it is 5"
+    assert find_difference(More.create("fedavg").numbers(), made.numbers()) == "patience was 3, now it is 5"
     with pytest.raises(
         ConfigError, match=r"patience: .*greater than or equal to 1, got 0 \(patience: rounds to wait\)"
     ):
-        More.of("fedavg", patience=0)
+        More.create("fedavg", patience=0)
 
 
 def test_what_changes_no_number_is_left_out_and_everything_else_is_in() -> None:

@@ -1,4 +1,4 @@
-"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export_model``."""
+"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
 
 from __future__ import annotations
 

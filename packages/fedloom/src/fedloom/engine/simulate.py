@@ -90,7 +90,7 @@ def simulate(
             or "released" for those of its public code.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
-            ``schedule``, ``score_round``, ``engine``. None leaves a default.
+            ``schedule``, ``evaluate``, ``engine``. None leaves a default.
 
     Returns:
         Metrics and models. `Result.stop` of a run that diverged or was interrupted has that. One whose training loss is

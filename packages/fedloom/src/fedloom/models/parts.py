@@ -1,6 +1,6 @@
 """Named parts of a model: its head (last linear layer) and the layer before it.
 
-A module of user code may name them itself with string attributes ``head_prefixes`` and ``penultimate``.
+A module of user code may name them itself with string attributes ``head`` and ``penultimate``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
 def head_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Prefixes of the parameters of the last linear layer, for splits into body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module's own attribute ``head_prefixes`` if that is a string, else the last
+    The last linear layer is the module's own attribute ``head`` if that is a string, else the last
     `nn.Linear` in the order of registration.
 
     Raises:

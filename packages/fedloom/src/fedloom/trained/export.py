@@ -71,7 +71,7 @@ def export_model(
         The ranks of the layers that were replaced, by name. `fedloom.models.thin` builds a module with these.
 
     Raises:
-        ConfigError: an unknown format, the packages of the extra ``export_model`` are missing, a module that makes no
+        ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no
             graph, a table whose scaling is not known, a threshold that decides nothing, or a path that must not be
             written.
         CheckpointError: the disk is full or refuses.

@@ -138,7 +138,7 @@ def status_of(server: Server) -> dict[str, Any]:
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
     ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
-    ``summarize_counters``: sentences on the counters of masked sums, see `summarize_counters`;
+    ``counted``: sentences on the counters of masked sums, see `summarize_counters`;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.

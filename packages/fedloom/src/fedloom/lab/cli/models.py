@@ -1,4 +1,4 @@
-"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export_model``."""
+"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
 
 from __future__ import annotations
 
