@@ -67,7 +67,11 @@ def setting(pair: Pair, root: int = 0) -> Setting:
         parts = {"weights": "clusters-2", **parts}
     if "fltrust" in (pair.plugin, pair.beside):  # its trusted client must be in every cohort
         parts["sampler"] = Uniform(fraction=1.0)
-    if pair.kind == "aggregator" and pair.beside == "size-weighted" and hasattr(parts["aggregator"], "f"):
+    if (
+        pair.kind == "aggregator"
+        and pair.beside in ("size-weighted", "bernoulli")
+        and hasattr(parts["aggregator"], "f")
+    ):
         parts["aggregator"] = parts["aggregator"].with_(f=0)  # large clients are drawn repeatedly, so cohorts are small
     local = LocalSGD(lr=0.05, steps=2, batch_size=8)
     return Setting.create("fedavg", MLP(hidden=(3,)), rounds=2, local=local, evaluate={"every": 2}, **parts)
