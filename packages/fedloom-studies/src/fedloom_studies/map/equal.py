@@ -27,13 +27,14 @@ from fedloom_studies.map.statements import (
 
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
-EQUAL_GRADIENTS_TEXT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked.
-Every run takes as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy.
-What is spent before the first round and after the last one counts.{dearer} Settings are searched anew, with the same
-trials, seeds and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is
-not tested: its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made
-again. *Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
-over seeds, Holm's correction over the methods of a setup whose work differs)."""
+EQUAL_GRADIENTS_TEXT = """\
+FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
+as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
+before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
+and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
+its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
+and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
+Holm's correction over the methods of a setup whose work differs)."""
 
 
 class BothProtocols(NamedTuple):

@@ -46,8 +46,8 @@ PAPERS_TEXT = """# The papers
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
 with grids of equal size for every method. [How claims are judged](#how-claims-are-judged).
 """
-CLOSING_TEXT = """The page is generated from recorded runs; only withdrawn results are typed. One command repeats a
-table:
+CLOSING_TEXT = """\
+The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
