@@ -23,7 +23,7 @@ from fedloom_sites.deploy.site.pinned import CLIENT_PROGRAM, NOT_LET_IN, SECRET_
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     """What the process that starts a site's tasks is given, from itself."""
-    from flwr.supercore.superexec import run_superexec
+    from fedloom_sites import flwr_adapter
 
     seen = folder / "seen.json"
 
@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
         known = {"address": address, "secret": superexec_auth_secret.hex(), "path": os.environ["PATH"], **options}
         seen.write_text(json.dumps({**known, "own parent": os.getppid()}))
 
-    monkeypatch.setattr(run_superexec, "run_superexec", write)
+    monkeypatch.setattr(flwr_adapter, "run_superexec", write, raising=False)  # it keeps the name once it is used
     os.waitpid(start_executor(["flower-supernode", "--port", "9094", SECRET_OPTION, str(folder / "secret")], folder), 0)
     arguments: dict[str, Any] = json.loads(seen.read_text())
     return arguments
