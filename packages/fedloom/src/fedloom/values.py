@@ -176,7 +176,7 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Call ``make_value(**options)``, what pydantic refuses becomes a sentence.
+    """Call ``make_value(**options)``. What pydantic refuses becomes a sentence.
 
     Args:
         make_value: a value's class, or a preset.
@@ -334,7 +334,7 @@ def _sentence(
 
 
 def _shortened(description: str) -> str:
-    """The description of an option up to its first colon or semicolon, where it is long."""
+    """The description of an option up to its first colon or semicolon. Where it is long."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 

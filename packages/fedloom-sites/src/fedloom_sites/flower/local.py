@@ -57,7 +57,7 @@ class Local:
         channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
             document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
             else this one takes its place. Scores travel without noise.
-        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0, what is longer is
+        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0. What is longer is
             shortened, whatever the server's document says. None: any length.
     """
 

@@ -1,4 +1,4 @@
-"""Measuring cells: trials, then fresh seeds, what is missing only, in any order, until the time is over."""
+"""Measuring cells: trials, then fresh seeds. What is missing only, in any order, until the time is over."""
 
 from __future__ import annotations
 

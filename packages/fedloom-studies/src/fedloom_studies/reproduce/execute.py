@@ -1,4 +1,4 @@
-"""Running a recipe: what is to be chosen, then every variant, what is missing only, and within a budget."""
+"""Running a recipe: what is to be chosen, then every variant. What is missing only, and within a budget."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def cluster_shares(
     """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
 
     Every client trains the initial model for a round, as the run's clients do, and sends its mean activations under
-    that model (Equitable-FL, Algorithm 1, lines 5-10, where it is so in every round and over the cohort).
+    that model (Equitable-FL, Algorithm 1, lines 5-10. Where it is so in every round and over the cohort).
 
     Args:
         clusters: C. None where it is sought.

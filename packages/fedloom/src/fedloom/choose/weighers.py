@@ -113,7 +113,7 @@ class EquitableWeigher(Weigher):
     Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. How a client's
     activations become one vector is not stated: here the mean over its training samples (or its last mini-batch) of
     the log-softmax of the penultimate representation under its trained model. The server receives activations of single
-    clients. The paper presets C, where it is not given, `clear_clusters` looks for it in every round.
+    clients. The paper presets C. Where it is not given, `clear_clusters` looks for it in every round.
     """
 
     kind: ClassVar[str] = "equitable"

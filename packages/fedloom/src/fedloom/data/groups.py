@@ -101,7 +101,7 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 
     Published are sums over the rows of a group, and over all rows. A set of rows follows if its indicator is a linear
     combination of theirs: the audit of cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure
-    control", JASA 1980). Sets that must not follow, where they are too small: suppressed groups, what a choice leaves,
+    control", JASA 1980). Sets that must not follow. Where they are too small: suppressed groups, what a choice leaves,
     what two groups share, what one has beyond another, and rows that are alike in every group. Groups without a row
     count as published: their sums are zero.
 

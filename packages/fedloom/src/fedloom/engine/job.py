@@ -30,7 +30,7 @@ class Job(RunProblem):
         models: last models of the clients, for a mixer, where `kept` does not have them.
         summed: what the clients' uploads have added up to (`summed_fields`).
         residue: what the channel has not sent yet, of every client.
-        optimizer: states of every client's optimisers, where they are kept.
+        optimizer: states of every client's optimisers. Where they are kept.
         locations: the machines that have the latest row of every client.
     """
 

@@ -128,7 +128,7 @@ class State:
         notes: sentences on dropped clients and such.
         times: seconds of the rounds. No number depends on them.
         clock: the time, virtual or of real sites, and what is under way in it. None without devices or a stream.
-        shares: ``[n, 1]`` the clients' shares of the objective, where they are found again. None: `Job.alpha`.
+        shares: ``[n, 1]`` the clients' shares of the objective. Where they are found again. None: `Job.alpha`.
     """
 
     round: int

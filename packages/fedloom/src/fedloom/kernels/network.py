@@ -170,7 +170,7 @@ def _copy(values: Any, out: Any) -> None:
 
 @compiled
 def _rectify(values: Any, h: Any) -> None:
-    """Zero where ``h`` is not positive, what is not a number stays so."""
+    """Zero where ``h`` is not positive. What is not a number stays so."""
     zero = values.dtype.type(0)
     for k in range(len(values)):
         values[k] = zero if h[k] <= zero else values[k]

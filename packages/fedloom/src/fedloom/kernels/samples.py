@@ -64,7 +64,7 @@ def _above(value: object, best: object) -> Any:
 
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
-    """``out <- max(0, max of every 2x2 square of x)``, what is not a number stays so.
+    """``out <- max(0, max of every 2x2 square of x)``. What is not a number stays so.
 
     Args:
         x: ``[b, h, w, c]``. An odd row or column at the end is left out. int16: the bits of bfloat16.

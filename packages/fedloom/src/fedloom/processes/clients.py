@@ -44,7 +44,7 @@ class TrainRequest(NamedTuple):
         down: the download, fields ``[.]`` where all clients receive the same, else ``[c, .]``.
         server: the server's state before the round.
         steps: ``[m]`` local steps that the clients take. None: as many as the run's settings have.
-        alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
+        alpha: ``[n, 1]`` the clients' shares of the objective. Where they are not those before round 1.
     """
 
     round: int
@@ -133,7 +133,7 @@ class ScoreRequest(NamedTuple):
         cohort: ``[c]`` clients whose training parts give the normalisation statistics of the global model.
         down: the download of all clients, of which personal models are made. None if there are none.
         model: ``[d]`` the global model. None if there is none.
-        alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
+        alpha: ``[n, 1]`` the clients' shares of the objective. Where they are not those before round 1.
     """
 
     round: int

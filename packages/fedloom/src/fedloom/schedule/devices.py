@@ -23,7 +23,7 @@ Slow = Literal["drawn", "rare-labels"]
 
 
 class Devices(Value, ABC):
-    """The devices of a run's clients, what is drawn comes from streams of the seed that nothing else uses."""
+    """The devices of a run's clients. What is drawn comes from streams of the seed that nothing else uses."""
 
     kind: ClassVar[str]
 

@@ -53,7 +53,7 @@ class Stream(Schedule, ABC):
     """Clients train all the time: who has answered is replaced at once, by a client that gets the newest model.
 
     A step of the server takes the first uploads that arrive. An upload's staleness is the number of steps that the
-    server took while the client trained, what it changes is multiplied by a factor that falls with the staleness.
+    server took while the client trained. What it changes is multiplied by a factor that falls with the staleness.
     """
 
     concurrency: int | None = Field(

@@ -64,7 +64,7 @@ class AttackScene(NamedTuple):
 
 
 def runs(s: AttackScene) -> None:
-    """The attack runs where honest models are known, where they are not, and with a single client of each kind."""
+    """The attack runs where honest models are known. Where they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
 

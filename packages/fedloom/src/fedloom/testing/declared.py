@@ -105,7 +105,7 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is new - old of its base, what accumulates beside the model adds up to the mean by shares of all."""
+    """A difference is new - old of its base. What accumulates beside the model adds up to the mean by shares of all."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     up, rows = a.client(scene.down, scene.rows, scene.work())

@@ -69,7 +69,7 @@ class Process:
         self._popen.poll()
 
     def reap(self) -> int:
-        """Its exit status, what is left of its group is killed first."""
+        """Its exit status. What is left of its group is killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

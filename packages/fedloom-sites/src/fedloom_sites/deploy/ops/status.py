@@ -78,7 +78,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     Args:
         log: its lines.
         members: names of the sites, by client.
-        rounds: rounds done, what was accepted for a later one has no effect yet.
+        rounds: rounds done. What was accepted for a later one has no effect yet.
 
     Returns:
         ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (the mean

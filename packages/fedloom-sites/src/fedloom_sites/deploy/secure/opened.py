@@ -208,7 +208,7 @@ class OpenedSums:
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The part of the record on this experiment, where there is none, all rounds up to the newest are summed.
+        """The part of the record on this experiment. Where there is none, all rounds up to the newest are summed.
 
         The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
         left it. So are all steps of analyses, but where whole records show that the site has answered none:

@@ -91,7 +91,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return, as integers, what the server's sum has of a client of this mass before its first upload."""
+        """Return, as integers. What the server's sum has of a client of this mass before its first upload."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):

@@ -231,7 +231,7 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests, what is open of them, by the message."""
+        """Send requests. What is open of them, by the message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []

@@ -1,4 +1,4 @@
-"""Approval of a run at a site, by the digest of all that is agreed on, where it is asked for, nothing trains before."""
+"""Approval of a run at a site, by the digest of all that is agreed on. Where it is asked for, nothing trains before."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class SiteCox:
         return rows == first
 
     def _rows_digest(self) -> str:
-        """Digest of the rows, where they cannot be read, of nothing."""
+        """Digest of the rows. Where they cannot be read, of nothing."""
         try:
             return digest_of([part.tobytes() for part in self._rows[0]])
         except Exception as error:  # as in `vector`

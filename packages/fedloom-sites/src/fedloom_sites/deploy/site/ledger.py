@@ -6,7 +6,7 @@ because the download is another, is counted again.
 
 Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
 after it names its bytes. Where the chain does not hold, has fewer lines than the state beside it has releases, or lacks
-a round that the server has accepted, what is spent cannot be known, and nothing is released any more.
+a round that the server has accepted. What is spent cannot be known, and nothing is released any more.
 
 A site's own limit is one of its data: what other experiments on data of the same name have spent is added, since
 epsilon and delta of several experiments add up. The memory of these data has the epsilon of each ledger.

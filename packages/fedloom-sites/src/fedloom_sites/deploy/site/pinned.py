@@ -80,7 +80,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 
 def main() -> None:
-    """Run a task of Flower with the app that is installed here, what the server sent is not installed, nor loaded."""
+    """Run a task of Flower with the app that is installed here. What the server sent is not installed, nor loaded."""
     from fedloom_sites.deploy.apps import client_app
     from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 

@@ -126,7 +126,7 @@ class Draw(NamedTuple):
 
 
 PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
-"""Fields of a draw that have a row for each client, where they are given."""
+"""Fields of a draw that have a row for each client. Where they are given."""
 
 
 class Partition(Value):

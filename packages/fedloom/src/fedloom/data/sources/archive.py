@@ -307,7 +307,7 @@ class GrowingRows:
         return self._data[start : self.size]
 
     def at(self, start: int, count: int) -> NDArray[np.generic]:
-        """`count` rows from `start` on to write into, what is not there yet is added."""
+        """`count` rows from `start` on to write into. What is not there yet is added."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 

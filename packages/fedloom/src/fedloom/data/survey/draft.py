@@ -88,7 +88,7 @@ class Draft:
 
     @property
     def chosen(self) -> tuple[str | None, str | None, str | None]:
-        """Names of the target, the event and the site, where they are known."""
+        """Names of the target, the event and the site. Where they are known."""
         target, event, site = (None if c is None else c.name for c in (self._target, self._event, self._site))
         return target, event, site
 
@@ -157,7 +157,7 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target and its event, where they are there."""
+        """The target and its event. Where they are there."""
         return [column for column in (self._target, self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:

@@ -30,7 +30,7 @@ MISSING_TOKENS = frozenset(
 LEVELS_TOO = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are also levels in many tables: only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
+"""Share of cells that may be no numbers in a column of numbers. Where they are few different ones."""
 MOST_ODD = 4
 """Different cells that may be no numbers in a column of numbers. More are levels or texts."""
 CLEAR_ZERO_SHARE = 0.05

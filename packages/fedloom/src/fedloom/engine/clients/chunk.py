@@ -243,7 +243,7 @@ def accept(
         task: the clients.
         down: what these clients received.
         output: what they sent.
-        counts: ``[m, 7]`` their work and traffic, where they are known.
+        counts: ``[m, 7]`` their work and traffic. Where they are known.
         applied: their uploads as the present server takes them, as they were sent when None.
     """
     upload = output.upload

@@ -29,7 +29,7 @@ class Letter(NamedTuple):
     Attributes:
         codec: writes it.
         values: the fields, ``[m, .]``, or ``[.]`` where all clients get the same.
-        ranks: of matrices, where they are known.
+        ranks: of matrices. Where they are known.
     """
 
     codec: Codec

@@ -26,7 +26,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     """Find the clusters again where a round begins with that.
 
     All clients train the global model for a round and send their activations, as before round 1. Where the shares of
-    the clients change, what the server has summed up by shares is summed up by the new ones: of kept rows, and of what
+    the clients change. What the server has summed up by shares is summed up by the new ones: of kept rows, and of what
     clients' uploads have added up to. The new shares are in the server's model from its next step on.
 
     Returns:

@@ -154,7 +154,7 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
     """Return a function from a part to outputs of clients ``ids [m]``, for one model ``[d]`` or one each ``[m, d]``.
 
     The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it. Lines
-    are those of the objective, where it has any (`Objective.line`).
+    are those of the objective. Where it has any (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)

@@ -185,7 +185,7 @@ class Clock:
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, for a checkpoint, what several flights have received alike is there once."""
+        """Everything by name, for a checkpoint. What several flights have received alike is there once."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),

@@ -33,7 +33,7 @@ def tune(
 
     Methods have equal trials and equal work. Run it again to resume.
 
-    Writes tuned.toml, the experiment with what was chosen, and tuning.md, what was tried.
+    Writes tuned.toml, the experiment with what was chosen, and tuning.md. What was tried.
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """

@@ -181,7 +181,7 @@ class Plan:
             The outcome of every run, those that were there included.
 
         Raises:
-            CheckpointError: a disk that is full or refuses, what was finished is kept.
+            CheckpointError: a disk that is full or refuses. What was finished is kept.
             RunDirError: another process works in the directory, or has made it another experiment's. Or two labels
                 differ only in case, which its disk ignores.
             ConfigError: it is to join, with ranks, or to forget what is there.

@@ -58,8 +58,8 @@ def read(
         rounds: of every method.
         trust: run the code that it names by import path, though it is another user's.
         refit: train on all samples with the first seed.
-        document: of the file, where it has been read already. The file is not read again then.
-        engine: replaces keys of its [engine], where it is not None.
+        document: of the file. Where it has been read already. The file is not read again then.
+        engine: replaces keys of its [engine]. Where it is not None.
 
     Raises:
         ConfigError: the file is missing, not TOML, holds what cannot be, or is another user's and names code.

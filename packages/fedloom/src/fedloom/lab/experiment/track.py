@@ -1,6 +1,6 @@
 """Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Figures are those of the whole federation, what is logged is the same after a restart. The files of all are in the run
+Figures are those of the whole federation. What is logged is the same after a restart. The files of all are in the run
 directory's folder ``tracking``, with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
 WANDB_MODE is set otherwise. ``wandb sync`` sends what it wrote.
 """

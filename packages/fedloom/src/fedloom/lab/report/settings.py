@@ -43,7 +43,7 @@ def _words(run: Run) -> str:
 
 
 def _text(value: object) -> str:
-    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``, what is off or empty is left out."""
+    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``. What is off or empty is left out."""
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
         rest = {k: _text(v) for k, v in value.items() if k not in ("kind", "source")}

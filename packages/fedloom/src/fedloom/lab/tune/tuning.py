@@ -175,7 +175,7 @@ class Tuning:
 
         Raises:
             RunStopped: interrupted. Or a method of which no trial completed. What was tried is kept.
-            CheckpointError: a disk that is full or refuses, what was tried is kept.
+            CheckpointError: a disk that is full or refuses. What was tried is kept.
         """
         self._stopped = False
         with lock(self.out, joins=join), interruptible() as interrupted:

@@ -1,6 +1,6 @@
 """A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) change places.
 
-The values are the same, what is rectified is a quarter, and the backward pass needs a byte per output instead of both
+The values are the same. What is rectified is a quarter, and the backward pass needs a byte per output instead of both
 layers' activations.
 """
 

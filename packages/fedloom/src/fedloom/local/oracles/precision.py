@@ -181,7 +181,7 @@ def wake(device: torch.device) -> None:
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
-    """Products and convolutions in bfloat16, what needs more, such as a normalisation's statistics, stays float32."""
+    """Products and convolutions in bfloat16. What needs more, such as a normalisation's statistics, stays float32."""
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
 
 

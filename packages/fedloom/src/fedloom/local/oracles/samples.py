@@ -238,7 +238,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
-    """Whether the value of a loss depends on which of two targets rising outputs ``[b, 1]`` have, where it has both.
+    """Whether the value of a loss depends on which of two targets rising outputs ``[b, 1]`` have. Where it has both.
 
     A loss that no target changes, or that does not take such numbers, is not judged.
     """
