@@ -19,7 +19,7 @@ _MODULE_NAMES = {
     "check_alone": "distributed",
     "cores": "pool",
     "interruptible": "signals",
-    "joined": "distributed",
+    "join_ranks": "distributed",
     "useful": "pool",
 }
 
