@@ -38,7 +38,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
 from fedloom.data import Dataset, load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State

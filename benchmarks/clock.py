@@ -104,7 +104,7 @@ def main() -> None:
     g = np.random.default_rng(0)
     n = 4 * given.clients
     data = fl.Dataset.create((g.standard_normal((n, 8), dtype=np.float32), g.integers(0, 3, n)))
-    fed = fl.partition.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
+    fed = fl.partitions.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
     plain = per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
     small, large = (
         per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)

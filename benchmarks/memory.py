@@ -27,7 +27,7 @@ from fedloom.algorithms import FLAME
 from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD

@@ -21,9 +21,9 @@ from fedloom.formats import fixed, interval, pair
 from fedloom.lab.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
-    "amounts that differ": fl.partition.quantity(clients=10, beta=1.0, min_size=30),
-    "three labels each": fl.partition.shards(clients=10, labels_per_client=3, min_size=30, keep=60),
-    "two groups that mean other things": fl.partition.concept(clients=10, groups=2, min_size=30, keep=60),
+    "amounts that differ": fl.partitions.quantity(clients=10, beta=1.0, min_size=30),
+    "three labels each": fl.partitions.shards(clients=10, labels_per_client=3, min_size=30, keep=60),
+    "two groups that mean other things": fl.partitions.concept(clients=10, groups=2, min_size=30, keep=60),
 }
 """Federations by what is special about their clients; none of them has fewer than 20 training samples."""
 RATES = {

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.data.partition import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, group_by_owner
+from fedloom.data.partitions import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, group_by_owner
 from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
-from fedloom.rows.aggregate import AGGREGATORS, Aggregator, Median
+from fedloom.rows.aggregators import AGGREGATORS, Aggregator, Median
 from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
 
@@ -50,7 +50,7 @@ def test_every_aggregator_keeps_the_laws(kind: str) -> None:
 
 @pytest.mark.parametrize("pre", ["clip", "bucketing", "nnm"])
 def test_every_step_before_a_rule_keeps_the_laws(pre: str) -> None:
-    rule = fl.aggregate.WeightedMean(pre=({"kind": pre},))
+    rule = fl.aggregators.WeightedMean(pre=({"kind": pre},))
     check_aggregator(rule, without=["permutation"] if pre == "bucketing" else ["agreement"] if pre == "clip" else [])
 
 
@@ -420,9 +420,9 @@ def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'knowledge'"):
         check_attack(ALIE(), without=["knowlege"])
     with pytest.raises(ConfigError, match=r"no column 'hospital'.*give data="):
-        check_partition(fl.partition.column(column="hospital"))
+        check_partition(fl.partitions.column(column="hospital"))
     with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
-        check_aggregator(fl.aggregate.Krum(f=20))
+        check_aggregator(fl.aggregators.Krum(f=20))
 
 
 # -------------------------------------------------------------------------------------------- a test part of one's own
@@ -484,7 +484,7 @@ def test_a_temporal_split_scores_as_clients_that_were_prepared_by_hand() -> None
 def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
     fed = LaterAtSites(start=300)(table(), seed=0)
     assert fed.data.ready is None
-    some = fl.partition.writers(clients=2, per_client=1)(table(), seed=0)
+    some = fl.partitions.writers(clients=2, per_client=1)(table(), seed=0)
     bare = int((~some.data.ready).nonzero()[0, 0])
     assert torch.isnan(some.data.x[bare]).all()
     parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
@@ -528,7 +528,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
 def test_samples_of_a_test_part_belong_to_their_clients() -> None:
     x, y = torch.rand(8, 3), torch.arange(8) % 2
     assert not [note for note in fl.Federation.create([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
-    some = fl.partition.writers(clients=2, per_client=1)(table())
+    some = fl.partitions.writers(clients=2, per_client=1)(table())
     assert [note for note in some.notes if "200 of 400 samples belong to no client" in note]
 
 

@@ -266,7 +266,7 @@ def test_the_walks_of_the_architecture_go_from_file_to_file() -> None:
     walks = steps_of_walks()
     assert [len(steps) for steps in walks] == [7]
     assert [broken(steps) for steps in walks] == [[]]
-    assert all(broken([*steps[:-1], "rows/prox/sets.py"]) for steps in walks)
+    assert all(broken([*steps[:-1], "rows/proxes/sets.py"]) for steps in walks)
 
 
 REFERENCE = (ROOT / "docs" / "python.md").read_text()
@@ -435,6 +435,17 @@ def test_a_name_of_the_library_loads_nothing_slow_but_torch_and_its_own(name: st
     here = f"import sys, torch; before = {{*sys.modules}}; import fedloom; fedloom.{name}"
     loaded = run(f"{here}; print(*sorted({SLOW!r} & (sys.modules.keys() - before)))")
     assert loaded == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("aggregate", "aggregators"), ("channel", "channels"), ("partition", "partitions"), ("prox", "proxes")],
+)
+def test_an_old_name_of_a_module_names_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^fedloom\.{old} is now fedloom\.{new}$"):
+        getattr(fl, old)
+    assert getattr(fl, new).__name__.endswith(f".{new}")
+    assert old not in dir(fl)
 
 
 def test_windows_is_told_where_to_run() -> None:
@@ -636,7 +647,7 @@ import sys
 sys.modules |= dict.fromkeys(("flwr", "altair", "vl_convert", "typer"))
 sys.modules |= dict.fromkeys(("fedloom_clinic", "fedloom_sites", "fedloom_studies"))
 import fedloom as fl
-fed = fl.partition.iid(clients=3)(fl.load('digits'), seed=0)
+fed = fl.partitions.iid(clients=3)(fl.load('digits'), seed=0)
 result = fl.{call}
 print(result)
 try:

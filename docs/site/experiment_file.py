@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
-from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.lab.experiment.cards import parts
@@ -20,9 +20,9 @@ from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.models import MODEL_CLASSES, PAPER_NETWORKS, Augment
 from fedloom.options import limits_of
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.schedule import DEVICES, SCHEDULES, DeviceClass
 from fedloom.tasks import Objective
 from fedloom.values import fields_of

@@ -25,7 +25,7 @@ from fedloom.algorithms import FIAELT, LPGD, Algorithm, FedADMMComposite, FedDR,
 from fedloom.data.federation import Federation
 from fedloom.data.problems import LowRank, SparseLogistic
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import L1, Nuclear
+from fedloom.rows.proxes import L1, Nuclear
 
 Penalty = type[L1] | type[Nuclear]
 STEPS = 0.03, 0.1, 0.3, 1.0
@@ -164,7 +164,7 @@ def main() -> None:
         ("sparse logistic regression", SparseLogistic(penalty=0.02), L1, "s+s"),
         ("low-rank regression", LowRank(), Nuclear, "lr+lr"),
     ):
-        fed = fl.partition.writers(validation=0.0, test=0.0)(source.load(), seed=0)
+        fed = fl.partitions.writers(validation=0.0, test=0.0)(source.load(), seed=0)
         clients = fed.n
         problems[problem] = rows_of(fed, penalty, source.penalty, shared, options.rounds)
         print("\n".join(["", finding(problem, problems[problem]), "", *table(problems[problem])]))

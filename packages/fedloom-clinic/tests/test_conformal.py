@@ -18,7 +18,7 @@ from fedloom_clinic.conformal import EVERY_CLASS, Conformal, prediction_sets
 @pytest.fixture(scope="module")
 def trained() -> Result:
     """A weak model, so that sets are not of one class."""
-    fed = fl.partition.dirichlet(clients=5, beta=0.5, test=0.6)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=5, beta=0.5, test=0.6)(fl.load("digits"), seed=0)
     return fl.simulate("fedavg-ft", fed, rounds=2, local=fl.LocalSGD(lr=0.02))
 
 
@@ -87,13 +87,13 @@ def test_it_obeys_the_laws(trained: Result) -> None:
 def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     with pytest.raises(ConfigError, match="reads the models of a run"):
         fl.analyze("conformal", fl.load("digits"))
-    fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
     chosen = fl.simulate("fedavg", fed, rounds=1, evaluate=Evaluate(select_on="test"))
     with pytest.raises(Refused, match="selects on test"):
         fl.analyze("conformal", chosen)
     plain = fl.simulate("fedavg", fed, rounds=1)
     with pytest.raises(Refused, match="no personal model"):
         fl.analyze("conformal", plain, model_kind="personal")
-    untested = fl.partition.iid(clients=3, test=0.0)(fl.load("digits"), seed=0)
+    untested = fl.partitions.iid(clients=3, test=0.0)(fl.load("digits"), seed=0)
     with pytest.raises((DataError, ConfigError, Refused)):
         fl.analyze("conformal", fl.simulate("fedavg", untested, rounds=1))

@@ -59,7 +59,7 @@ def test_coefficients_are_scikit_learns(task: str, strength: float) -> None:
 
 def test_the_predictor_takes_the_inputs_of_a_federation() -> None:
     """Only training rows count, and the test rows are predicted better than by the largest class."""
-    fed = fl.partition.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
     result = fl.analyze("ridge", fed, strength=0.01)
     train, test = (torch.cat([fed.indices(part, k) for k in range(6)]) for part in ("train", "test"))
     x, y = fed.fetch(train).flatten(1).double().numpy(), fed.data.y[train]

@@ -39,7 +39,7 @@ TERMS: dict[Entrance, Any] = {
 def federation(kind: Kind) -> Federation:
     x, y = samples(kind)
     cut = {"validation": 0.2, "test": 0.3}
-    return fl.partition.iid(clients=CLIENTS, **cut)((x.numpy(), y.reshape(-1).numpy()), seed=0)
+    return fl.partitions.iid(clients=CLIENTS, **cut)((x.numpy(), y.reshape(-1).numpy()), seed=0)
 
 
 def model_of(row: Row) -> Any:
@@ -76,7 +76,7 @@ def simulate(row: Row, folder: Path) -> object:
 
 def compare(row: Row, folder: Path) -> object:
     x, y = samples(row.data)
-    cut = fl.partition.iid(clients=CLIENTS, validation=0.2, test=0.3)
+    cut = fl.partitions.iid(clients=CLIENTS, validation=0.2, test=0.3)
     data = (x.numpy(), y.reshape(-1).numpy())
     choices = {"rounds": 3, **row.choices}
     return fl.compare([method_of(row)], data, model_of(row), partition=cut, seeds=[0], progress=False, **choices)
@@ -196,7 +196,7 @@ the fix as attributes:
 ```python
 import fedloom as fl
 
-fed = fl.partition.iid(clients=6)(fl.load("digits"), seed=0)
+fed = fl.partitions.iid(clients=6)(fl.load("digits"), seed=0)
 try:
     fl.simulate("fedavg", fed, aggregator={"kind": "krum", "f": 2})
 except fl.errors.ConfigError as error:

@@ -234,7 +234,7 @@ def test_every_site_has_the_figures_of_lifelines(run: Path) -> None:
     import pandas as pd
 
     opened, table = fl.open_run(run / "run"), pd.read_csv(run / "rossi.csv")
-    fed = fl.partition.writers(validation=0.2)(opened.read(run / "rossi.csv"), seed=0)
+    fed = fl.partitions.writers(validation=0.2)(opened.read(run / "rossi.csv"), seed=0)
     for recorded in opened:
         for kind in recorded.models.kinds():
             risks = opened.predict(run / "rossi.csv", recorded.method, kind=kind).scores[:, 0]

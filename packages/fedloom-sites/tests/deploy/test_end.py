@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import CheckpointError, RunDirError, Stop
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom.storage import disk
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of, verify_log

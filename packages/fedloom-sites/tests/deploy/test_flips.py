@@ -22,7 +22,7 @@ from fedloom.engine.privacy import epsilon
 from fedloom.errors import FedloomError, Stop
 from fedloom.lab import report
 from fedloom.lab.experiment import Plan, parse
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom_sites.deploy.site.ledger import Ledger
 from tests.deploy.scene import FIRST, Scene, scene
 from tests.deploy.sessions import kind_of, secured

@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.data import DATA_PARTS
 from fedloom.errors import ConfigError, RunStopped, Stop, WireError
-from fedloom.rows.aggregate import Krum
+from fedloom.rows.aggregators import Krum
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import Checks

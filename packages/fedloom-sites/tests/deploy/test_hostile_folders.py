@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedloom.errors import ConfigError, FedloomError, Stop
 from fedloom.lab.cli import app
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom_sites.deploy.ops.status import lines, status_of, table
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.server.run import serve

@@ -29,7 +29,7 @@ from fedloom.engine.privacy import epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.lab.experiment import parse
-from fedloom.rows.aggregate import PrivateMean
+from fedloom.rows.aggregators import PrivateMean
 from fedloom.version import __version__
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.ops.check import check_site

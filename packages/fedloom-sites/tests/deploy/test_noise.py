@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.engine import privacy
-from fedloom.rows.aggregate import PrivateMean, WeightedMean
-from fedloom.rows.channel import Clip, GaussianNoise
+from fedloom.rows.aggregators import PrivateMean, WeightedMean
+from fedloom.rows.channels import Clip, GaussianNoise
 from fedloom_sites.deploy import noise
 from fedloom_sites.deploy.noise import ReleasedMean, ReleasedNoise, noisy_sum, released
 

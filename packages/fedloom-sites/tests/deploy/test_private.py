@@ -17,8 +17,8 @@ from fedloom.algorithms import FedAvg
 from fedloom.data.input_spec import COMPARED_FACTS
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
-from fedloom.rows.aggregate import PrivateMean
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.aggregators import PrivateMean
+from fedloom.rows.channels import GaussianNoise
 from fedloom.version import __version__
 from fedloom_sites.deploy.noise import ReleasedNoise, released
 from fedloom_sites.deploy.ops.check import check_site

@@ -18,7 +18,7 @@ from fedloom.errors import ConfigError, Stop
 from fedloom.lab.cli import app
 from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom.storage.locks import lock
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops import run as service

@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.dirichlet(clients=3, beta=0.5, keep=30)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=3, beta=0.5, keep=30)(fl.load("digits"), seed=0)
 
 
 def net() -> nn.Module:
@@ -239,7 +239,7 @@ def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> 
         ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
         ({"channel": {"clip": -1}}, "channel.clip: Input should be greater than 0, got -1"),
         ({"channel": {"kind": "sign"}}, "channel.kind"),
-        ({"channel": "noise"}, "give the node's noise as fl.channel.GaussianNoise"),
+        ({"channel": "noise"}, "give the node's noise as fl.channels.GaussianNoise"),
     ],
 )
 def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str, fed: Federation) -> None:
@@ -250,6 +250,6 @@ def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str,
 
 def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
     local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), channel={"clip": 1.0})
-    setting = fl.Setting(algorithm=REGISTRY["fedavg"](), channel=fl.channel.Sign())
+    setting = fl.Setting(algorithm=REGISTRY["fedavg"](), channel=fl.channels.Sign())
     with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's channel Sign out"):
         local.with_floor(setting)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.clients.messages import Messages
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import make_oracle

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedloom.choose import mixers as mixers
     from fedloom.choose import samplers as samplers
     from fedloom.choose import weighers as weighers
-    from fedloom.data import partition as partition
+    from fedloom.data import partitions as partitions
     from fedloom.data.dataset import Dataset as Dataset
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from fedloom.lab.comparison.compare import compare as compare
     from fedloom.lab.experiment import open_run as open_run
     from fedloom.local.settings import LocalSGD as LocalSGD
-    from fedloom.rows import aggregate as aggregate
+    from fedloom.rows import aggregators as aggregators
     from fedloom.rows import attacks as attacks
-    from fedloom.rows import channel as channel
-    from fedloom.rows import prox as prox
+    from fedloom.rows import channels as channels
+    from fedloom.rows import proxes as proxes
     from fedloom.trained.opened import open_model as open_model
 
 
@@ -61,13 +61,13 @@ _ATTRIBUTE_PATHS = {
     "FedloomError": "fedloom.errors:FedloomError",
     "LocalSGD": "fedloom.local.settings:LocalSGD",
     "Setting": "fedloom.engine.setting:Setting",
-    "aggregate": "fedloom.rows.aggregate",
+    "aggregators": "fedloom.rows.aggregators",
     "algorithms": "fedloom.algorithms",
     "analyses": "fedloom.analyses",
     "analyze": "fedloom.analyses.run:analyze",
     "attacks": "fedloom.rows.attacks",
     "callbacks": "fedloom.callbacks",
-    "channel": "fedloom.rows.channel",
+    "channels": "fedloom.rows.channels",
     "compare": "fedloom.lab.comparison.compare:compare",
     "errors": "fedloom.errors",
     "experiment": "fedloom.lab.experiment",
@@ -77,8 +77,8 @@ _ATTRIBUTE_PATHS = {
     "models": "fedloom.models",
     "open_model": "fedloom.trained.opened:open_model",
     "open_run": "fedloom.lab.experiment:open_run",
-    "partition": "fedloom.data.partition",
-    "prox": "fedloom.rows.prox",
+    "partitions": "fedloom.data.partitions",
+    "proxes": "fedloom.rows.proxes",
     "samplers": "fedloom.choose.samplers",
     "seeds": "fedloom.seeds",
     "sklearn": "fedloom.sklearn",
@@ -91,7 +91,15 @@ _ATTRIBUTE_PATHS = {
 __all__ = ["__version__", *_ATTRIBUTE_PATHS]
 
 
-__getattr__ = getter(__name__, _ATTRIBUTE_PATHS, "methods are in fl.algorithms, models in fl.models")
+_RENAMED = {
+    "aggregate": "aggregators",
+    "channel": "channels",
+    "partition": "partitions",
+    "prox": "proxes",
+}
+"""Names of modules before they were plural nouns, and their names now."""
+
+__getattr__ = getter(__name__, _ATTRIBUTE_PATHS, "methods are in fl.algorithms, models in fl.models", _RENAMED)
 
 
 def __dir__() -> list[str]:

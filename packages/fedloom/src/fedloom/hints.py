@@ -163,7 +163,7 @@ class Places:
             return f"the data: give fl.Dataset.create(data, {key}={value!r})"
         if table == "partition":
             kind = kind or "iid"
-            return f"the partition, as fl.partition.{kind.replace('-', '_')}({key}={value!r})"
+            return f"the partition, as fl.partitions.{kind.replace('-', '_')}({key}={value!r})"
         named = {"kind": kind} if kind else {}
         return f"{table}={ {**named, key: value}!r}"
 

@@ -17,7 +17,9 @@ def display() -> Any:
     return import_module(DISPLAY_MODULE)
 
 
-def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callable[[str], object]:
+def getter(
+    package: str, places: Mapping[str, str], classes: str = "", renamed: Mapping[str, str] | None = None
+) -> Callable[[str], object]:
     """Make the ``__getattr__`` of a package.
 
     Args:
@@ -25,9 +27,12 @@ def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callab
         places: the place of every public name, as ``"fedloom.engine.setting:Setting"`` or, of a module,
             ``"fedloom.models"``.
         classes: where the classes are that it does not have, for the error.
+        renamed: new names by names that it had before, for the error.
     """
 
     def get(name: str) -> object:
+        if name in (renamed or {}):
+            raise AttributeError(f"{package}.{name} is now {package}.{(renamed or {})[name]}")
         if name not in places:
             close = get_close_matches(name, places, n=1)
             hint = f"did you mean {close[0]!r}? " if close else classes and name[:1].isupper() and f"{classes}; "

@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from fedloom.algorithms import Algorithm, Composition
-from fedloom.data import partition
+from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
@@ -81,7 +81,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.notes_ = self._survey(x, y, more)
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
-        split = partition.iid(clients=self.clients, **cut) if groups is None else partition.writers(**cut)
+        split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.writers(**cut)
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
             "evaluate": {"parts": ("train",), "every": self.rounds},

@@ -31,7 +31,7 @@ from fedloom.errors import DataError, Stop
 from fedloom.lab.tune.trial import remove_test
 from fedloom.metrics import leading
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
-from fedloom.rows.prox import L1
+from fedloom.rows.proxes import L1
 from fedloom.seeds import generator
 
 ROUNDS, POINTS, FAIR_POINTS, GRADIENTS, ZEROS = 60, 0.05, 0.08, 6, 0.05
@@ -206,7 +206,7 @@ class Case:
 
 @cache
 def digits() -> Federation:
-    return fl.partition.dirichlet(clients=12, beta=0.3, min_size=10)(load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=12, beta=0.3, min_size=10)(load("digits"), seed=0)
 
 
 @cache
@@ -221,12 +221,12 @@ def clothes() -> Federation:
         y = torch.from_numpy(rng.integers(0, 10, 1200))
         centre = rng.uniform(0, 255, (10, 1, 7, 7)).repeat(4, 2).repeat(4, 3)
         x = torch.from_numpy((centre[y.numpy()] + rng.normal(0, 60, (1200, 1, 28, 28))).clip(0, 255).astype(np.uint8))
-    return fl.partition.shards(clients=12, labels_per_client=2)(fl.Dataset.create(x.numpy(), y.numpy()), seed=0)
+    return fl.partitions.shards(clients=12, labels_per_client=2)(fl.Dataset.create(x.numpy(), y.numpy()), seed=0)
 
 
 @cache
 def hospitals() -> Federation:
-    return fl.partition.column(column="hospital", validation=0.2)(load("heart"), seed=0)
+    return fl.partitions.column(column="hospital", validation=0.2)(load("heart"), seed=0)
 
 
 def drawn(source: str, samples: int, seed: int) -> fl.Dataset:
@@ -242,35 +242,35 @@ def cancer() -> Federation:
 
     x, y = load_breast_cancer(return_X_y=True)
     data = fl.Dataset.create(((x - x.mean(0)) / x.std(0)).astype(np.float32), y)
-    return remove_test(fl.partition.dirichlet(clients=10, beta=0.3, min_size=12, validation=0.25)(data, seed=21))
+    return remove_test(fl.partitions.dirichlet(clients=10, beta=0.3, min_size=12, validation=0.25)(data, seed=21))
 
 
 @cache
 def users() -> Federation:
-    return remove_test(fl.partition.writers(validation=0.25, keep=80)(load("synthetic", alpha=1.0, beta=1.0, seed=21)))
+    return remove_test(fl.partitions.writers(validation=0.25, keep=80)(load("synthetic", alpha=1.0, beta=1.0, seed=21)))
 
 
 @cache
 def pairs() -> Federation:
-    return remove_test(fl.partition.shards(clients=30, labels_per_client=2, validation=0.25)(load("digits"), seed=21))
+    return remove_test(fl.partitions.shards(clients=30, labels_per_client=2, validation=0.25)(load("digits"), seed=21))
 
 
 @cache
 def many() -> Federation:
-    made = fl.partition.dirichlet(clients=50, beta=0.3, min_size=10, validation=0.25)
+    made = fl.partitions.dirichlet(clients=50, beta=0.3, min_size=10, validation=0.25)
     return remove_test(made(drawn("mnist", 2500, 21), seed=21))
 
 
 @cache
 def pictures() -> Federation:
-    made = fl.partition.dirichlet(clients=8, beta=0.5, min_size=20, validation=0.25)
+    made = fl.partitions.dirichlet(clients=8, beta=0.5, min_size=20, validation=0.25)
     data, chosen = load("digits"), torch.randperm(1797, generator=generator(22))[:700].sort().values
     return remove_test(made(replace(data, x=data.x[chosen], y=data.y[chosen]), seed=22))
 
 
 @cache
 def figures_of(clients: int) -> Federation:
-    made = fl.partition.dirichlet(clients=clients, beta=0.4, by="client", validation=0.25)
+    made = fl.partitions.dirichlet(clients=clients, beta=0.4, by="client", validation=0.25)
     return remove_test(made(drawn("mnist", 1200, 23), seed=23))
 
 

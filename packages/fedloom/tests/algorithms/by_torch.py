@@ -38,7 +38,7 @@ def federation() -> Federation:
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x = rng.normal(size=(len(y), 6)) + np.eye(CLASSES, 6)[y] + 0.5 * owner[:, None]
     data = fl.Dataset.create(x.astype(np.float32), y, users=owner)
-    return fl.partition.writers(validation=0.0, test=0.0)(data, seed=0).to(dtype=torch.float64)
+    return fl.partitions.writers(validation=0.0, test=0.0)(data, seed=0).to(dtype=torch.float64)
 
 
 def run(

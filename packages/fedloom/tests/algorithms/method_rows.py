@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.local import LocalSGD
 from fedloom.rows.projection import new_key, projection
-from fedloom.rows.prox import L1, Nuclear
+from fedloom.rows.proxes import L1, Nuclear
 from fedloom.testing import Problem
 from fedloom.testing.federate import ReferenceFederation
 

@@ -33,7 +33,7 @@ from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.choose.weighers import SamplesWeigher
 from fedloom.errors import ConfigError
 from fedloom.local import LocalSGD
-from fedloom.rows.prox import L1, Nuclear
+from fedloom.rows.proxes import L1, Nuclear
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import ReferenceFederation, ReferenceState
 from fedloom.testing.problems import Penalty

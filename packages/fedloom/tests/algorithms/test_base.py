@@ -30,7 +30,7 @@ from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Nothing, Work, descend
-from fedloom.rows.prox import L1
+from fedloom.rows.proxes import L1
 from fedloom.testing import TOY_LAYOUT, Problem, federate
 from fedloom.testing.federate import ReferenceFederation
 

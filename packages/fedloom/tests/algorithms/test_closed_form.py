@@ -136,7 +136,7 @@ def test_what_is_sent_is_statistics_and_nothing_a_second_time(name: str) -> None
 
 def test_a_linear_model_and_a_module_of_the_user_have_closed_form_heads() -> None:
     """In float32 and with other settings of local training, which change nothing."""
-    fed = fl.partition.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
     rows = torch.cat([fed.indices("train", i) for i in range(6)])
     x, y = fed.data.x[rows].flatten(1).float() / 255 / fed.data.std.float(), np.eye(10)[fed.data.y[rows].numpy()]
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 10))
@@ -157,6 +157,6 @@ def test_a_linear_model_and_a_module_of_the_user_have_closed_form_heads() -> Non
 
 @pytest.mark.parametrize("name", ["analytic-fl", "fed3r", "fedhip"])
 def test_a_task_without_classes_is_refused(name: str) -> None:
-    fed = fl.partition.iid(clients=3)(fl.Dataset.create(torch.randn(60, 3), torch.randn(60)), seed=0)
+    fed = fl.partitions.iid(clients=3)(fl.Dataset.create(torch.randn(60, 3), torch.randn(60)), seed=0)
     with pytest.raises(Refused, match="has no classes|need classes"):
         fl.simulate(name, fed, rounds=1)

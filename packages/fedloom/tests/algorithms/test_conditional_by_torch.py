@@ -200,7 +200,7 @@ def test_sequences_take_valves_and_memories_where_each_has_one_label(method: str
     x, y = torch.randint(1, 5, (40, 4), generator=generator(0)).numpy(), torch.arange(40).numpy() % 2
     model = LSTM(embedding=3, hidden=4, **part)
     for labels in (y, np.stack([y] * 4, 1)):
-        fed = fl.partition.iid(clients=2)(fl.Dataset.create((x, labels), vocabulary=5), seed=0)
+        fed = fl.partitions.iid(clients=2)(fl.Dataset.create((x, labels), vocabulary=5), seed=0)
         if labels.ndim == 2:
             with pytest.raises(Refused, match=f"model.{next(iter(part))} .* a label per position; leave model"):
                 fl.simulate(method, fed, model, rounds=1)

@@ -29,7 +29,7 @@ CHOOSES = ("clustered-sampling", "power-of-choice")
 
 @cache
 def digits() -> Federation:
-    return fl.partition.dirichlet(clients=5, beta=0.5, min_size=20, keep=40)(fl.load("digits"), seed=3)
+    return fl.partitions.dirichlet(clients=5, beta=0.5, min_size=20, keep=40)(fl.load("digits"), seed=3)
 
 
 class Normed(ModelSpec):
@@ -177,7 +177,7 @@ def test_batches_of_one_stream_do_or_a_sentence_names_the_missing_one(name: str)
 
 def made(x: Any, y: Any, owner: Any) -> Federation:
     data = fl.Dataset.create(np.asarray(x, np.float32), np.asarray(y), users=np.asarray(owner))
-    return fl.partition.writers()(data, seed=0)
+    return fl.partitions.writers()(data, seed=0)
 
 
 def one_sample_each() -> Federation:
@@ -301,4 +301,4 @@ def test_work_is_every_gradient_that_was_taken(name: str) -> None:
 
 @cache
 def small() -> Federation:
-    return fl.partition.iid(clients=3, keep=12)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=3, keep=12)(fl.load("digits"), seed=0)

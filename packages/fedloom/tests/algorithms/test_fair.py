@@ -19,7 +19,7 @@ from fedloom.algorithms.afl import Up as AflUp
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
-from fedloom.data.partition import Dirichlet
+from fedloom.data.partitions import Dirichlet
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate

@@ -264,7 +264,10 @@ def test_fedem_finds_who_has_which_labels() -> None:
     rng = np.random.default_rng(0)
     x, owner = rng.normal(size=(120, 3)), np.arange(120) // 30
     data = fl.Dataset.create(x.astype(np.float32), ((x[:, 0] > 0) ^ (owner < 2)).astype(int), users=owner)
-    fed, settings = fl.partition.writers(test=0.0)(data, seed=0), {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}}
+    fed, settings = (
+        fl.partitions.writers(test=0.0)(data, seed=0),
+        {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}},
+    )
     accuracy = {}
     for method, kind in ((FedEM(), "personal"), (FedAvg(), "global")):
         evaluate = {"every": 15, "parts": ("train",)}
@@ -289,7 +292,7 @@ def test_a_mixture_is_refused_where_it_has_no_probabilities() -> None:
     rng = np.random.default_rng(0)
     data = fl.Dataset.create(rng.normal(size=(20, 3)).astype(np.float32), rng.normal(size=20).astype(np.float32))
     with pytest.raises(Refused, match=r"model.mixture mixes probabilities of classes"):
-        fl.simulate("fedem", fl.partition.iid(clients=2)(data, seed=0), MLP(hidden=(3,), mixture=2), rounds=1)
+        fl.simulate("fedem", fl.partitions.iid(clients=2)(data, seed=0), MLP(hidden=(3,), mixture=2), rounds=1)
     with pytest.raises(Refused, match="leave task.class_weights out"):
         run(FedEM(), mixture=2, task={"class_weights": "balanced"})
 
@@ -351,7 +354,7 @@ def test_cfl_finds_the_groups_without_their_number_and_leaves_clients_alike_toge
     settings: dict[str, Any] = {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}, "evaluate": {"every": 15}}
     for groups in (2, 1):
         y = (x[:, 0] > 0) ^ (owner % groups == 1)
-        fed = fl.partition.writers(validation=0.0, test=0.25)(fl.Dataset.create(x, y.astype(int), users=owner), seed=0)
+        fed = fl.partitions.writers(validation=0.0, test=0.25)(fl.Dataset.create(x, y.astype(int), users=owner), seed=0)
         server = fl.simulate(CFL(), fed, fl.models.MLP(hidden=(8,)), **settings).state.server
         assert server.cluster[:, 0].tolist() == [i % groups for i in range(8)]
 

@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Work, svrg
 from fedloom.local.inexact import Solver, gradient_descent
 from fedloom.local.smoothness import smoothness
-from fedloom.rows.prox import L1, Nuclear, SquaredL2
+from fedloom.rows.proxes import L1, Nuclear, SquaredL2
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import ReferenceFederation, ReferenceState
 from fedloom.testing.problems import Penalty
@@ -196,7 +196,7 @@ def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[st
 
 
 def test_a_run_notes_a_beta_below_the_measured_l_once() -> None:
-    fed = fl.partition.iid(clients=3)(fl.data.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3)(fl.data.load("digits"), seed=0)
     run = fl.simulate(FIAELT(beta=0.01, solver="gd", iterations=2), fed, rounds=3)
     assert sum("needs beta > L, got beta = 0.01" in note for note in run.notes) == 1
     run = fl.simulate(FIAELT(beta=1e4, solver="gd", iterations=2), fed, rounds=3)

@@ -15,7 +15,7 @@ from fedloom.algorithms import FLAME, PFedMe
 from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
-from fedloom.rows.prox import L1, Nuclear, Prox
+from fedloom.rows.proxes import L1, Nuclear, Prox
 from fedloom.testing import Problem, ReferenceState, federate, locate_difference
 from fedloom.testing.federate import ReferenceFederation
 

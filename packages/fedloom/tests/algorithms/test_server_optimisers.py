@@ -14,7 +14,7 @@ from fedloom.algorithms import Algorithm, Delta, FedAvg, FedNova, FedOpt
 from fedloom.algorithms.fedopt import Server
 from fedloom.choose import SamplesWeigher, Uniform
 from fedloom.data import load
-from fedloom.data.partition import Dirichlet
+from fedloom.data.partitions import Dirichlet
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD

@@ -192,7 +192,7 @@ def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> No
     with pytest.raises(Refused, match="normalisation layers mix"):
         fl.simulate("moon", federation(), Normed(), rounds=1)
     with pytest.raises(Refused, match="no classes"):
-        fl.simulate("moon", fl.partition.writers()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)
+        fl.simulate("moon", fl.partitions.writers()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)
     p = Problem.random(0)
     exact = Work(p.oracle(solve=True), torch.arange(p.n), p.alpha, LocalSGD())
     with pytest.raises(Refused, match="solved exactly"):

@@ -35,7 +35,7 @@ from fedloom.algorithms import (
 )
 from fedloom.choose import Uniform
 from fedloom.data import load
-from fedloom.data.partition import Quantity
+from fedloom.data.partitions import Quantity
 from fedloom.engine.result import Result
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.local import LocalSGD

@@ -170,7 +170,7 @@ def test_data_sets_federations_and_clients_give_one_answer():
     x, y = (np.concatenate(parts) for parts in zip(*CLIENTS.values(), strict=True))
     users = np.repeat([*CLIENTS], [len(y) for _, y in CLIENTS.values()])
     data = fl.Dataset.create((x, y), users=users)
-    tables = [fl.analyze(TOY, given_as).table for given_as in (CLIENTS, data, fl.partition.writers()(data, seed=1))]
+    tables = [fl.analyze(TOY, given_as).table for given_as in (CLIENTS, data, fl.partitions.writers()(data, seed=1))]
     assert all(table.equals(tables[0]) for table in tables)
 
 
@@ -180,7 +180,7 @@ def test_rows_of_a_table_are_raw_in_a_federation():
         {"age": [30.0, 40.0, None, 70.0, 55.0, 61.0], "site": list("aabbaa"), "ill": [0, 1, 0, 1, 0, 1]}
     )
     data = fl.Dataset.create(frame, "ill", users="site", impute=True)
-    fed = fl.partition.iid(clients=2, test=0.0, validation=0.0)(data, seed=0)
+    fed = fl.partitions.iid(clients=2, test=0.0, validation=0.0)(data, seed=0)
     found = fl.analyze(Quantiles(column="age"), fed)
     assert found.table["value"][0].as_py() == pytest.approx(np.mean([30, 40, 70, 55, 61]))
 

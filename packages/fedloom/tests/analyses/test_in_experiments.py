@@ -48,7 +48,7 @@ def test_every_moved_key_is_tried_here() -> None:
 def test_an_old_key_is_an_error_with_the_new_form_at_every_door(
     table: str, key: str, value: Any, analysis: dict[str, Any], tmp_path: Path
 ) -> None:
-    fed = fl.partition.iid(clients=2, keep=20)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=2, keep=20)(fl.load("digits"), seed=0)
     document = {**SMALL, table: {**SMALL.get(table, {}), key: value}}
     (tmp_path / "old.toml").write_text(tomli_w.dumps(document))
     doors: list[Any] = [lambda: parse(document), lambda: read(tmp_path / "old.toml")]
@@ -125,7 +125,7 @@ def test_a_bad_table_is_refused_before_any_work(analysis: Any, sentence: str) ->
 
 
 def test_a_comparison_has_analyses_and_its_folder_their_tables(tmp_path: Path) -> None:
-    fed = fl.partition.iid(clients=3, keep=30)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3, keep=30)(fl.load("digits"), seed=0)
     fl.compare(
         ["fedavg"], fed, rounds=1, seeds=[0], progress=False, folder=tmp_path / "run",
         analyses=["confusion", {"kind": "tsne", "clients": [1]}],
@@ -134,7 +134,7 @@ def test_a_comparison_has_analyses_and_its_folder_their_tables(tmp_path: Path) -
     found = fl.analyze("confusion", fl.simulate("fedavg", fed, rounds=1)).table
     assert recorded.drop_columns(["method", "seed"]).equals(found)
     with pytest.raises(Refused, match="regression"):
-        fl.compare(["fedavg"], fl.partition.iid(clients=2)(fl.load("sklearn", set="diabetes"), seed=0), rounds=1,
+        fl.compare(["fedavg"], fl.partitions.iid(clients=2)(fl.load("sklearn", set="diabetes"), seed=0), rounds=1,
                    seeds=[0], analyses=["confusion"], progress=False)  # fmt: skip
 
 
@@ -166,7 +166,7 @@ class RightGuesses(Analysis):
 
 
 def test_a_sum_may_be_of_the_models_of_a_run(tmp_path: Path) -> None:
-    fed = fl.partition.iid(clients=3, keep=60)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3, keep=60)(fl.load("digits"), seed=0)
     result = fl.simulate("fedavg", fed, rounds=3)
     sizes = fed.sizes("test").double()
     right, tested = (column[0].as_py() for column in fl.analyze(RightGuesses(), result).table)

@@ -19,7 +19,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.models import MLP
-from fedloom.rows.aggregate import Median
+from fedloom.rows.aggregators import Median
 from fedloom.rows.attacks import ForgedDirection, Sybils
 from fedloom.testing import Problem
 from fedloom.testing.federate import ReferenceFederation as Clients

@@ -14,7 +14,7 @@ from fedloom import Evaluate, simulate
 from fedloom.algorithms import REGISTRY, Composition, FedAvg
 from fedloom.choose import EquitableWeigher, FairFedWeigher, SamplesWeigher, UniformWeigher
 from fedloom.data import Dataset, load
-from fedloom.data.partition import Dirichlet, Writers
+from fedloom.data.partitions import Dirichlet, Writers
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import make_oracle

@@ -29,7 +29,7 @@ from fedloom.lab.tune import Tuning
 from fedloom.local import Ctx, Nothing, Work, descend
 from tests.commands import in_a_fork
 
-CUT = fl.partition.dirichlet(clients=6, beta=0.3, min_size=20)
+CUT = fl.partitions.dirichlet(clients=6, beta=0.3, min_size=20)
 PAIR = (np.ones((9, 2)), np.arange(9) % 2)
 SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress": False}
 FILE = """
@@ -402,7 +402,7 @@ def test_of_numbers_the_metric_that_leads_is_the_final_one() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(200, 4)).astype(np.float32)
     y = (x.sum(1) + rng.normal(size=200)).astype(np.float32)
-    found = fl.compare(["fedavg", "local"], (x, y), partition=fl.partition.iid(clients=4), seeds=[0, 1], **SHORT)
+    found = fl.compare(["fedavg", "local"], (x, y), partition=fl.partitions.iid(clients=4), seeds=[0, 1], **SHORT)
     result = found["fedavg", 0]
     assert torch.equal(result.final(), result.final("global", "rmse"))
     assert torch.equal(fl.open_run(found.folder)["fedavg", 0].final(), result.final())
@@ -434,7 +434,7 @@ def test_the_model_that_a_client_would_use_is_what_final_gives(whole: Any) -> No
 
 
 def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path: Path) -> None:
-    cut = fl.partition.iid(clients=3, test=0.0)
+    cut = fl.partitions.iid(clients=3, test=0.0)
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], folder=tmp_path, **SHORT)
     for line in repr(found).splitlines()[1:]:
         assert "trained, not evaluated: there is no test row" in line
@@ -444,7 +444,7 @@ def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path:
 
 
 def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:
-    cut = fl.partition.iid(clients=3)
+    cut = fl.partitions.iid(clients=3)
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], **SHORT)
     assert "not tested (fewer than five seeds)" in repr(found)
     assert set(found.to_pandas().status) == {"done"}

@@ -164,6 +164,6 @@ def test_clients_are_no_samples() -> None:
 
 def test_an_empty_class_is_noted() -> None:
     x, y = samples(60, 0, 0)
-    [note] = [n for n in fl.partition.iid(clients=3)((x, y + 1), 0).notes if "no sample of" in n]
+    [note] = [n for n in fl.partitions.iid(clients=3)((x, y + 1), 0).notes if "no sample of" in n]
     assert "1 of their 4 classes ('0')" in note
-    assert not [n for n in fl.partition.iid(clients=3)((x, y), 0).notes if "no sample of" in n]
+    assert not [n for n in fl.partitions.iid(clients=3)((x, y), 0).notes if "no sample of" in n]

@@ -172,7 +172,7 @@ def test_markers_add_to_those_of_every_table_and_a_useless_one_is_named(tmp_path
     data = fl.load(path, missing=("-9", "-99", "-77"), impute=True)
     assert data.x.isnan().tolist() == [[True, False], [True, False], [False, True], [False, False]]
     assert list(data.notes) == ["missing: no cell of t is '-77'"]
-    assert "missing: no cell of t is '-77'" in fl.partition.iid(clients=2, test=0.0)(data, seed=0).notes
+    assert "missing: no cell of t is '-77'" in fl.partitions.iid(clients=2, test=0.0)(data, seed=0).notes
     path.write_text("a,y\n1;5,0\n2,1\n")
     with pytest.raises(DataError, match="name it in missing"):
         fl.load(path)
@@ -255,7 +255,7 @@ def test_arrays_have_the_notes_of_a_table_and_images_one_on_their_size(case: str
     for door, data in by_door.items():
         assert [note[: len(want)] for note, want in zip(data.notes, wanted, strict=True)] == wanted, door
     clients = 1 + (case != "one class")  # one of several sites, for which alone it is no error
-    assert set(data.notes) <= set(fl.partition.iid(clients=clients, test=0.0)(data, seed=0).notes)
+    assert set(data.notes) <= set(fl.partitions.iid(clients=clients, test=0.0)(data, seed=0).notes)
 
 
 def test_an_array_s_number_beyond_a_model_s_is_named(tmp_path: Path) -> None:

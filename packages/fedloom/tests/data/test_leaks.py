@@ -87,7 +87,7 @@ def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(cas
     assert any("images have a neighbour that is far closer" in note for note in noted)
     known = fl.Dataset.create((both, y), subject=np.tile(np.arange(150), 2))
     assert not any("far closer" in note for note in known.notes)
-    parts = fl.partition.iid(clients=3)(known, 0).parts
+    parts = fl.partitions.iid(clients=3)(known, 0).parts
     train, test = (({*(parts[p].index % 150).tolist()}) for p in ("train", "test"))
     assert not train & test
 
@@ -135,7 +135,7 @@ def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:
             x = rng.normal(size=(60, 4))[who] + 0.05 * rng.normal(size=(300, 4))
             y = rng.integers(2, size=60)[who]
             data = fl.Dataset.create((x.astype(np.float32), y), subject=who if known else None)
-            fed = fl.partition.iid(clients=1, test=0.3, validation=0.0)(data, seed)
+            fed = fl.partitions.iid(clients=1, test=0.3, validation=0.0)(data, seed)
             train, test = (fed.parts[part].index.numpy() for part in ("train", "test"))
             nearest = ((x[:, None] - x[None, train]) ** 2).sum(-1).argmin(1)
             figures.append(roc_auc_score(y[test], y[train][nearest[test]]))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from torch.utils.data import Dataset as TorchDataset
 
 import fedloom as fl
-from fedloom.data import Dataset, load, partition
+from fedloom.data import Dataset, load, partitions
 from fedloom.errors import ConfigError, DataError
 
 X = np.random.default_rng(0).integers(0, 256, (12, 4, 5)).astype(np.uint8)
@@ -100,8 +100,8 @@ def test_every_door_gives_the_same_data_set(door: str) -> None:
         data.checksum()
         == Dataset("d", torch.from_numpy(X)[:, None], torch.from_numpy(Y), classes=data.classes).checksum()
     )
-    fed = partition.iid(clients=3)(DOORS[door], seed=1)
-    same = partition.iid(clients=3)(data, seed=1)
+    fed = partitions.iid(clients=3)(DOORS[door], seed=1)
+    same = partitions.iid(clients=3)(data, seed=1)
     assert torch.equal(fed.parts["train"].index, same.parts["train"].index)
 
 
@@ -132,7 +132,7 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create((X, Y), test=[X, Y]), ConfigError, r"as the tuple \(x, y\)"),
         (lambda: Dataset.create({"train": [X, Y]}), ConfigError, r"as the tuple \(x, y\)"),
-        (lambda: partition.iid(clients=2)([X, Y]), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: partitions.iid(clients=2)([X, Y]), ConfigError, r"as the tuple \(x, y\)"),
         (lambda: Dataset.create(Pairs(lambda i: [X[i], 0])), DataError, "sample 0 is list of 2, .* as a tuple"),
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i] if i else X[i] / 2, 0))),
@@ -211,7 +211,7 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create("data.csv"), ConfigError, "data set of str; read a file by fl.load"),
         (lambda: Dataset.create(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
-        (lambda: partition.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
+        (lambda: partitions.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
         (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
         (
             lambda: Dataset.create(
@@ -262,7 +262,7 @@ def test_options_of_arrays() -> None:
             "Endless has no __len__; add one, or make it an IterableDataset",
         ),
         (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
-        (lambda: partition.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
+        (lambda: partitions.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
         (lambda: Dataset.create(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
         (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
         (
@@ -391,7 +391,7 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     moved = Dataset.create(frame.rename(columns={"y": "label"})[["label", "a", "s"]], categorical=("s",))
     assert moved.describe()["classes"] == read.describe()["classes"], "a column called label is the target"
     assert Dataset.create(frame[["y", "a", "s"]], label="y", categorical=("s",)).shape == read.shape
-    assert partition.iid(clients=2)(frame.drop(columns="s")).n == 2
+    assert partitions.iid(clients=2)(frame.drop(columns="s")).n == 2
     with pytest.raises(
         DataError, match=r"row 0, column 's': expected a finite number, got 'u' \(4 such, values 'u', 'v'\)"
     ):
@@ -409,7 +409,7 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="4 samples but 3 targets"):
         Dataset.create(frame, frame["y"][:3])
     with pytest.raises(DataError, match="the target is the same in every row"):
-        partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
+        partitions.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
 
 
 class HubVectors(list[dict[str, Any]]):
@@ -475,6 +475,6 @@ def test_everything_wrong_with_a_table_is_said_at_once(tmp_path: Any) -> None:
 def test_data_and_federations_print_in_one_line() -> None:
     data = load("digits")
     assert repr(data) == "Dataset('digits': 1,797 samples of shape 1x8x8, classification of 10 classes)"
-    fed = repr(partition.iid(clients=10)(data))
+    fed = repr(partitions.iid(clients=10)(data))
     assert fed.startswith("Federation(10 clients by iid, 1,257 train, 180 validation, 360 test samples, 125 to 126 ")
     assert "\n" not in fed + repr(load("sklearn", set="diabetes"))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import PARTITIONS, Dataset, Federation
-from fedloom.data.partition.deal import distinct, sort_by_key
+from fedloom.data.partitions.deal import distinct, sort_by_key
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, PartitionError, Refused
 

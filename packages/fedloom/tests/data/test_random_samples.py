@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import IterableDataset
 
 import fedloom as fl
-from fedloom.data import Dataset, partition
+from fedloom.data import Dataset, partitions
 from fedloom.errors import DataError
 from tests.cures import applied
 from tests.data.test_memory import HubSplit, HubTable, Pairs, X, Y
@@ -51,7 +51,7 @@ REDRAWN: dict[str, Any] = {
 def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: str) -> None:
     """Each was read once, so that every round had the same draw."""
     d = REDRAWN[case]
-    for make in (Dataset.create, partition.iid(clients=2), lambda d: fl.Federation.create([d, d])):
+    for make in (Dataset.create, partitions.iid(clients=2), lambda d: fl.Federation.create([d, d])):
         with pytest.raises(DataError, match=r"sample \d+ differs when it is read again") as error:
             make(d)
     said = str(error.value)
@@ -59,7 +59,7 @@ def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: 
     if case != "gaps beside noise":
         assert len(Dataset.create(applied(frozen, d=d))) == len(d)
     augment = applied(f"dict({said.split('to the run, as ')[1].split(';')[0]})")
-    fed = partition.iid(clients=2)((X, Y), seed=0)
+    fed = partitions.iid(clients=2)((X, Y), seed=0)
     plain, changed = (fl.simulate("fedavg", fed, "softmax", rounds=2, **more) for more in ({}, augment))
     assert not torch.equal(plain.models.rows("global"), changed.models.rows("global"))
 

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import fedloom as fl
 from fedloom.data import Dataset, load, source
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.data.sources import archive, arrays, embedded
 from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError

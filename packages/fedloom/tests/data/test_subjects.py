@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fedloom as fl
 from fedloom.data.federation import DATA_PARTS, Federation, Split
-from fedloom.data.partition import PARTITIONS, Draw, Partition, Pool, group_by_owner
+from fedloom.data.partitions import PARTITIONS, Draw, Partition, Pool, group_by_owner
 from fedloom.data.subjects.cut import Cells, Quota, codes_at_random, codes_in_order
 from fedloom.data.subjects.design import Design
 from fedloom.data.survey.agreement import Agreement
@@ -116,7 +116,7 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
 
 
 def test_a_seed_gives_the_same_parts_again_and_others_differ() -> None:
-    first, again, other = (fl.partition.iid(clients=4)(samples(), seed) for seed in (3, 3, 4))
+    first, again, other = (fl.partitions.iid(clients=4)(samples(), seed) for seed in (3, 3, 4))
     assert torch.equal(first.parts["test"].index, again.parts["test"].index)
     assert not torch.equal(first.parts["test"].index, other.parts["test"].index)
 
@@ -175,7 +175,7 @@ def test_without_strata_shares_vary_more() -> None:
 
 def test_every_subject_is_tested_once_by_the_folds() -> None:
     data = samples()
-    feds = [fl.partition.writers(folds=5)(data, seed) for seed in range(5)]
+    feds = [fl.partitions.writers(folds=5)(data, seed) for seed in range(5)]
     tested = np.concatenate([np.unique(data.design.units[fed.parts["test"].index.numpy()]) for fed in feds])
     subjects, counts = np.unique(tested, return_counts=True)
     assert counts.max() == 1
@@ -230,7 +230,7 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
     }  # fmt: skip
     first = read["csv"]
     assert [column.name for column in first.prepare.columns] == ["sex", "age", "crp"]
-    feds = {name: fl.partition.writers()(data, 0) for name, data in read.items()}
+    feds = {name: fl.partitions.writers()(data, 0) for name, data in read.items()}
     for name, fed in feds.items():
         for part in DATA_PARTS:
             assert torch.equal(fed.parts[part].index, feds["csv"].parts[part].index), name
@@ -243,19 +243,19 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
 
 def test_marked_rows_and_later_rows_are_the_test_part() -> None:
     frame = stays()
-    by_column = fl.partition.writers()(
+    by_column = fl.partitions.writers()(
         fl.Dataset.create(frame, **ROW, subject="patient_id", test_column="cohort", drop=["admitted"]), 0
     )
     assert {*frame["cohort"].to_numpy()[by_column.parts["test"].index].tolist()} == {"test"}
     assert {*frame["cohort"].to_numpy()[by_column.parts["train"].index].tolist()} == {"train"}
     plain = ["patient_id", "cohort"]
-    since = fl.partition.writers()(
+    since = fl.partitions.writers()(
         fl.Dataset.create(frame, **ROW, order="admitted", test_since="2023-06-01", drop=plain), 0
     )
     days = frame["admitted"].to_numpy()
     assert days[since.parts["test"].index].min() >= "2023-06-01" > days[since.parts["train"].index].max()
     numbers = frame.assign(year=frame["admitted"].str[:4].astype(int)).drop(columns="admitted")
-    year = fl.partition.iid(clients=3)(
+    year = fl.partitions.iid(clients=3)(
         fl.Dataset.create(numbers, label="died", categorical=["sex"], order="year", test_since=2023,
                       drop=[*plain, "hospital"]), 0
     )  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_hospital_of_test_rows_alone_is_the_common_test_set() -> None:
     split = frame.assign(unit=frame["hospital"])
     data = fl.Dataset.create(split, **ROW, subject="patient_id", test_column="unit", test_levels=["c"],
                          drop=["admitted", "cohort"])  # fmt: skip
-    fed = fl.partition.writers()(data, 0)
+    fed = fl.partitions.writers()(data, 0)
     assert fed.names == ("a", "b")
     assert {*frame["hospital"].to_numpy()[fed.test].tolist()} == {"c"}
     assert not len(fed.parts["test"].index)
@@ -325,7 +325,7 @@ def test_samples_in_memory_have_subjects_too(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=x, y=y, subject=who)
     for data in (fl.Dataset.create((x, y), subject=who), fl.Dataset.create({"x": x, "y": y, "subject": who}),
                  fl.load(tmp_path / "t.npz")):  # fmt: skip
-        parts = subjects_by_part(fl.partition.iid(clients=3)(data, 0))
+        parts = subjects_by_part(fl.partitions.iid(clients=3)(data, 0))
         assert not parts["train"] & parts["test"]
     clients = {k: {"x": x[k::2], "y": y[k::2], "subject": who[k::2]} for k in range(2)}
     parts = subjects_by_part(fl.Federation.create(clients))
@@ -338,7 +338,7 @@ def test_samples_in_memory_have_subjects_too(tmp_path: Path) -> None:
 
 def test_a_federation_with_a_subject_in_two_parts_cannot_be_made() -> None:
     data = samples()
-    whole = fl.partition.iid(clients=2)(data, 0)
+    whole = fl.partitions.iid(clients=2)(data, 0)
     moved = whole.parts["test"].index.clone()
     moved[0] = whole.parts["train"].index[0]
     with pytest.raises(DataError, match="is in the train part and in the test part"):
@@ -352,8 +352,8 @@ def test_a_subject_on_both_sides_of_an_official_test_set_is_refused_and_the_cure
     x, y, who = rng.random((80, 4)), rng.integers(2, size=80), np.arange(80) % 20
     data = fl.Dataset.create({"x": x[:60], "y": y[:60]}, test={"x": x[60:], "y": y[60:]}, subject=who)
     with pytest.raises(DataError, match="pool = true"):
-        fl.partition.iid(clients=2)(data, 0)
-    parts = subjects_by_part(fl.partition.iid(clients=2, pool=True)(data, 0))
+        fl.partitions.iid(clients=2)(data, 0)
+    parts = subjects_by_part(fl.partitions.iid(clients=2, pool=True)(data, 0))
     assert not parts["train"] & parts["test"]
 
 
@@ -422,7 +422,7 @@ def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((200, 4)), rng.integers(2, size=200)
     twice = fl.Dataset.create((np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])))
-    cut = fl.partition.iid(clients=3, test=0.4)
+    cut = fl.partitions.iid(clients=3, test=0.4)
     assert any("are equal to rows of the training part" in note for note in cut(twice, 0).notes)
     together = fl.Dataset.create(
         (np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])), subject=np.r_[np.arange(200), np.arange(60)]
@@ -440,9 +440,9 @@ def test_least_numbers_count_subjects() -> None:
     frame.loc[frame.index[-6:], "hospital"] = "b"  # six rows
     frame.loc[frame.index[-6:], "patient_id"] = "last"  # of one patient
     options = {**ROW, "drop": ["admitted", "cohort"]}
-    by_row = fl.partition.writers(min_size=5)(fl.Dataset.create(frame.drop(columns="patient_id"), **options), 0)
+    by_row = fl.partitions.writers(min_size=5)(fl.Dataset.create(frame.drop(columns="patient_id"), **options), 0)
     assert by_row.names == ("a", "b")
-    by_subject = fl.partition.writers(min_size=5)(fl.Dataset.create(frame, **options, subject="patient_id"), 0)
+    by_subject = fl.partitions.writers(min_size=5)(fl.Dataset.create(frame, **options, subject="patient_id"), 0)
     assert by_subject.names == ("a",)
     agreement = Agreement.create(
         fl.Dataset.create(frame.drop(columns="patient_id"), **options).prepare, "binary", ("0", "1"), "died"
@@ -468,10 +468,10 @@ def test_an_agreement_carries_the_subject_to_every_site(tmp_path: Path) -> None:
 def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((6, 3)), np.arange(6) % 2
-    one_each = fl.partition.iid(clients=6)(fl.Dataset.create((x, y)), 0)
+    one_each = fl.partitions.iid(clients=6)(fl.Dataset.create((x, y)), 0)
     with pytest.raises(Refused, match="state test = 0 in the partition"):
         fl.simulate("fedavg", one_each, rounds=1)
-    asked = fl.partition.iid(clients=6, test=0.0)(fl.Dataset.create((x, y)), 0)
+    asked = fl.partitions.iid(clients=6, test=0.0)(fl.Dataset.create((x, y)), 0)
     result = fl.simulate("fedavg", asked, rounds=1)
     assert result.status == "done"
     assert "trained, not evaluated: there is no test row" in result.notes
@@ -479,7 +479,7 @@ def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
 
 def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    fed = fl.partition.iid(clients=2)((rng.random((40, 3)), np.arange(40) % 2), 0)
+    fed = fl.partitions.iid(clients=2)((rng.random((40, 3)), np.arange(40) % 2), 0)
     fl.compare(["fedavg"], fed, seeds=[0, 1], rounds=1, folder=tmp_path / "run", progress=False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for folder in (tmp_path / "run", tmp_path / "run" / "models", tmp_path / "run" / "new"):

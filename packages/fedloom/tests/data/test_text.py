@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fedloom.data import Dataset, load, partition
+from fedloom.data import Dataset, load, partitions
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.text import encoded, recoded, vocabulary_of
@@ -87,12 +87,12 @@ def test_an_npz_file_may_hold_tokens(tmp_path: Path) -> None:
 def test_partitions_by_class_or_of_features_say_why_not() -> None:
     data = made(y=[[0, 1, 0], [1, 0, -1]])
     with pytest.raises(Refused, match="has a label per position"):
-        partition.dirichlet(clients=2)(data)
+        partitions.dirichlet(clients=2)(data)
     with pytest.raises(Refused, match="these are tokens"):
-        partition.quality(clients=2, sigma=0.1)(data)
+        partitions.quality(clients=2, sigma=0.1)(data)
     with pytest.raises(PartitionError, match="does not come split by client"):
-        partition.writers()(data)
-    assert partition.iid(clients=2, test=0.0, validation=0.0)(data).sizes("train").tolist() == [1, 1]
+        partitions.writers()(data)
+    assert partitions.iid(clients=2, test=0.0, validation=0.0)(data).sizes("train").tolist() == [1, 1]
 
 
 def test_encoding_pads_at_the_end_and_cuts() -> None:

@@ -11,7 +11,7 @@ import torch
 from fedloom.algorithms import FedAvg
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid, Quality
+from fedloom.data.partitions import Iid, Quality
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate

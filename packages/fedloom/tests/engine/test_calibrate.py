@@ -106,7 +106,7 @@ def test_class_weights_spoil_probabilities_and_calibrate_mends_them(tmp_path: Pa
 
 def in_use_as_recorded(opened: fl.experiment.RunDirectory, path: Path, folder: Path) -> None:
     """`predict`, `evaluate` and exports have the line of the client; a new client the medians over clients."""
-    fed = fl.partition.writers(validation=0.4)(opened.read(path), seed=0)
+    fed = fl.partitions.writers(validation=0.4)(opened.read(path), seed=0)
     run = opened["ditto", 0]
     for kind in ("personal", "global"):
         scores = opened.predict(path, "ditto", kind=kind).scores
@@ -159,7 +159,7 @@ def test_what_is_not_binary_is_not_recalibrated() -> None:
     with pytest.raises(ConfigError, match="binary tasks only"):
         fl.simulate(
             fl.algorithms.FedAvg(),
-            fl.partition.iid(clients=2)(fl.load("digits"), 0),
+            fl.partitions.iid(clients=2)(fl.load("digits"), 0),
             rounds=1,
             task=Objective(calibrate=True),
         )

@@ -22,7 +22,7 @@ from fedloom.local import LocalSGD
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.iid(clients=4)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=4)(fl.load("digits"), seed=0)
 
 
 def state(

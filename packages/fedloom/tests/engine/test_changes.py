@@ -21,7 +21,7 @@ from fedloom.algorithms import (
 )
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Dirichlet, Iid
+from fedloom.data.partitions import Dirichlet, Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.engine.simulate import simulate
@@ -29,7 +29,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.attacks import SignFlip
-from fedloom.rows.channel import Clip, GaussianNoise
+from fedloom.rows.channels import Clip, GaussianNoise
 from fedloom_sites.deploy.protocol.lengths import lengths
 
 LOCAL, MODEL = LocalSGD(lr=0.1, batch_size=20), MLP(hidden=(12,))

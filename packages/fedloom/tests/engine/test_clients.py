@@ -37,7 +37,7 @@ METHODS = ["fedavg", "flame", "scaffold", "feddyn", "fednova", "ditto"]
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.dirichlet(clients=9, beta=0.5)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=9, beta=0.5)(fl.load("digits"), seed=0)
 
 
 class Through:

@@ -16,7 +16,7 @@ from fedloom.algorithms import FIAELT, FLAME, SCAFFOLD, Algorithm, FedADMM, FedA
 from fedloom.choose import EquitableWeigher
 from fedloom.choose.shares import equal_clusters
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Writers
+from fedloom.data.partitions import Writers
 from fedloom.data.sources import Csv
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check

@@ -13,7 +13,7 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
-from fedloom.rows.channel import QSGD, TopK
+from fedloom.rows.channels import QSGD, TopK
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,14 @@ from torch import Tensor
 from fedloom.algorithms import REGISTRY
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.clients import scores as counts
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import L1, Form, Nuclear, NuclearBall, Total
+from fedloom.rows.proxes import L1, Form, Nuclear, NuclearBall, Total
 from fedloom.values import Value
 
 

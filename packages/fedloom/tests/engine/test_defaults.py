@@ -15,9 +15,9 @@ from fedloom.algorithms import REGISTRY
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data import PARTITIONS
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.schedule import DEVICES, SCHEDULES
 
 SMALL = (1, 2, 3, 8)

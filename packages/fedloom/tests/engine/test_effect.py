@@ -36,7 +36,7 @@ every = 2
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.iid(clients=4)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=4)(fl.load("digits"), seed=0)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ WILD = {"model": "softmax", "rounds": 6, "local": {"lr": 1e4}, "evaluate": {"eve
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.dirichlet(clients=4, beta=0.3)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=4, beta=0.3)(fl.load("digits"), seed=0)
 
 
 def records(*losses: float, model: str = "global", part: str = "train") -> Records:

@@ -21,9 +21,9 @@ from fedloom.errors import ConfigError, InvalidValue
 from fedloom.local import LocalSGD
 from fedloom.local.inexact import Solver
 from fedloom.models import MLP, Augment, ModelSpec
-from fedloom.rows.aggregate import AGGREGATORS, FLTrust
+from fedloom.rows.aggregators import AGGREGATORS, FLTrust
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.tasks import Objective
 from fedloom.values import Value, fields_of
 
@@ -103,7 +103,7 @@ def pictures() -> Federation:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, 160)
     x = (rng.normal(size=(3, 1, 4, 4))[y] + 0.7 * rng.normal(size=(160, 1, 4, 4))).astype("float32")
-    return fl.partition.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.create(x, y), seed=0)
+    return fl.partitions.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.create(x, y), seed=0)
 
 
 def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tuple[Any, ...], frozenset[str], Any]:

@@ -21,7 +21,7 @@ from fedloom.algorithms import REGISTRY, FedNova
 from fedloom.algorithms._base import Algorithm
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid, Quantity
+from fedloom.data.partitions import Iid, Quantity
 from fedloom.engine.clients import forging
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate

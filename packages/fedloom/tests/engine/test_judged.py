@@ -14,7 +14,7 @@ from fedloom.algorithms import FLAME, FedAvg
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate

@@ -32,7 +32,7 @@ from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Hybrid
+from fedloom.data.partitions import Hybrid
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
@@ -40,9 +40,9 @@ from fedloom.errors import Refused, Stop
 from fedloom.lab.experiment.cards import THEOREM_EXAMPLES, card, loses
 from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.schedule import SCHEDULES
 from fedloom.schedule.devices import LogNormal
 from fedloom.testing import Problem
@@ -449,7 +449,7 @@ aggregation of IFCA:
 ```python
 import fedloom as fl
 
-fed = fl.partition.iid(clients=10)(fl.load("digits"), seed=0)
+fed = fl.partitions.iid(clients=10)(fl.load("digits"), seed=0)
 try:
     fl.simulate("ifca", fed, aggregator="median")
 except fl.FedloomError as error:

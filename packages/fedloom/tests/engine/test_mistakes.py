@@ -17,7 +17,7 @@ from fedloom.errors import FedloomError
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(60, 6)).astype("float32"), np.arange(60) % 3
-FED = fl.partition.iid(clients=3)((X, Y), seed=0)
+FED = fl.partitions.iid(clients=3)((X, Y), seed=0)
 HOLES = np.where(X > 2, np.nan, X)
 IMAGES = RNG.random((24, 8, 8, 3)).astype("float32")
 LOADER = DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)))
@@ -30,7 +30,7 @@ def run(method: Any = "fedavg", fed: Any = FED, **choices: Any) -> fl.simulate:
 
 
 def split(data: Any) -> fl.Federation:
-    return fl.partition.iid(clients=2)(data, seed=0)
+    return fl.partitions.iid(clients=2)(data, seed=0)
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
@@ -56,10 +56,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "negative rate": (lambda: run(local={"lr": -1}), "lr: input should be greater than 0, got -1"),
     "unknown method": (lambda: run("fedavgg"), "did you mean 'fedavg'?"),
     "federation first": (lambda: run(FED, "fedavg"), "the method comes first: fl.simulate(method, fed)"),
-    "arrays for a federation": (lambda: run(fed=(X, Y)), "split the data among clients first, as in fl.partition.iid"),
+    "arrays for a federation": (lambda: run(fed=(X, Y)), "split the data among clients first, as in fl.partitions.iid"),
     "a name for a federation": (
         lambda: run(fed="digits"),
-        "split the data among clients first, as in fl.partition.iid",
+        "split the data among clients first, as in fl.partitions.iid",
     ),
     "loaders": (lambda: run(fed=[LOADER, LOADER]), "client 0: cannot make a data set of DataLoader; give its .dataset"),
     "two data sets": (lambda: split((LOADER.dataset, LOADER.dataset)), "give {'train': one, 'test': other}"),
@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "give it in the place of the data",
     ),
     "the class of a partition": (
-        lambda: fl.compare(["fedavg"], (X, Y), partition=fl.partition.Iid),
+        lambda: fl.compare(["fedavg"], (X, Y), partition=fl.partitions.Iid),
         "call it with its options",
     ),
     "positions for a partition": (
@@ -96,11 +96,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a file of weights": (lambda: run(model="net.pt"), "load them into a module, and give the module"),
     "channels last of a run": (lambda: run(channels_last=True), "give fl.Dataset.create(data, channels_last=True)"),
     "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
-    "alpha": (lambda: fl.partition.dirichlet(clients=3, alpha=0.1), "did you mean 'beta'?"),
-    "n_clients": (lambda: fl.partition.iid(n_clients=3), "did you mean 'clients'?"),
-    "beta of 0": (lambda: fl.partition.dirichlet(clients=3, beta=0), "beta: input should be greater than 0, got 0"),
+    "alpha": (lambda: fl.partitions.dirichlet(clients=3, alpha=0.1), "did you mean 'beta'?"),
+    "n_clients": (lambda: fl.partitions.iid(n_clients=3), "did you mean 'clients'?"),
+    "beta of 0": (lambda: fl.partitions.dirichlet(clients=3, beta=0), "beta: input should be greater than 0, got 0"),
     "too many clients": (
-        lambda: fl.partition.iid(clients=99)((X, Y), seed=0),
+        lambda: fl.partitions.iid(clients=99)((X, Y), seed=0),
         "use fewer clients or a smaller min_size",
     ),
     "one-hot": (lambda: split((X, np.eye(3)[Y])), "give y.argmax(1), or task = 'regression'"),

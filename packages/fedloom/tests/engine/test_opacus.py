@@ -12,8 +12,8 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from fedloom.engine.privacy import Noise, composed
-from fedloom.rows.aggregate import PrivateMean
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.aggregators import PrivateMean
+from fedloom.rows.channels import GaussianNoise
 from fedloom_sites.deploy.site.ledger import Ledger
 
 ERROR = 0.01

@@ -10,7 +10,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Hybrid
+from fedloom.data.partitions import Hybrid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate

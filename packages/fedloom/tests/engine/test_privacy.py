@@ -24,7 +24,7 @@ from fedloom.choose import (
 )
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine import privacy
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
@@ -32,7 +32,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import LocalSGD, Nothing, Work
 from fedloom.models import MLP
-from fedloom.rows.channel import Clip, GaussianNoise, Sign
+from fedloom.rows.channels import Clip, GaussianNoise, Sign
 
 Phi = NormalDist().cdf
 DELTA = 1e-5

@@ -18,9 +18,9 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.errors import ConfigError, DataError, Stop
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 
 WIDTH = 5
 
@@ -29,7 +29,7 @@ def federation(n: int, rows: int = 12, kind: str = "classes", seed: int = 0) -> 
     g = np.random.default_rng(seed)
     x = g.normal(size=(n * rows, WIDTH)).astype("float32")
     y: Any = x[:, 0] + x[:, 1] if kind == "numbers" else np.arange(len(x)) % (2 if kind == "two" else 3)
-    return fl.partition.iid(clients=n, validation=0.2, test=0.3)((x, y), seed=seed)
+    return fl.partitions.iid(clients=n, validation=0.2, test=0.3)((x, y), seed=seed)
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], Federation]:

@@ -15,7 +15,7 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
-from fedloom.rows.aggregate import Median, MultiKrum, TrimmedMean
+from fedloom.rows.aggregators import Median, MultiKrum, TrimmedMean
 from fedloom.rows.attacks import Forgery, SameValue
 
 METHODS = [FedSLR(lam=0.0), FIAELT(beta=2.0, smooth=0.4), SCAFFOLD(), FedADMM(), FedDyn()]

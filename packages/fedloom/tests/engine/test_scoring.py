@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from fedloom.choose import Uniform
 from fedloom.data import load
-from fedloom.data.partition import Clusters, Dirichlet
+from fedloom.data.partitions import Clusters, Dirichlet
 from fedloom.engine.clients.scores import WORK_KEY, choose_model, personal_models, score_chunk
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate

@@ -20,7 +20,7 @@ from fedloom.values import find_difference, flatten_document
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.iid(clients=4)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=4)(fl.load("digits"), seed=0)
 
 
 CHOICES = {

@@ -47,7 +47,7 @@ from fedloom.choose import (
 )
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Clusters, Dirichlet, Iid
+from fedloom.data.partitions import Clusters, Dirichlet, Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.engine.setup import check, make_job
@@ -56,9 +56,9 @@ from fedloom.errors import ConfigError, FedloomError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP, Dropout, spec_of
-from fedloom.rows.aggregate import FLTrust, GeometricMedian, Krum, Median, PrivateMean
+from fedloom.rows.aggregators import FLTrust, GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Attack, FlippedLabels, Forgery, Gaussian, SameValue
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.tasks import task_of
 from fedloom.testing.federate import ReferenceFederation as Plain
 from fedloom.testing.federate import begin

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, FedAvg, Mean
 from fedloom.choose import Sampler, UniformWeigher, Weigher
-from fedloom.data.partition._base import Draw, Pool, Sized
-from fedloom.data.partition.deal import Dealt
+from fedloom.data.partitions._base import Draw, Pool, Sized
+from fedloom.data.partitions.deal import Dealt
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows.aggregate import Aggregator
+from fedloom.rows.aggregators import Aggregator
 from fedloom.rows.attacks import Forgery
-from fedloom.rows.channel import Channel, Clip
+from fedloom.rows.channels import Channel, Clip
 from fedloom.values import Value
 
 

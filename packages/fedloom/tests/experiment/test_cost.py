@@ -9,7 +9,7 @@ import pytest
 import fedloom as fl
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import (
     ESTIMATE_ROUNDS,

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
 }
-CUT = fl.partition.iid(clients=3, keep=30)
+CUT = fl.partitions.iid(clients=3, keep=30)
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -10,14 +10,14 @@ import torch
 
 from fedloom.algorithms import FLAME
 from fedloom.analyses.inspection import Confusion, Tsne, confusion, tsne
-from fedloom.data import partition
+from fedloom.data import partitions
 from fedloom.data.sources import load
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.execute import Plan
 
-FED = partition.shards(clients=4, labels_per_client=2)(load("digits"), seed=0)
+FED = partitions.shards(clients=4, labels_per_client=2)(load("digits"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def test_tsne_is_one_point_per_test_sample_and_a_function_of_the_seed(flame) -> 
 
 
 def test_clients_with_few_test_samples_are_left_out_with_a_note() -> None:
-    fed = partition.iid(clients=2, keep=20, test=0.002)(load("digits"), seed=0)
+    fed = partitions.iid(clients=2, keep=20, test=0.002)(load("digits"), seed=0)
     table, notes = tsne(simulate(FLAME(), fed, rounds=1), (0, 1))
     assert len(table) == 0
     assert notes == ["t-SNE leaves out clients with fewer than 5 test samples: 0, 1"]
 
 
 def test_what_cannot_be_shown_is_refused() -> None:
-    regression = partition.iid(clients=2)(load("sklearn", set="diabetes"), seed=0)
+    regression = partitions.iid(clients=2)(load("sklearn", set="diabetes"), seed=0)
     with pytest.raises(Refused, match="regression"):
         Confusion().check_run(regression)
     with pytest.raises(ConfigError, match="client 4, but there are clients 0 to 3"):

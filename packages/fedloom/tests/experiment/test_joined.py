@@ -235,7 +235,7 @@ def test_one_of_many_gets_a_unit(tmp_path: Path) -> None:
 
 def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     def compare(folder: Path, **more: Any) -> fl.Comparison:
-        cut = fl.partition.iid(clients=3, keep=30)
+        cut = fl.partitions.iid(clients=3, keep=30)
         given = {"partition": cut, "seeds": [0, 1], "rounds": 2, "progress": False, "folder": folder, **more}
         return fl.compare(["fedavg", "ditto"], "digits", **given)
 

@@ -27,7 +27,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"local_epochs": 2}, "'local_epochs'; it belongs in local={'epochs': 2}"),
         ("fedavg", {"fraction_fit": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"num_rounds": 3}, "did you mean 'rounds'?"),
-        ("fedavg", {"num_clients": 3}, "or the partition, as fl.partition.iid(clients=3)"),
+        ("fedavg", {"num_clients": 3}, "or the partition, as fl.partitions.iid(clients=3)"),
         ("ditto", {"epochs": 2}, "it belongs in local={'epochs': 2}"),
         ("fedprox", {"mu": 0.1}, "give fl.algorithms.FedProx(mu=0.1) in its place"),
         (fl.algorithms.FedProx(), {"mu": 0.2}, "give fl.algorithms.FedProx(mu=0.2) in its place"),
@@ -36,14 +36,14 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"fraction": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"f": 2}, "it belongs in aggregator={'kind': 'trimmed-mean', 'f': 2}"),
         ("fedavg", {"hidden": [8]}, "it belongs in model={'kind': 'mlp', 'hidden': [8]}"),
-        ("fedavg", {"beta": 0.5}, "the partition, as fl.partition.dirichlet(beta=0.5)"),
+        ("fedavg", {"beta": 0.5}, "the partition, as fl.partitions.dirichlet(beta=0.5)"),
         ("fedavg", {"workers": 2}, "it belongs in engine={'workers': 2}"),
         ("fedavg", {"roundz": 2}, "did you mean 'rounds'"),
         ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of other methods (fedprox, "),
     ],
 )
 def test_in_python(method: Any, given: dict[str, Any], sentence: str) -> None:
-    fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
+    fed = fl.partitions.iid(clients=4)(fl.load("digits"), 0)
     for door in (lambda: fl.simulate(method, fed, rounds=1, **given), lambda: Setting.create(method, **given)):
         with pytest.raises(ConfigError) as refused:
             door()
@@ -53,7 +53,7 @@ def test_in_python(method: Any, given: dict[str, Any], sentence: str) -> None:
 
 
 def test_what_the_sentence_says_works() -> None:
-    fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
+    fed = fl.partitions.iid(clients=4)(fl.load("digits"), 0)
     given: dict[str, Any] = {"lr": 0.5, "fraction": 0.5, "hidden": [8], "f": 1, "every": 2}
     for name, value in given.items():
         with pytest.raises(ConfigError) as refused:
@@ -87,7 +87,7 @@ def test_in_a_file(change: dict[str, Any], sentence: str) -> None:
     assert sentence in str(refused.value)
 
 
-DATA: dict[str, Any] = {"data": "digits", "partition": fl.partition.iid(clients=3), "progress": False}
+DATA: dict[str, Any] = {"data": "digits", "partition": fl.partitions.iid(clients=3), "progress": False}
 KEYS = sorted({key for table in SETTING_TABLES.values() for keys in table.keys().values() for key in keys})
 KEYWORDS = sorted({key for table in Setting.tables().values() for keys in table.keys().values() for key in keys})
 
@@ -123,7 +123,7 @@ def test_every_key_is_named_with_a_keyword_that_takes_it(key: str) -> None:
     for door in doors:
         said = refusal(lambda door=door: door({key: 1}))
         places = re.findall(r"(\w+)=(\{[^}]*\})", said.partition("it belongs in ")[2])
-        assert places or "did you mean" in said or "fl.partition" in said, said
+        assert places or "did you mean" in said or "fl.partitions" in said, said
         for table, options in (place for place in places if place[0] != "tune"):
             with suppress(InvalidValue):  # whose value 1 another sentence refuses
                 Setting.create("fedavg", **{table: ast.literal_eval(options)})
@@ -131,7 +131,7 @@ def test_every_key_is_named_with_a_keyword_that_takes_it(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["lr", "fraction_fit", "clusters", "q", "flip", "channels_last", "num_clients"])
 def test_every_door_of_python_names_the_same_place(key: str) -> None:
-    fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
+    fed = fl.partitions.iid(clients=4)(fl.load("digits"), 0)
     doors = [
         lambda given: fl.simulate("fedavg", fed, **given),
         lambda given: fl.simulate(Setting.create("fedavg"), fed, **given),

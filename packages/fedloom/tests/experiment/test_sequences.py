@@ -182,19 +182,19 @@ def test_a_search_chooses_on_validation(run: Path, tmp_path: Path) -> None:
 
 def test_parts_that_need_something_else_say_so() -> None:
     data = fl.load("docstrings", length=8, most=100, least=5000)
-    fed = fl.partition.writers()(data)
+    fed = fl.partitions.writers()(data)
     method = fl.algorithms.FedAvg()
     with pytest.raises(ConfigError, match="takes numbers, and these samples are tokens"):
         fl.simulate(method, fed, model="mlp", rounds=1)
     with pytest.raises(Refused, match="augment changes images"):
         fl.simulate(method, fed, model="lstm", rounds=1, augment={"flip": 0.5})
-    numbers = fl.partition.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
+    numbers = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
     with pytest.raises(ConfigError, match="model lstm takes tokens"):
         fl.simulate(method, numbers, model="lstm", rounds=1)
 
 
 def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
-    fed = fl.partition.writers()(fl.load("docstrings", length=8, most=100, least=5000))
+    fed = fl.partitions.writers()(fl.load("docstrings", length=8, most=100, least=5000))
     changed = poisoned(fed, FlippedLabels(), torch.tensor([0]), 0)
     old, new = fed.data.y[fed.indices("train", 0)], changed.data.y[fed.indices("train", 0)]
     assert torch.equal(old < 0, new < 0)
@@ -209,7 +209,7 @@ def test_the_server_of_a_deployment_has_a_blank_sequence(each: bool) -> None:
     assert fed.data.tokens == data.tokens
     setting = fl.Setting(algorithm=fl.algorithms.FedAvg(), model=LSTM(embedding=2, hidden=3))
     job, _ = make_job(setting, fed)
-    assert job.oracle.layout == make_job(setting, fl.partition.iid(clients=2)(data))[0].oracle.layout
+    assert job.oracle.layout == make_job(setting, fl.partitions.iid(clients=2)(data))[0].oracle.layout
 
 
 class Bag(torch.nn.Module):
@@ -225,7 +225,7 @@ class Bag(torch.nn.Module):
 
 
 def test_a_module_of_the_user_takes_tokens() -> None:
-    fed = fl.partition.writers(clients=3)(fl.load("docstrings", length=8, most=200))
+    fed = fl.partitions.writers(clients=3)(fl.load("docstrings", length=8, most=200))
     result = fl.simulate(fl.algorithms.FedAvg(), fed, model=Bag, rounds=2, local=fl.LocalSGD(lr=0.5))
     assert float(result.final("global", "loss").mean()) < np.log(len(fed.data.classes)) * 1.5
     with pytest.raises(ConfigError, match=r"must return \[b, 8, "):

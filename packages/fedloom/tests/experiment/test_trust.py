@@ -246,7 +246,7 @@ def test_a_function_of_a_package_is_not_called_with_what_a_file_says(path: str) 
 
 
 def test_a_function_that_is_given_in_python_is_vouched_for() -> None:
-    fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
     assert fl.simulate("fedavg", fed, shutil_free_net, rounds=1).status == "done"
     with pytest.raises(ConfigError, match="torch"):
         fl.simulate("fedavg", fed, {"kind": "torch.hub:load"}, rounds=1)  # type: ignore[arg-type]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from fedloom import load, metrics, open_run, partition
+from fedloom import load, metrics, open_run, partitions
 from fedloom.algorithms import Delta, FedAvg, Kept, Mean, Model
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.data import Source
-from fedloom.data.partition._base import Draw
-from fedloom.data.partition.deal import Dealt
+from fedloom.data.partitions._base import Draw
+from fedloom.data.partitions.deal import Dealt
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
@@ -31,9 +31,9 @@ from fedloom.lab.report import result_table
 from fedloom.lab.tune import Tuning
 from fedloom.local import descend
 from fedloom.models import Import
-from fedloom.rows.aggregate import Median
+from fedloom.rows.aggregators import Median
 from fedloom.rows.attacks import SignFlip
-from fedloom.rows.channel import Clip
+from fedloom.rows.channels import Clip
 from fedloom.testing import check_algorithm
 
 MODULE = "own_parts_of_a_user"
@@ -340,12 +340,12 @@ def test_a_method_that_does_not_say_what_it_sends_is_refused(function: str, said
     body.__annotations__["return"] = said
     method = type("Own", (FedAvg,), {function: body, "__module__": __name__})()
     with pytest.raises(ConfigError, match=answer) as caught:
-        simulate(method, partition.iid(clients=3)(load("digits")), rounds=1)
+        simulate(method, partitions.iid(clients=3)(load("digits")), rounds=1)
     assert "Own" in str(caught.value)
 
 
 def test_a_function_that_says_nothing_returns_what_the_one_it_replaces_does() -> None:
-    fed = partition.iid(clients=3)(load("digits"))
+    fed = partitions.iid(clients=3)(load("digits"))
     own, plain = (simulate(a, fed, rounds=1).models.rows("global") for a in (_Unsaid(), FedAvg()))
     assert torch.equal(own, plain)
 
@@ -409,7 +409,7 @@ class _Picky(nn.Linear):
 
 
 def test_a_model_or_a_diagnosis_that_fails_is_blamed_too() -> None:
-    fed = partition.iid(clients=3)(load("digits"))
+    fed = partitions.iid(clients=3)(load("digits"))
     with pytest.raises(
         CodeError, match=r"model Import failed in round 0: ValueError: too many \(test_user_code.py, line"
     ):
@@ -429,7 +429,7 @@ def test_a_data_set_that_fails_is_blamed() -> None:
 def test_code_that_fails_or_gives_what_it_must_not_is_blamed_in_a_sentence(what: str) -> None:
     parts, answer = FAULTS[what]
     given = {name: _broken(base, **functions) for name, (base, functions) in parts.items()}
-    fed = partition.iid(clients=3)(load("digits"))
+    fed = partitions.iid(clients=3)(load("digits"))
     with pytest.raises(CodeError, match=answer):
         simulate(given.pop("algorithm", FedAvg()), fed, rounds=1, **given)
 
@@ -444,7 +444,7 @@ def test_code_that_fails_or_gives_what_it_must_not_is_blamed_in_a_sentence(what:
 )
 def test_a_partition_that_deals_what_is_not_there_is_blamed(index: Any, offsets: list[int], answer: str) -> None:
     dealt = Dealt(np.array([*index]), np.array(offsets))
-    broken = _broken(type(partition.iid()), draw=lambda *_: Draw(dealt))
+    broken = _broken(type(partitions.iid()), draw=lambda *_: Draw(dealt))
     with pytest.raises(CodeError, match=answer):
         broken(load("digits"))
 

@@ -45,7 +45,7 @@ SEQUENCES = {"lstm": LSTM(embedding=4, hidden=6, layers=2), "transformer": Trans
 @pytest.fixture(scope="module")
 def fed() -> Federation:
     """Pictures of nine clients, each in a group."""
-    return in_groups(fl.partition.iid(clients=9, keep=360)(load("digits"), seed=0))
+    return in_groups(fl.partitions.iid(clients=9, keep=360)(load("digits"), seed=0))
 
 
 def run(method: Any, fed: Federation, model: ModelSpec, device: str, dtype: str = "float64", **choices: Any) -> Any:

@@ -72,7 +72,7 @@ def test_plain_sgd_by_torch_s_class_is_plain_sgd() -> None:
 def of_one_client(rounds: int, kept: bool) -> tuple[Tensor, Tensor]:
     """FedAvg with one client, and the same written with torch alone."""
     data = fl.load("digits")
-    fed = fl.partition.iid(clients=1, keep=90)(data, seed=0)
+    fed = fl.partitions.iid(clients=1, keep=90)(data, seed=0)
     state = "kept" if kept else "fresh"
     local = LocalSGD(lr=0.01, batch_size=16, epochs=2, optimizer="adam", optimizer_state=state)
     found = fl.simulate("fedavg", fed, "mlp", rounds=rounds, local=local, engine={"dtype": "float64"})
@@ -122,7 +122,7 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.dirichlet(clients=5, beta=0.5, keep=200)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=5, beta=0.5, keep=200)(fl.load("digits"), seed=0)
 
 
 KEPT = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "kept"}

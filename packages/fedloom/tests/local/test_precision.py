@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import FIAELT, FLAME, FedAvg
 from fedloom.data import load
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused

@@ -191,7 +191,7 @@ def test_a_layer_for_every_position_trains() -> None:
     rng = torch.Generator().manual_seed(0)
     x, y = torch.randn(20, 5, 3, generator=rng), torch.randint(0, 3, (20, 5), generator=rng)
     data = fl.Dataset("positions", x, y, classes=("a", "b", "c"), positions=True)
-    fed = fl.partition.iid(clients=2)(data, seed=0)
+    fed = fl.partitions.iid(clients=2)(data, seed=0)
     rows, net = [], nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
     for oracle in ("auto", "stacked"):
         rows.append(fl.simulate("fedavg", fed, net, rounds=2, engine={"oracle": oracle}).models.rows("global"))

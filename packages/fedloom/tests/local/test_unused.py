@@ -151,7 +151,7 @@ def test_parameters_that_a_forward_pass_changes_are_noted_and_trained_as_by_torc
     net = begun(module)
     x, y = tokens()
     data = fl.Dataset("tokens", x, y, classes=tuple("abc"), vocabulary=tuple("_ABCDEFGH"))
-    fed = fl.partition.iid(clients=1, test=0, validation=0)(data)
+    fed = fl.partitions.iid(clients=1, test=0, validation=0)(data)
     local = {"lr": 0.5, "batch_size": "full", "steps": STEPS}
     engine = {"oracle": "looped", "dtype": "float64"}
     result = fl.simulate("fedavg", fed, net, rounds=1, local=local, engine=engine)

@@ -147,7 +147,7 @@ def test_heads_are_known_by_the_name_of_their_adapter() -> None:
 def federation() -> fl.data.Federation:
     g = torch.Generator().manual_seed(3)
     x = torch.randint(1, 9, (60, 6), generator=g)
-    return fl.partition.iid(clients=3, test=0.2, validation=0.2)(fl.Dataset.create((x, x % 5), vocabulary=9)).to(
+    return fl.partitions.iid(clients=3, test=0.2, validation=0.2)(fl.Dataset.create((x, x % 5), vocabulary=9)).to(
         dtype=torch.float64
     )
 
@@ -177,7 +177,7 @@ def test_training_is_that_of_the_adapters_by_hand(engine: str) -> None:
 def test_a_linear_network_with_a_frozen_layer_is_not_fused() -> None:
     module = MLP(hidden=(5,)).build((4,), 2)
     module.get_submodule("fc1").requires_grad_(False)
-    fed = fl.partition.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
+    fed = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
     oracle = make_oracle(module, Classification(classes=2), fed)
     assert oracle.name == "looped"
     assert oracle.layout.names == ("head.weight", "head.bias")
@@ -384,7 +384,7 @@ def test_a_model_of_transformers_takes_adapters(kind: str, each: bool) -> None:
     spec = Hub(config={"model_type": kind, **TINY[kind]}, adapters={"rank": 2, "head": True})
     x = torch.randint(1, 9, (24, 6), generator=torch.Generator().manual_seed(1))
     data = fl.Dataset.create((x, x % 5 if each else x[:, -1] % 5), vocabulary=9)
-    fed = fl.partition.iid(clients=2)(data)
+    fed = fl.partitions.iid(clients=2)(data)
     result = fl.simulate(fl.algorithms.Ditto(), fed, model=spec, rounds=2, local=LocalSGD(lr=0.1))
     layout = result.job.oracle.layout
     assert {name.rpartition(".")[2] for name in layout.names} == {"down", "up", "weight", "bias"}

@@ -45,7 +45,7 @@ def make(shape: tuple[int, ...], outputs: int) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
 
 
 def test_a_class_and_a_function_are_named_by_their_path(fed: Federation) -> None:
@@ -184,7 +184,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         ["fedavg"],
         fl.load("digits"),
         Net,
-        partition=fl.partition.iid(clients=3),
+        partition=fl.partitions.iid(clients=3),
         seeds=[0],
         folder=tmp_path / "run",
         progress=False,
@@ -211,7 +211,7 @@ class Mine(nn.Module):
     def forward(self, x):
         return self.last(x.flatten(1))
 
-fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
 result = fl.simulate("fedavg", fed, Mine, rounds=2, folder=sys.argv[1])
 print(result.status, len(result.seconds))
 """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedloom.algorithms import FedAvg
 from fedloom.choose import SAMPLERS, Uniform
 from fedloom.data import load
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job

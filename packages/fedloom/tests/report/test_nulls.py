@@ -23,7 +23,7 @@ def accuracies(rng: np.random.Generator, samples: int, seeds: int, clients: int)
     y = rng.integers(0, 2, samples)
     x = rng.standard_normal((samples, METHODS, FEATURES)) + 0.35 * (2 * y[:, None, None] - 1)
     data = fl.Dataset.create((x.reshape(samples, -1).astype(np.float32), y))
-    cut = fl.partition.iid(clients=clients)
+    cut = fl.partitions.iid(clients=clients)
     found, tested, trained = np.zeros((seeds, METHODS)), 0, 0
     for seed in range(seeds):
         fed = cut(data, seed)

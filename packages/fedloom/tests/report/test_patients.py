@@ -152,7 +152,7 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
     table = pd.DataFrame([row for site in SITES for row in patients(site, si=False)])
     options = {"users": "hospital", "categorical": ["ward", "sex"], "impute": True, "missing": ["-9"],
                "drop": ["patient_id", "hours_to_death", "troponin_hs"]}  # fmt: skip
-    cut = fl.partition.writers(test=0.0, validation=0.0)
+    cut = fl.partitions.writers(test=0.0, validation=0.0)
     whole, others = (fl.Dataset.create(rows, "died", **options) for rows in (table, table[table.hospital != "Celle"]))
     fed = cut(whole, seed=0)
     choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
@@ -287,7 +287,7 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
         {"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "level": level, "y": y, "site": rng.choice(["n", "s"], 400)}
     )
     data = fl.Dataset.create(table, "y", task="regression", users="site", categorical=["level"], drop=["c"])
-    fed = fl.partition.writers(test=0.5)(data, seed=0)
+    fed = fl.partitions.writers(test=0.5)(data, seed=0)
     result = fl.simulate("fedavg", fed, rounds=30, local=fl.LocalSGD(lr=0.1, batch_size=32))
     found = importance(result).to_pylist()
     for client in (0, 1):
@@ -300,7 +300,7 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
         expected = np.sqrt(2 * 9 * np.var(x[rows.numpy(), 0]))
         assert share["a"] == pytest.approx(expected, rel=0.2)
     with pytest.raises(Refused, match="permutes columns of a table"):
-        check_importance(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+        check_importance(fl.partitions.iid(clients=2)(fl.load("digits"), seed=0))
 
 
 def test_reference_models_are_scikit_learns(run: Path) -> None:
@@ -310,7 +310,7 @@ def test_reference_models_are_scikit_learns(run: Path) -> None:
     table = pd.DataFrame([row for site in ("Amsel", "Birke") for row in patients(site, si=False)])
     drop = ["patient_id", "hours_to_death", "troponin_hs", "glucose", "ward", "sex", "systolic"]
     data = fl.Dataset.create(table, "died", users="hospital", drop=drop)
-    fed = fl.partition.writers(test=0.4)(data, seed=0)
+    fed = fl.partitions.writers(test=0.4)(data, seed=0)
     found = references(fl.simulate("local", fed, rounds=1)).to_pylist()
     assert {(line["client"], line["model"]) for line in found} == {
         (client, model) for client in (0, 1) for model in ("logistic regression", "forest")
@@ -322,5 +322,5 @@ def test_reference_models_are_scikit_learns(run: Path) -> None:
     assert scores["auroc"] == pytest.approx(roc_auc_score(y[test], risk))
     assert scores["loss"] == pytest.approx(log_loss(y[test], risk), rel=1e-6)
     with pytest.raises(Refused, match="classes or measurements of a table"):
-        check_references(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+        check_references(fl.partitions.iid(clients=2)(fl.load("digits"), seed=0))
     assert "Reference models" in (run / "report.html").read_text()

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError
-from fedloom.rows import aggregate as A
+from fedloom.rows import aggregators as A
 from fedloom.seeds import generator
 
 
@@ -383,7 +383,7 @@ def test_minimum_diameter_of_many_subsets(seed, first):
 
 
 def test_minimum_diameter_counts_its_subsets(monkeypatch):
-    monkeypatch.setattr("fedloom.rows.aggregate.selection.MOST_SUBSETS", 45)
+    monkeypatch.setattr("fedloom.rows.aggregators.selection.MOST_SUBSETS", 45)
     A.MDA(f=2).check(10)
     with pytest.raises(ConfigError, match="C\\(11, 2\\) = 55"):
         A.MDA(f=2).check(11)

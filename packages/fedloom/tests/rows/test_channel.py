@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError
-from fedloom.rows import channel as C
+from fedloom.rows import channels as C
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 from fedloom.seeds import generator

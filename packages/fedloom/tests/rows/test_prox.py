@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError
-from fedloom.rows import prox as P
+from fedloom.rows import proxes as P
 from fedloom.rows.layout import Layout
 
 LAYOUT = Layout.create_from_shapes(

@@ -117,7 +117,7 @@ def saved(folder: Path, **arrays: Any) -> Path:
 
 
 def trained(data: Any, method: str = "ditto") -> Models:
-    return fl.simulate(method, fl.partition.iid(clients=2)(data, seed=0), "softmax", **CHOICES).models
+    return fl.simulate(method, fl.partitions.iid(clients=2)(data, seed=0), "softmax", **CHOICES).models
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_mean_and_a_deviation_apply_to_bytes_and_floats_alike() -> None:
 
 def test_bytes_with_noise_of_a_partition_were_bytes() -> None:
     """The noise makes floats of them; what comes later is divided by 255 all the same."""
-    fed = fl.partition.quality(clients=2, sigma=0.1)(fl.Dataset.create((BYTES, Y)), seed=0)
+    fed = fl.partitions.quality(clients=2, sigma=0.1)(fl.Dataset.create((BYTES, Y)), seed=0)
     assert fed.data.x.is_floating_point()
     models = fl.simulate("fedavg", fed, "softmax", **CHOICES).models
     np.testing.assert_allclose(models.predict_proba(FLOATS), models.predict_proba(BYTES), atol=1e-6)
@@ -394,7 +394,7 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
 
 def test_a_run_shows_the_notes_on_its_data_however_it_is_started() -> None:
     data = fl.Dataset.create((LARGE, Y + 1))
-    fed = fl.partition.iid(clients=2)(data, seed=0)
+    fed = fl.partitions.iid(clients=2)(data, seed=0)
     notes = fl.simulate("fedavg", fed, "softmax", rounds=1).notes
     for words in ("data: x has numbers of up to 255; floats are taken as they are", "data: the data have no sample of"):
         assert [note.startswith(words) for note in notes].count(True) == 1

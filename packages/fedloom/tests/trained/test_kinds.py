@@ -224,7 +224,7 @@ def test_models_in_use_have_the_figures_that_the_run_recorded(target: str, tmp_p
         except Refused:  # a method that needs classes
             continue
         opened = fl.open_run(tmp_path / name)
-        fed = fl.partition.writers(validation=0.2)(opened.read(tmp_path / "t.csv"), seed=0)
+        fed = fl.partitions.writers(validation=0.2)(opened.read(tmp_path / "t.csv"), seed=0)
         run = opened[name, 0]
         for kind in run.models.kinds():
             scores = opened.predict(tmp_path / "t.csv", name, kind=kind).scores
@@ -248,7 +248,7 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     other = frame.assign(age=frame.age * 2, dose=frame.dose.where(frame.site != "west", frame.dose * 16))
     other = other if "dose" in factors else other.assign(dose=frame.dose)
     keys: dict[str, Any] = {"users": "site", "missing": ["-9", "-144"], "impute": True, "categorical": ["ward"]}
-    partition, short = fl.partition.writers(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
+    partition, short = fl.partitions.writers(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
     want, found = (
         fl.simulate("ditto", partition(Dataset.create(rows, "ill", task="binary", **keys, **more), seed=0), **short)
         for rows, more in ((frame, {}), (other, {"factors": factors}))

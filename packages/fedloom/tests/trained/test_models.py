@@ -56,7 +56,7 @@ def digits() -> Dataset:
 
 @pytest.fixture(scope="module")
 def fed(digits: Dataset) -> Federation:
-    return fl.partition.hybrid(clients=5, labels_per_client=3)(digits, seed=0)
+    return fl.partitions.hybrid(clients=5, labels_per_client=3)(digits, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_model_in_hand_takes_samples_as_python_has_them(fed: Federation, tmp_p
 
 def test_a_table_s_model_takes_raw_columns_by_name_and_its_client_s_scaling() -> None:
     raw = fl.load("sklearn", set="wine")
-    fed = fl.partition.iid(clients=3)(raw, seed=0)
+    fed = fl.partitions.iid(clients=3)(raw, seed=0)
     result = run(fed, Ditto(), Softmax(), rounds=3)
     index = fed.indices("test", 1)
     order = torch.randperm(raw.x.shape[1], generator=torch.Generator().manual_seed(0))
@@ -154,7 +154,7 @@ def test_files_give_the_very_models(fed: Federation, stranger: Dataset, tmp_path
 
 
 def test_more_clients_than_a_piece_are_read_one_by_one(digits: Dataset, tmp_path: Path) -> None:
-    result = run(fl.partition.iid(clients=40)(digits, seed=0), Ditto(), Softmax(), rounds=1)
+    result = run(fl.partitions.iid(clients=40)(digits, seed=0), Ditto(), Softmax(), rounds=1)
     filed = from_files(result, tmp_path)
     assert torch.equal(filed.rows("personal", torch.tensor([39, 0, 32])), result.models.rows("personal")[[39, 0, 32]])
 
@@ -213,7 +213,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
 
     rows = [f"{k},{('red', 'green', 'blue')[k % 3]},{k % 2}" for k in range(60)]
     data = table("\n".join(["a,colour,y", *rows]))
-    fed = fl.partition.iid(clients=2)(data, seed=0)
+    fed = fl.partitions.iid(clients=2)(data, seed=0)
     facts = InputSpec.create(fed.data)
     again = InputSpec.model_validate_json(facts.model_dump_json())
     assert again == facts
@@ -260,7 +260,7 @@ def test_flame_adapts_by_its_theta_step(fed: Federation, stranger: Dataset) -> N
 def test_fedslr_adapts_by_phase_two(fed: Federation, stranger: Dataset) -> None:
     result = run(fed, FedSLR(mu=0.05))
     work, x = started(result, stranger)
-    prox = (fl.prox.L1(c=0.05), x)
+    prox = (fl.proxes.L1(c=0.05), x)
     want = descend(x, work, prox=prox, steps=work.epochs(1), stream="phase II")[0]
     made = result.models.adapt(stranger).row
     torch.testing.assert_close(made, want)
@@ -434,7 +434,7 @@ def test_what_the_server_mixes_for_all_is_mixed_once_for_all_models(
         return down(self, server, kept, ctx)
 
     monkeypatch.setattr(FedAMP, "down", counted)
-    many = fl.partition.iid(clients=2 * MODELS_PER_BATCH + 1)(digits, seed=0)
+    many = fl.partitions.iid(clients=2 * MODELS_PER_BATCH + 1)(digits, seed=0)
     result = run(many, FedAMP(), Softmax(), rounds=1)
     calls.clear()
     result.models.save(tmp_path)

@@ -117,7 +117,7 @@ def _sites(path: Path) -> list[str]:
 
 def _sizes(opened: RunDirectory, part: str) -> np.ndarray:
     data = fl.load(opened.path.parent / "all.csv", label="ill", users="site", categorical=("ward",), impute=True)
-    return fl.partition.writers(validation=0.2)(data, seed=1).sizes(part).numpy()
+    return fl.partitions.writers(validation=0.2)(data, seed=1).sizes(part).numpy()
 
 
 def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:

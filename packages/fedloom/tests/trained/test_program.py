@@ -149,7 +149,7 @@ ATTACKS: dict[str, tuple[Callable[[Parts], None], str]] = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
     path = tmp_path_factory.mktemp("program") / "model.pt2"
     export_model(fl.simulate("fedavg", fed, MLP(hidden=(8,)), rounds=1).models.model("global"), path, "torch")
     return path

@@ -214,7 +214,7 @@ def tune_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 PLAIN = 24 * sum(
-    fl.partition.hybrid(clients=6, labels_per_client=2, beta=0.5)(fl.load("digits"), seed=0).sizes("train")
+    fl.partitions.hybrid(clients=6, labels_per_client=2, beta=0.5)(fl.load("digits"), seed=0).sizes("train")
 )
 
 

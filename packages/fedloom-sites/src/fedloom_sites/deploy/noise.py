@@ -36,9 +36,9 @@ from torch import Generator, Tensor
 from fedloom.engine.privacy import Noise, accounted
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.rows.aggregate import PrivateMean
-from fedloom.rows.aggregate._base import Rows, State
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.aggregators import PrivateMean
+from fedloom.rows.aggregators._base import Rows, State
+from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6

@@ -19,7 +19,7 @@ from fedloom.data.subjects.design import Design, design_of
 from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
@@ -54,7 +54,7 @@ class Local:
             Several inputs are given to the model by name.
         subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
             is no input, and a subject in two of the sets is refused.
-        channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
+        channel: the node's own noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
             document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
             else this one takes its place. Scores travel without noise.
         norm_bound: longest difference (L2) of every field that leaves the node, greater than 0. What is longer is
@@ -114,7 +114,7 @@ class Local:
             where = ".".join(map(str, ("channel", *what["loc"])))
             raise ConfigError(
                 f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
-                "fl.channel.GaussianNoise(clip=1.0, sigma=1.0)"
+                "fl.channels.GaussianNoise(clip=1.0, sigma=1.0)"
             ) from None
 
     def _check_floor(self) -> None:

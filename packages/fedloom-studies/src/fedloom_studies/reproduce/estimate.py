@@ -117,7 +117,7 @@ def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
 
 
 def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
-    fed = fl.partition.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
+    fed = fl.partitions.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
     setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
     return samples_per_round(setting, fed) / 2
 
@@ -126,7 +126,7 @@ def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
     """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
-    fed = fl.partition.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
+    fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
     second_round = measure_rounds(setting, fed, 2, time.process_time).rounds[1]

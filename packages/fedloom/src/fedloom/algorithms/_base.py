@@ -28,7 +28,7 @@ from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import Prox
+from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
-from fedloom.rows.prox import Form, made_by
+from fedloom.rows.proxes import Form, made_by
 from fedloom.values import Value
 
 

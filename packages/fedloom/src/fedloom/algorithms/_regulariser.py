@@ -12,7 +12,7 @@ from fedloom.local import Ctx
 from fedloom.local.inexact import LyapunovParts
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import L1, AnyProx, Form, Nuclear, Prox, made_by
+from fedloom.rows.proxes import L1, AnyProx, Form, Nuclear, Prox, made_by
 from fedloom.values import Value
 
 

@@ -50,7 +50,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent, by_rule
 from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, decay_of, descend
-from fedloom.rows.prox import Prox
+from fedloom.rows.proxes import Prox
 
 
 class Server(NamedTuple):

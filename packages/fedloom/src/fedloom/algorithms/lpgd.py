@@ -33,7 +33,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
 from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
-from fedloom.rows.prox import Prox
+from fedloom.rows.proxes import Prox
 
 
 class Client(NamedTuple):

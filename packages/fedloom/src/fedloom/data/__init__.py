@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedloom.data import partition
+from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Prepare, Task
 from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan
-from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Split",
     "Task",
     "load",
-    "partition",
+    "partitions",
     "plan",
     "source",
 ]

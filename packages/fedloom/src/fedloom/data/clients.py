@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partition import Writers
+from fedloom.data.partitions import Writers
 from fedloom.data.samples import find_pair
 from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
 from fedloom.data.sources.table.frames import is_frame
@@ -60,7 +60,7 @@ def as_federation(
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
             f"{name}: a list is clients, and these are arrays without targets; give of each client the tuple (x, y). "
-            "One data set goes to a partition, as in fl.partition.iid(clients=10)((x, y))"
+            "One data set goes to a partition, as in fl.partitions.iid(clients=10)((x, y))"
         )
     split = {who: _is_split(client, f"{name}: client {who}") for who, client in named.items()}
     if len(set(split.values())) > 1:

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from fedloom.data.dataset import CLASS_TASKS, Dataset, Task, default_to_cpu, refuse
 from fedloom.data.federation import Federation, Split
-from fedloom.data.partition.changes import prepared
-from fedloom.data.partition.deal import Dealt
-from fedloom.data.partition.parts import cut_parts
+from fedloom.data.partitions.changes import prepared
+from fedloom.data.partitions.deal import Dealt
+from fedloom.data.partitions.parts import cut_parts
 from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import Quota

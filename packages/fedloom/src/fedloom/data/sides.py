@@ -192,7 +192,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
-            "fl.Dataset.create(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
+            "fl.Dataset.create(frame, label='ill', users='site'), and give partition=fl.partitions.writers()"
         )
     sampler = type(getattr(obj, "sampler", None))
     subset = sampler not in (type(None), SequentialSampler, RandomSampler)

@@ -27,8 +27,8 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, exact_fields, upload_fields
 from fedloom.choose import Sampler, Weigher
 from fedloom.errors import ConfigError, Refused
-from fedloom.rows.aggregate import Aggregator, PrivateMean
-from fedloom.rows.channel import Channel, GaussianNoise
+from fedloom.rows.aggregators import Aggregator, PrivateMean
+from fedloom.rows.channels import Channel, GaussianNoise
 
 Accountant = Literal["rdp", "pld"]
 

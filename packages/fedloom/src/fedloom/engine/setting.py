@@ -10,15 +10,15 @@ from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
 from fedloom.models import MODEL_CLASSES, Augment, ModelSpec, Softmax
-from fedloom.rows.aggregate import AGGREGATORS, Aggregator
+from fedloom.rows.aggregators import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
-from fedloom.rows.channel import CHANNELS, Channel
+from fedloom.rows.channels import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
 from fedloom.values import Value, dump, fields_of, flatten_document, make

@@ -49,7 +49,7 @@ from fedloom.local.rows import Fields, remade
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.row_locations import RowLocations
 from fedloom.rows.attacks import Poison
-from fedloom.rows.channel import Channel
+from fedloom.rows.channels import Channel
 from fedloom.schedule import Stream, Synchronous
 from fedloom.seeds import preserve_rng
 from fedloom.storage.memory import Forked

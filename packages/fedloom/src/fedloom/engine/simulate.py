@@ -114,8 +114,8 @@ def simulate(
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
-            "fl.partition.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
-            "of samples that have owners give users to fl.Dataset.create, and take fl.partition.writers()"
+            "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
+            "of samples that have owners give users to fl.Dataset.create, and take fl.partitions.writers()"
         )
     if callable(progress) or not all(map(callable, progress := list(progress))):
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")

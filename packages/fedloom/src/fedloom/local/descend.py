@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.local.terms import Term
     from fedloom.local.work import Work
-    from fedloom.rows.prox import Prox
+    from fedloom.rows.proxes import Prox
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]

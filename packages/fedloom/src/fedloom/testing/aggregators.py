@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError
-from fedloom.rows.aggregate import Aggregator
+from fedloom.rows.aggregators import Aggregator
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
@@ -23,7 +23,7 @@ MOST_ROWS = 30
 
 
 class LawCohort(NamedTuple):
-    """The context of a rule: see `fedloom.aggregate.Cohort`."""
+    """The context of a rule: see `fedloom.aggregators.Cohort`."""
 
     ids: Tensor
 
@@ -190,7 +190,7 @@ def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> N
             the error, file and line.
         ConfigError: it is no aggregator, takes no cohort of up to 30 rows, or there is no such law.
     """
-    check_arguments(aggregator, Aggregator, "fl.aggregate.Median()", AGGREGATOR_LAWS, without)
+    check_arguments(aggregator, Aggregator, "fl.aggregators.Median()", AGGREGATOR_LAWS, without)
     hold(AGGREGATOR_LAWS, LawUploads.create(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import DATA_PARTS, Federation
-from fedloom.data.partition import Draw, Partition, Pool
-from fedloom.data.partition.deal import Dealt
+from fedloom.data.partitions import Draw, Partition, Pool
+from fedloom.data.partitions.deal import Dealt
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, PartitionError
 from fedloom.seeds import generator, numpy_generator
@@ -51,7 +51,7 @@ class Case:
 
 def runs(s: Case) -> None:
     """The partition draws clients, and a federation comes of it."""
-    demand(isinstance(s.drawn, Draw), f"draw must return fl.partition.Draw, got {type(s.drawn).__name__}")
+    demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 
 
@@ -183,7 +183,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
             function, the error, file and line.
         ConfigError: it is no partition, the partition refuses every data set, or there is no such law.
     """
-    check_arguments(partition, Partition, "fl.partition.iid(clients=10)", PARTITION_LAWS, without)
+    check_arguments(partition, Partition, "fl.partitions.iid(clients=10)", PARTITION_LAWS, without)
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():

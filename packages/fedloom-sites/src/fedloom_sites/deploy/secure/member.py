@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedloom.algorithms import upload_fields
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
-from fedloom.rows.aggregate import PrivateMean
+from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream
 from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
 from fedloom_sites.deploy.protocol.envelope import Kind

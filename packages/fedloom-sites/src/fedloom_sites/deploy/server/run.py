@@ -29,7 +29,7 @@ from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
 from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.rows.channel import GaussianNoise
+from fedloom.rows.channels import GaussianNoise
 from fedloom.rundir import SUMMARY_FILE
 from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints

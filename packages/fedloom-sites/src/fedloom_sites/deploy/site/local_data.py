@@ -16,7 +16,7 @@ from fedloom.data import DATA_PARTS, Dataset, Federation, Split
 from fedloom.data.groups import keeping
 from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import FIXED_TABLE_OPTIONS
-from fedloom.data.partition import Iid
+from fedloom.data.partitions import Iid
 from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources.table.designs import DesignOptions

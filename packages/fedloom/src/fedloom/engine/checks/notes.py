@@ -14,7 +14,7 @@ from fedloom.local import Ctx
 from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import batch_norm_layers
-from fedloom.rows.aggregate import FLTrust
+from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.tasks import Classification
 from fedloom.values import kind_of

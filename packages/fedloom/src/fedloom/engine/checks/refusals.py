@@ -17,8 +17,8 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import CodeError, ConfigError, Refused, worded
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
-from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean
-from fedloom.rows.channel import Channel
+from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
+from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
 _DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bweights)(?: = (?P<value>'[^']*'|[\w.-]+))?")

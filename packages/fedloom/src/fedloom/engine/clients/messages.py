@@ -14,7 +14,7 @@ from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, remade, to_device
-from fedloom.rows.channel import Channel
+from fedloom.rows.channels import Channel
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec

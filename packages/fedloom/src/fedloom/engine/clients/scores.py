@@ -17,7 +17,7 @@ from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
 from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import made_by
+from fedloom.rows.proxes import made_by
 from fedloom.tasks.calibration import recalibrated
 
 WORK_KEY = ("", "")

@@ -101,7 +101,7 @@ def compare(
             takes. Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)``
             of each.
         model: as in `fedloom.simulate`. Softmax when None.
-        partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``.
+        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, beta=0.1)``.
             Drawn anew with every seed. A federation is split already, and seeds change all else.
         seeds: one run of every method per seed, with fewer than five nothing is tested. Seeds with which the
             runs of two methods only repeat others, since they draw nothing that matters, count once.

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_serializer
 
-from fedloom.data import partition as partitions
+from fedloom.data import partitions
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import DATA_PARTS, Federation
-from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import Source
 from fedloom.engine.setting import Choices, Setting
 from fedloom.engine.tables import name_method
@@ -174,7 +174,7 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
-            "compare: say how the data are split among clients, as in partition=fl.partition.dirichlet(clients=10, "
+            "compare: say how the data are split among clients, as in partition=fl.partitions.dirichlet(clients=10, "
             "beta=0.5); or give a federation"
         )
     if isinstance(partition, str) or (
@@ -186,7 +186,7 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
     if isinstance(partition, type) and issubclass(partition, Partition):
         raise ConfigError("compare: partition is a class: call it with its options")
     if not isinstance(partition, Partition):
-        kinds = ", ".join(f"fl.partition.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
+        kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
             f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
             "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"

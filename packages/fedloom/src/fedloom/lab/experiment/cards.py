@@ -13,7 +13,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.algorithms._theorems import THEOREMS
 from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
-from fedloom.data.partition import PARTITIONS
+from fedloom.data.partitions import PARTITIONS
 from fedloom.data.sources import SOURCES
 from fedloom.engine.checks.refusals import check_mixer, check_together
 from fedloom.errors import Refused
@@ -21,9 +21,9 @@ from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
 from fedloom.models import MODEL_CLASSES
 from fedloom.options import limits_of
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
-from fedloom.rows.channel import CHANNELS
+from fedloom.rows.channels import CHANNELS
 from fedloom.schedule import DEVICES, SCHEDULES
 from fedloom.values import Value, choose, fields_of
 

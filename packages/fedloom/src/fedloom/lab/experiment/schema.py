@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.analyses import Analysis
 from fedloom.analyses.registry import name_of
-from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Setting

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fedloom.data.partition._base import Draw, Pool, Sized
-from fedloom.data.partition.deal import (
+from fedloom.data.partitions._base import Draw, Pool, Sized
+from fedloom.data.partitions.deal import (
     Dealt,
     Floats,
     Ints,

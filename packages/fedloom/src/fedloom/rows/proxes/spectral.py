@@ -11,8 +11,8 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, map_spectrum, onto_l1_ball, soft, spectrum, total
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox._base import Form
-from fedloom.rows.prox.sets import ConvexSet
+from fedloom.rows.proxes._base import Form
+from fedloom.rows.proxes.sets import ConvexSet
 from fedloom.values import Value
 
 

@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation, Split
-from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
-from fedloom.data.partition.deal import (
+from fedloom.data.partitions.changes import add_noise, prepared, relabelled, viewed
+from fedloom.data.partitions.deal import (
     Dealt,
     Ints,
     choose_each,
@@ -23,7 +23,7 @@ from fedloom.data.partition.deal import (
     owners,
     round_to_total,
 )
-from fedloom.data.partition.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partition.deal import Dealt, Floats, Ints, owners
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, owners
 from fedloom.data.tables import Fitted, Table
 from fedloom.errors import Refused
 from fedloom.seeds import generator

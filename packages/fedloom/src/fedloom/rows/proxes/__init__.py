@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from fedloom.rows.prox._base import Form, Prox, made_by
-from fedloom.rows.prox.nonconvex import MCP, SCAD
-from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
-from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
-from fedloom.rows.prox.spectral import Nuclear, NuclearBall
-from fedloom.rows.prox.total import PROX_PARTS, Total, table_validator
+from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes.nonconvex import MCP, SCAD
+from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
+from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
+from fedloom.rows.proxes.spectral import Nuclear, NuclearBall
+from fedloom.rows.proxes.total import PROX_PARTS, Total, table_validator
 from fedloom.values import Value
 
 PROXES: dict[str, type[Value]] = {**PROX_PARTS, "total": Total}

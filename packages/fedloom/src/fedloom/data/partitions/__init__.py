@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedloom.data.partition._base import Draw, Partition, Pool, Sized
-from fedloom.data.partition.deal import Dealt, group_by_owner
-from fedloom.data.partition.groups import Clusters, Column, Writers
-from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
-from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
+from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
+from fedloom.data.partitions.deal import Dealt, group_by_owner
+from fedloom.data.partitions.groups import Clusters, Column, Writers
+from fedloom.data.partitions.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
+from fedloom.data.partitions.skew import Dirichlet, Few, Iid, Quantity, Shards
 
 clusters, column, concept, dirichlet, few, hybrid = Clusters, Column, Concept, Dirichlet, Few, Hybrid
 iid, quality, quantity, rotated, shards, writers = Iid, Quality, Quantity, Rotated, Shards, Writers

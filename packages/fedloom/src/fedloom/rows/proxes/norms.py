@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm, onto_l1_ball, soft, total
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox._base import Form
+from fedloom.rows.proxes._base import Form
 from fedloom.values import Value
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox._base import Form, Prox, made_by
-from fedloom.rows.prox.nonconvex import MCP, SCAD
-from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
-from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
-from fedloom.rows.prox.spectral import Nuclear, NuclearBall
+from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes.nonconvex import MCP, SCAD
+from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
+from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
+from fedloom.rows.proxes.spectral import Nuclear, NuclearBall
 from fedloom.values import Value, make_kind
 
 PROX_PARTS: dict[str, type[Value]] = {

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.rows.aggregate._base import Aggregator, ClipRows, Rows, State
+from fedloom.rows.aggregators._base import Aggregator, ClipRows, Rows, State
 from fedloom.rows.context import Cohort
 
 

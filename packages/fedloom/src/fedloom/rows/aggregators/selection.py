@@ -11,8 +11,8 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.rows.aggregate._base import Aggregator, Rows, State, mixture, need
-from fedloom.rows.aggregate.vectors import Result, median
+from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
+from fedloom.rows.aggregators.vectors import Result, median
 from fedloom.rows.algebra import distances, norm
 from fedloom.rows.context import Cohort
 

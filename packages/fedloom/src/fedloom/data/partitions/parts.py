@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partition.deal import Dealt, Floats, Ints, offsets_of, owners, sort_by_key
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, offsets_of, owners, sort_by_key
 from fedloom.data.subjects.cut import Quota, parts_by_subject, wanted
 from fedloom.data.subjects.design import Design
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, ClipRows, Rows, State, mixture
-from fedloom.rows.aggregate.private import PrivateMean
-from fedloom.rows.aggregate.selection import MDA, Bulyan, FLTrust, Krum, MultiKrum
-from fedloom.rows.aggregate.vectors import CenteredClipping, GeometricMedian, Median, TrimmedMean, WeightedMean
+from fedloom.rows.aggregators._base import NNM, Aggregator, Bucketing, ClipRows, Rows, State, mixture
+from fedloom.rows.aggregators.private import PrivateMean
+from fedloom.rows.aggregators.selection import MDA, Bulyan, FLTrust, Krum, MultiKrum
+from fedloom.rows.aggregators.vectors import CenteredClipping, GeometricMedian, Median, TrimmedMean, WeightedMean
 from fedloom.rows.context import Cohort
 
 AGGREGATORS: dict[str, type[Aggregator]] = {

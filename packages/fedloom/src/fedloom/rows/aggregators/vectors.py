@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedloom.rows.aggregate._base import Aggregator, Rows, State, mixture, need
+from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
 from fedloom.rows.algebra import norm
 from fedloom.rows.context import Cohort
 

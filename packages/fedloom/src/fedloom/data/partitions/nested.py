@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedloom.data.partition._base import Draw, Partition, Pool, Sized
-from fedloom.data.partition.deal import Dealt, Ints
-from fedloom.data.partition.groups import Clusters, Column, Writers
-from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
+from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
+from fedloom.data.partitions.deal import Dealt, Ints
+from fedloom.data.partitions.groups import Clusters, Column, Writers
+from fedloom.data.partitions.skew import Dirichlet, Few, Iid, Quantity, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
 from fedloom.values import choose
