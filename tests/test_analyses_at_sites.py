@@ -26,6 +26,7 @@ import fedloom as fl
 from fedloom.analyses import Analysis, AnalysisTerms, Rules
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
+from fedloom.data.groups import keeping
 from fedloom.errors import Stop
 from fedloom.rundir import analysis_file
 from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses
@@ -34,6 +35,10 @@ from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import Scene, scene
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Starting with pandas"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__"),
+]
 SITES, ROWS = 5, 400
 RANGES = {"age": (0.0, 120.0), "glucose": (0.0, 40.0)}
 
@@ -99,7 +104,7 @@ def agreed_of(here: Scene) -> AgreedAnalysis:
 def simulated(here: Scene) -> pa.Table:
     """The same analysis in process, by the rules of the sites, on the rows of the sites."""
     agreed = agreed_of(here)
-    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    fed = federation(here)
     rows = [client_rows(fed, k) for k in range(fed.n)]
     missing = 0 if here.server.survivors is None else fed.n - here.server.survivors
     rules = agreed.rules.with_(missing=missing)
@@ -111,6 +116,11 @@ def simulated(here: Scene) -> pa.Table:
 
     state, _ = run_questions(agreed.analysis, terms, ask)
     return agreed.analysis.result(state)
+
+
+def federation(here: Scene) -> Any:
+    """The rows of all sites."""
+    return here.experiment.partition(keeping(here.experiment.source, here.experiment.kept_columns).load(), 0)
 
 
 def results(here: Scene) -> pa.Table:
@@ -156,3 +166,82 @@ def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
     assert sorted(got.index) == sorted(order), got.index
     np.testing.assert_allclose(got.coefficient[order], pooled.params, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got.standard_error[order], pooled.bse, rtol=1e-4)
+
+
+@masks
+def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
+    rules = {"least": 2}
+    choice = {"kind": "kaplan-meier", "width": 40.0, "until": 160.0, "rules": rules}
+    found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
+    ends = np.unique(found.time)
+    place = np.searchsorted(ends, table.days)
+    event = np.where(place < len(ends), table.died, 0)
+    curve = KaplanMeierFitter().fit(ends[np.minimum(place, len(ends) - 1)], event)
+    want = curve.survival_function_at_times(ends).to_numpy()
+    np.testing.assert_allclose(found.survival, want, atol=1e-12)
+
+
+@masks
+def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
+    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"least": 2}}
+    found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
+    ends, groups = np.unique(found.time), {*found.group}
+    ward = table.ward.where(table.ward.isin(groups), "other")
+    place = np.searchsorted(ends, table.days)
+    event, time = np.where(place < len(ends), table.died, 0), ends[np.minimum(place, len(ends) - 1)]
+    test = multivariate_logrank_test(time, ward, event)
+    assert found.log_rank[0] == pytest.approx(test.test_statistic, rel=1e-9)
+
+
+@masks
+def test_table_one_is_that_of_pooled_rows(tmp_path: Path, masked: bool) -> None:
+    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"least": 2}}
+    found, table = served(deployed(tmp_path, "binary", choice, masked=masked)), patients()
+    groups = {*found.group}
+    ward = table.ward.where(table.ward.isin(groups), "other")
+    ages = found[found.column == "age"].set_index("group")
+    for name, some in table.astype({"age": np.float32}).groupby(ward):
+        assert ages["rows"][name] == len(some)
+        assert ages["mean"][name] == pytest.approx(some.age.mean(), abs=1e-5)
+        assert ages["deviation"][name] == pytest.approx(some.age.std(), abs=1e-5)
+    parts = [some.age for _, some in table.groupby(ward)]
+    want = stats.f_oneway(*parts).pvalue if len(parts) > 2 else stats.ttest_ind(*parts, equal_var=False).pvalue
+    assert ages["p_groups"].iloc[0] == pytest.approx(want, rel=1e-3)
+
+
+@masks
+def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, "regression", {"kind": "ridge", "strength": 0.1}, masked=masked)
+    found = served(here)
+    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    x, y = (torch.cat([part(k) for k in range(fed.n)]).double().numpy() for part in (
+        lambda k: fed.fetch(fed.indices("train", k)), lambda k: fed.data.y[fed.indices("train", k)]))  # fmt: skip
+    y = y * fed.data.unit + fed.data.centre
+    centre, spread = x.mean(0), x.std(0)
+    fit = Ridge(alpha=0.1 * len(x)).fit((x - centre) / np.where(spread > 0, spread, 1), y)
+    got = found[found.input != "intercept"].coefficient
+    np.testing.assert_allclose(got, fit.coef_.ravel() / np.where(spread > 0, spread, 1), atol=1e-6)
+
+
+@masks
+@pytest.mark.parametrize("options", [{"stratify": True}, {"width": 40.0, "until": 160.0}], ids=["strata", "bins"])
+def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
+    found, table = served(deployed(tmp_path, "survival", {"kind": "cox", **options}, masked=masked)), patients()
+    if "stratify" in options:
+        frame = table[["days", "died", "site", "age", "glucose"]].assign(icu=table.ward == "ICU", ped=table.ward == "PED")
+        frame = frame.astype({"age": np.float32, "glucose": np.float32}).astype(float)
+        pooled = CoxPHFitter().fit(frame, "days", "died", strata=["site"])
+        np.testing.assert_allclose(found.coefficient, pooled.params_, atol=1e-5)
+
+
+@masks
+def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, masked: bool) -> None:
+    """The histograms of scores at sites are those of the simulated run of the same experiment."""
+    choice = {"kind": "conformal", "bins": 50}
+    here = deployed(tmp_path, "binary", choice, masked=masked, model={"kind": "softmax"})
+    assert here.serve() is Stop.DONE, here.audit()
+    found = results(here).to_pandas()
+    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    result = fl.simulate(here.experiment.methods[0].setting, fed)
+    want = fl.analyze("conformal", result, bins=50).table.to_pandas()
+    pd.testing.assert_frame_equal(found, want, rtol=1e-6)

@@ -67,12 +67,13 @@ class AgreedAnalysis:
     @cached_property
     def rules(self) -> Rules:
         """Return the rules before the number of absent sites is known."""
-        given = self.analysis.rules
-        rules = given or Rules(least=DEFAULT_LEAST)
-        questions = min(rules.questions, self.analysis.most_questions)
+        chosen = self.analysis.rules
+        rules = chosen or Rules(least=DEFAULT_LEAST)
+        is_agreed = chosen is not None and "questions" in chosen.model_fields_set
+        questions = rules.questions if is_agreed else self.analysis.most_questions
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.fewest)
-        elif given is None or "fewest" not in given.model_fields_set:
+        elif chosen is None or "fewest" not in chosen.model_fields_set:
             fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
         else:
             fewest = rules.fewest
@@ -201,13 +202,13 @@ def agreed_analyses(
         threshold: fewest sites of a sum. None without masks.
         first: bits of a site before those of the first analysis.
     """
-    schema, found = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
+    schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
         if analysis.by_sums:
             one = AgreedAnalysis(name_of(analysis), analysis, schema, clients, threshold, first)
-            found[one.name] = one
+            agreed[one.name] = one
             first += one.flags
-    return found
+    return agreed
 
 
 def check_analyses(
@@ -248,9 +249,10 @@ def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
     ranges = (None,) * (1 if samples.classed else samples.targets)
     if agreement is not None and agreement.target_range is not None:
         ranges = (agreement.target_range, *ranges[1:])
+    levels = {} if agreement is None else {name: agreement.levels.get(name) for name in experiment.kept_columns}
     return Schema(
         experiment.head.name, samples.task, () if table is None else table.columns, samples.classes, samples.outputs,
-        ranges, {} if agreement is None else dict(agreement.levels), table is not None,
+        ranges, {name: names for name, names in levels.items() if names}, table is not None,
     )  # fmt: skip
 
 

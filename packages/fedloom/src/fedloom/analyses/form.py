@@ -144,7 +144,7 @@ class Rules(Value):
     """Rules that all parties agree on before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="questions of the analysis at most; a real site answers no more than the analysis needs"
+        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
     )
     least: int = Field(
         1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
@@ -205,7 +205,7 @@ class Analysis(Value):
     They are in the order in which they are asked. Real sites answer no other order. The last one may be repeated.
     """
     most_questions: ClassVar[int] = 24
-    """Questions that a real site answers at most."""
+    """Questions that a real site answers at most, where no rules say how many."""
     retried: ClassVar[Collection[str]] = ()
     """Questions that a client may be unable to answer, as where a step is too long. `step` then tries another one."""
     suppresses: ClassVar[bool] = False

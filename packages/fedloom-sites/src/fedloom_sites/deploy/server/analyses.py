@@ -76,9 +76,9 @@ class AnalysisServer:
         try:
             state, log = run_questions(self._agreed.analysis, public, ask, self._sums)
             table = self._agreed.analysis.result(state)
-        except DataError as error:
+        except (DataError, Refused) as error:
             if self._unanswered:
-                raise DataError(
+                raise type(error)(
                     f"{error}; in {self._unanswered} of its steps sites could not answer, as where one row has more "
                     "than half of the weight of its site"
                 ) from error

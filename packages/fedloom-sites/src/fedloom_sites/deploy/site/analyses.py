@@ -184,7 +184,7 @@ class SiteAnalyses:
         def function_of(row: Tensor) -> Callable[[Tensor], Tensor]:
             def run(inputs: Tensor) -> Tensor:
                 job.oracle.set_statistics(row, ids)
-                outputs: Tensor = job.oracle.run(row.flatten(), inputs)
+                outputs: Tensor = job.oracle.run(row.flatten(), inputs.to(row) if inputs.is_floating_point() else inputs)
                 return outputs
 
             return run
@@ -234,15 +234,15 @@ class SiteAnalyses:
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
         with in_turn(site.memory_folder):
             record = self._memory()
-            asked = record["asked"].setdefault(one.name, [])
-            if site.fingerprint in asked:
+            fits = record["asked"].setdefault(one.name, [])
+            if site.fingerprint in fits:
                 return
-            if len(asked) >= most:
+            if len(fits) >= most:
                 raise Broken(
-                    f"{len(asked)} experiments have asked the analysis {one.name} over the data {site.data_name!r}, and "
+                    f"{len(fits)} experiments have asked the analysis {one.name} over the data {site.data_name!r}, and "
                     "every further one would reveal a difference; begin it under another data_name"
                 )
-            asked.append(site.fingerprint)
+            fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)
 
     def _is_known_snapshot(self, one: AgreedAnalysis, subjects: Sequence[str]) -> bool:
@@ -289,11 +289,11 @@ class SiteAnalyses:
 def _subject_digests(cells: Tensor, subjects: Tensor, salt: bytes) -> list[str]:
     """Return of every row a digest of its subject: of all rows that the subject has, whatever their order."""
     order = np.lexsort((*cells.numpy().T, subjects.numpy()))
-    found = dict[int, Any]()
+    states = dict[int, Any]()
     for k in order.tolist():
-        state = found.setdefault(int(subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
+        state = states.setdefault(int(subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
         state.update(cells[k].numpy().tobytes())
-    return [found[subject].hexdigest() for subject in subjects.tolist()]
+    return [states[subject].hexdigest() for subject in subjects.tolist()]
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
