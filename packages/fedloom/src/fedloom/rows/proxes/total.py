@@ -85,7 +85,7 @@ class Total(Value):
 
     @property
     def convex(self) -> bool:
-        """Whether every part is convex."""
+        """True if every part is convex."""
         return all(p.convex for p in self._functions)
 
     @property
@@ -101,7 +101,10 @@ class Total(Value):
         return torch.stack([self._value(p, x, layout) for p in self._functions]).sum(0)
 
     def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
-        """f_i at x, where that is infinite, at the nearest point of its set, if that is within the tolerance."""
+        """Return f_i at x.
+
+        If f_i(x) is infinite, use the nearest point of its set, if the point is within the tolerance.
+        """
         value = part.f(x, layout)
         if not value.isinf().any():
             return value
