@@ -40,7 +40,7 @@ class Mixer(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """Whether it is given the models of all clients, not those of the cohort."""
+        """True if it is given the models of all clients, not those of the cohort."""
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from fedloom.rows.attacks import Attack
 
 
 def uses_clusters(weights: object) -> bool:
-    """Whether the shares are those of recovered clusters."""
+    """Return whether the shares are those of recovered clusters."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 

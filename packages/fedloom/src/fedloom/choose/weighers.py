@@ -32,7 +32,7 @@ class Weigher(Value, ABC):
 
     @property
     def signed(self) -> bool:
-        """Whether shares may be negative. A cohort's shares have a positive sum in any case."""
+        """True if shares may be negative. A cohort's shares have a positive sum in any case."""
         return False
 
     def init(self, ctx: Ctx) -> Any:

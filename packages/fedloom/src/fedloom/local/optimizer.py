@@ -105,7 +105,7 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Whether rows are the parameters, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
+    """Return whether rows are the parameters, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
@@ -120,7 +120,7 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Whether the optimiser takes the weight decay, as an L2 term or decoupled from the gradient."""
+    """Return whether the optimiser takes the weight decay, as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 

@@ -133,12 +133,12 @@ class LocalSGD(Value):
 
     @property
     def follows_gradient(self) -> bool:
-        """Whether the length of a step is in proportion to the gradient, as with SGD, not with Adam."""
+        """True if the length of a step is in proportion to the gradient, as with SGD, not with Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimiser is one of torch whose option momentum adds up its steps."""
+        """True if the optimiser is one of torch whose option momentum adds up its steps."""
         return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
 
     @property

@@ -32,7 +32,7 @@ class Augment(Value):
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to do."""
+        """True if there is anything to do."""
         return self.flip > 0 or (self.crop > 0 and self.crop_probability > 0)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:

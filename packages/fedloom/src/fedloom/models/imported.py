@@ -311,7 +311,7 @@ class Mark(NamedTuple):
         return cls(value, version, tuple(map(cls.of, _parts(value))))
 
     def is_same(self, now: object) -> bool:
-        """Whether a value is this one still."""
+        """Return whether a value is this one still."""
         if isinstance(now, (*CONTAINER_TYPES, tuple)):
             parts = _parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)

@@ -253,7 +253,7 @@ class Group:
         return parcel.cut(data, forms)
 
     def _uses_gpu(self, place: str) -> bool:
-        """Whether tensors of a kind of device travel from GPU to GPU."""
+        """Return whether tensors of a kind of device travel from GPU to GPU."""
         return self._nccl is not None and place == "cuda"
 
 

@@ -50,7 +50,7 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Whether this rank is the first to record why the run ends."""
+        """Return whether this rank is the first to record why the run ends."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:

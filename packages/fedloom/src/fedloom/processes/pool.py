@@ -250,7 +250,7 @@ class _Worker:
         return self._process.pid or 0
 
     def is_stopped(self) -> bool:
-        """Whether a signal, or a debugger, has stopped its process."""
+        """Return whether a signal, or a debugger, has stopped its process."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:

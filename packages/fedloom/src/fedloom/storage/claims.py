@@ -190,7 +190,7 @@ class Claims:
         return 0
 
     def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
-        """Whether the counter of an attempt has stood still for long, by the clock of this process."""
+        """Return whether the counter of an attempt has stood still for long, by the clock of this process."""
         counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
         if value != counter:
@@ -243,7 +243,7 @@ def _read(attempt: Path) -> dict[str, Any] | None:
 
 
 def _has_ended(pulse: dict[str, Any] | None) -> bool:
-    """Whether a claimant has let go, or was a process of this system that has ended."""
+    """Return whether a claimant has let go, or was a process of this system that has ended."""
     if pulse is None:
         return False
     here = pulse["place"] is not None and pulse["place"] == _place()

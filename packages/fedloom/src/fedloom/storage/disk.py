@@ -36,7 +36,7 @@ def step(op: str, path: Path) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a test may stop the process at a primitive."""
+    """Return whether a test may stop the process at a primitive."""
     return hook is not None or _crash_at > 0
 
 

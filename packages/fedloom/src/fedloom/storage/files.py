@@ -97,7 +97,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder is missing, or has nothing but hidden files. A `RunDirError` if it can be none."""
+    """Return whether a folder is missing, or has nothing but hidden files. A `RunDirError` if it can be none."""
     check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
@@ -179,7 +179,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether a path leads to an open file."""
+    """Return whether a path leads to an open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:

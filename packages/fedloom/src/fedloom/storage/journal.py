@@ -91,7 +91,7 @@ class Journal:
         return self._folder / f"journal-{generation}"
 
     def exists(self) -> bool:
-        """Whether a journal is there.
+        """Return whether a journal is there.
 
         Raises:
             RunDirError: it is of other clients or another model.
@@ -260,6 +260,6 @@ class Journal:
 
 
 def _holds(fd: int, tag: bytes, start: int) -> bool:
-    """Whether a record begins after a byte."""
+    """Return whether a record begins after a byte."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         return content.find(tag, start) >= 0

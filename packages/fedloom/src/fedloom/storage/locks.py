@@ -128,7 +128,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Whether a process works in the directory. `is_in_use`, which only looks, shares the lock for a moment."""
+    """Return whether a process works in the directory. `is_in_use`, which only looks, shares the lock for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

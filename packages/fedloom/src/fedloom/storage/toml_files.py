@@ -60,7 +60,7 @@ def _repeated(heading: re.Match[str]) -> str:
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
-    """Whether tables and arrays lie in one another at most `MAX_TOML_DEPTH` times."""
+    """Return whether tables and arrays lie in one another at most `MAX_TOML_DEPTH` times."""
     level: list[Any] = [document]
     for _ in range(MAX_TOML_DEPTH):
         inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]

@@ -45,7 +45,7 @@ class ServerSide(NamedTuple):
 
 
 def has_personal(algorithm: Algorithm) -> bool:
-    """Whether a method has personal models."""
+    """Return whether a method has personal models."""
     return type(algorithm).personal is not Algorithm.personal
 
 

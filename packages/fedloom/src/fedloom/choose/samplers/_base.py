@@ -39,7 +39,7 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """Whether clients with more samples are drawn more often, so that a cohort's clients count equally."""
+        """True if clients with more samples are drawn more often, so that a cohort's clients count equally."""
         return False
 
     def adapted(self, n: int) -> Self:

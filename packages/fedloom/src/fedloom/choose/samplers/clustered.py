@@ -51,7 +51,7 @@ class Clustered(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may be drawn twice: from two distributions, it may."""
+        """True if a client may be drawn twice: from two distributions, it may."""
         return True
 
     @property

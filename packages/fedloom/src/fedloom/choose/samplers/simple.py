@@ -53,7 +53,7 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may be drawn twice: with replacement, it may."""
+        """True if a client may be drawn twice: with replacement, it may."""
         return self.replacement
 
     @property

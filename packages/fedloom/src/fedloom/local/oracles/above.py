@@ -41,7 +41,7 @@ class Above:
 
     @cached_property
     def represents(self) -> bool:
-        """Whether the representation is in it, and not the output of a body."""
+        """True if the representation is in it, and not the output of a body."""
         return penultimate(self._module) not in self._module.bodies()
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class Oracle(ABC):
     device: torch.device
     minimise: Minimise | None = None
     whole: bool = False
-    """Whether the loss is of all of a client's samples together, not a mean over them."""
+    """True if the loss is of all of a client's samples together, not a mean over them."""
 
     def loop_for(self, w: Tensor) -> Descend | None:
         """Return a function for all SGD steps on rows like ``w [m, d]`` in one call, or None without such a loop."""

@@ -79,7 +79,7 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Whether an output is what was taken, perhaps in another shape. Equal values alone can be by chance."""
+    """Return whether an output is what was taken, perhaps in another shape. Equal values alone can be by chance."""
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
     return torch.equal(output.flatten(1), taken.flatten(1))

@@ -198,7 +198,7 @@ class Fused(TermNetwork):
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:
-        """Whether there is a loop through the whole network for gradients of rows ``[m, d]``.
+        """Return whether there is a loop through the whole network for gradients of rows ``[m, d]``.
 
         Args:
             rows: to be changed.
@@ -214,7 +214,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _simple(self) -> bool:
-        """Whether network and loss are what the loop through a whole network computes."""
+        """True if network and loss are what the loop through a whole network computes."""
         if self.above is not None or self.dropouts:
             return False
         supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chains[0].steps)

@@ -48,7 +48,7 @@ class Pass:
         self._products = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a layer's products on ``x [..., i]`` are this pass's."""
+        """Return whether a layer's products on ``x [..., i]`` are this pass's."""
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:

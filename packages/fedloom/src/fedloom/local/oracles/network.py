@@ -101,7 +101,7 @@ class Network(Oracle):
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
-        """Whether a batch's gradient is computed in bfloat16."""
+        """Return whether a batch's gradient is computed in bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
@@ -292,7 +292,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Whether they were set for these last: pieces of one client share them."""
+        """Return whether they were set for these last: pieces of one client share them."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -313,12 +313,12 @@ class Network(Oracle):
 
     @cached_property
     def draws_evaluated(self) -> bool:
-        """Whether the module draws random numbers in evaluation, as dropout that stays on does."""
+        """True if the module draws random numbers in evaluation, as dropout that stays on does."""
         return draws_itself(self._module, self.fed, trains=False)
 
     @cached_property
     def hides_randomness(self) -> bool:
-        """Whether the module's outputs depend on more than its parameters, samples and the global generators."""
+        """True if the module's outputs depend on more than its parameters, samples and the global generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
 
     @cached_property

@@ -95,6 +95,6 @@ class Pooled(TorchDispatchMode):
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether something looks at what goes into the layer or comes out."""
+    """Return whether something looks at what goes into the layer or comes out."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, name) for name in hooks)

@@ -27,7 +27,7 @@ LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16."""
+    """Return whether the device has instructions for bfloat16."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.cpu.get_capabilities()

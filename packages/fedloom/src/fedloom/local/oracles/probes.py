@@ -26,7 +26,7 @@ RANDOM_PASSES = 8
 
 
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
-    """Whether the module draws from a global generator of torch, numpy or Python.
+    """Return whether the module draws from a global generator of torch, numpy or Python.
 
     It is found out by running a copy on one sample.
 
@@ -42,7 +42,7 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Whether two passes of the module over one sample differ though the global generators begin alike.
+    """Return whether two passes of the module over one sample differ though the global generators begin alike.
 
     It then draws from a generator of its own, or reads a clock or a device.
     """

@@ -129,7 +129,7 @@ class Compiled(Products):
 
     @staticmethod
     def fits(out: Tensor) -> bool:
-        """Whether there are loops that can change these rows."""
+        """Return whether there are loops that can change these rows."""
         return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
