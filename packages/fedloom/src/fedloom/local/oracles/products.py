@@ -38,8 +38,8 @@ class Linear(NamedTuple):
 class Stored(NamedTuple):
     """Samples in a data set: stored ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
-    It also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights by client ``[m, C]``, or
-    ``[m, 0]``.
+    It also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights by
+    client ``[m, C]``, or ``[m, 0]``.
     """
 
     data: Tensor
