@@ -132,7 +132,7 @@ class EquitableWeigher(Weigher):
     describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
-        """Start without clusters."""
+        """Return -1 for every client: no client has a cluster."""
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
@@ -270,7 +270,7 @@ class FairFedWeigher(Weigher):
         return not self.floor
 
     def init(self, ctx: Ctx) -> Masses:
-        """Start with omega_i = n_i / n."""
+        """Return omega_i = n_i / n."""
         n = ctx.sizes[:, 0].double()
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 

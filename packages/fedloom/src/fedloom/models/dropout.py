@@ -39,5 +39,5 @@ class Dropout(nn.Module):
         return x * self.mask if self.training else x
 
     def extra_repr(self) -> str:
-        """Show ``p`` in the printed module."""
+        """Return ``p`` for the printed module."""
         return f"p={self.p}"

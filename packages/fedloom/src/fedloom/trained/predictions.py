@@ -66,8 +66,10 @@ class Predictions:
         return replace(self, threshold=threshold)
 
     def table(self) -> pa.Table:
-        """Columns: ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]``, ``probability of <c>``.
+        """Return the predictions as a table, one row per sample.
 
+        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` and
+        ``probability of <c>``.
         With a label per position, there is one row per position with ``position`` from 1, without padding.
         """
         scores = self.scores

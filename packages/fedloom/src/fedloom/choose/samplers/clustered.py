@@ -71,7 +71,7 @@ class Clustered(SizedSampler):
         return None
 
     def init(self, ctx: Ctx) -> Gradients | Nothing:
-        """Start without representative gradients."""
+        """Return zero representative gradients: no client has taken part."""
         return Gradients(torch.zeros(ctx.n, ctx.layout.d)) if self.learns else Nothing()
 
     def distributions(self, state: Gradients | Nothing, ctx: Ctx) -> Tensor:

@@ -67,7 +67,7 @@ class PowerOfChoice(SizedSampler):
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
-        """Start without losses."""
+        """Return infinite losses: no client has taken part."""
         return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
     def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:
