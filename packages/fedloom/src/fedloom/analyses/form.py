@@ -211,7 +211,7 @@ class Analysis(Value):
     suppresses: ClassVar[bool] = False
     """Whether a client leaves its rare cells out of every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
-    """Whether an answer reads `ClientRows.models`, so that a run must come first."""
+    """True if an answer reads `ClientRows.models`, so that a run must come first."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
@@ -263,7 +263,7 @@ class Analysis(Value):
 
     @property
     def shows_rows(self) -> bool:
-        """Whether `publish` has figures of single rows, which a plain agreement allows and masks do not."""
+        """True if `publish` has figures of single rows, which a plain agreement allows and masks do not."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -353,12 +353,12 @@ class Analysis(Value):
 
     @property
     def runs_further(self) -> bool:
-        """Whether the analysis has further runs."""
+        """True if the analysis has further runs."""
         return type(self).units is not Analysis.units
 
     @property
     def by_sums(self) -> bool:
-        """Whether the analysis is one by sums."""
+        """True if the analysis is one by sums."""
         return type(self).answer is not Analysis.answer
 
     def named(self) -> str:
