@@ -1,4 +1,4 @@
-"""Analyses by sums at real sites: the result of a simulation by the same rules, and of pooled rows, plain and masked."""
+"""Analyses by sums at real sites, plain and masked: the result of a simulation by the same rules, and of pooled rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from statsmodels.genmod import families
 from statsmodels.genmod.generalized_linear_model import GLM
 
 import fedloom as fl
-from fedloom.analyses import Analysis, AnalysisTerms, Rules
+from fedloom.analyses import AnalysisTerms
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
 from fedloom.data.groups import keeping
@@ -31,7 +31,6 @@ from fedloom.errors import Stop
 from fedloom.rundir import analysis_file
 from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses
 from fedloom_sites.deploy.settings import Secure
-from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import Scene, scene
 
@@ -228,7 +227,9 @@ def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
 def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
     found, table = served(deployed(tmp_path, "survival", {"kind": "cox", **options}, masked=masked)), patients()
     if "stratify" in options:
-        frame = table[["days", "died", "site", "age", "glucose"]].assign(icu=table.ward == "ICU", ped=table.ward == "PED")
+        frame = table[["days", "died", "site", "age", "glucose"]].assign(
+            icu=table.ward == "ICU", ped=table.ward == "PED"
+        )
         frame = frame.astype({"age": np.float32, "glucose": np.float32}).astype(float)
         pooled = CoxPHFitter().fit(frame, "days", "died", strata=["site"])
         np.testing.assert_allclose(found.coefficient, pooled.params_, atol=1e-5)

@@ -24,9 +24,9 @@ from fedloom.errors import DataError, Refused, Stop
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
-from fedloom_sites.deploy.audit import SENT_FILE
 from fedloom_clinic.cox import Cox
 from fedloom_sites.deploy.analyses import check_analyses
+from fedloom_sites.deploy.audit import SENT_FILE
 from fedloom_sites.deploy.ops.status import lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.secure import protocol as secure
@@ -35,14 +35,13 @@ from fedloom_sites.deploy.secure.counters import (
     COUNTER_COUNT,
     COUNTERS_BYTES,
     NEUTRAL_COUNTS,
-    AnswerCounts,
 )
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Secure, Site
-from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.analyses import SiteAnalyses, SiteAnswer
+from fedloom_sites.deploy.site.client import Client
 from tests.commands import call
 from tests.deploy.grid import Fault
 from tests.deploy.scene import FIRST, Scene, changed, scene, signing_key_of

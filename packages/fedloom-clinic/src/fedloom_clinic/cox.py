@@ -31,7 +31,17 @@ from fedloom.tasks.cox_vectors import (
 from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_clinic.cells import merges
-from fedloom_clinic.columns import MAX_ROW_SHARE, Floats, design_of, names_of, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.columns import (
+    MAX_ROW_SHARE,
+    Floats,
+    design_of,
+    names_of,
+    ranges_of,
+    require_columns,
+    square,
+    tensor,
+    triangle,
+)
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -116,7 +126,9 @@ class Cox(ScriptedAnalysis):
         if question.name in self.retried and len(question.values["beta"]) != columns:
             raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
         if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
-            raise Refused("the time bins of a question are those that the sites have agreed on and merged, and no others")
+            raise Refused(
+                "the time bins of a question are those that the sites have agreed on and merged, and no others"
+            )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms)

@@ -145,7 +145,9 @@ class Glm(ScriptedAnalysis):
         ones = np.zeros((len(y), self._intercepts(terms)))
         ones[:, client.place if self.by_site else 0] = 1
         with np.errstate(over="ignore", invalid="ignore"):
-            if merges(terms.rules) and self._is_dominated(np.hstack([ones, standard[:, :-1]]), y, values["beta"], terms):
+            if merges(terms.rules) and self._is_dominated(
+                np.hstack([ones, standard[:, :-1]]), y, values["beta"], terms
+            ):
                 return None
             here = glm_sums(
                 GlmSite(np.hstack([ones, standard[:, :-1]]), y), values["beta"], FAMILY_OF_TASK[terms.schema.task]

@@ -35,10 +35,10 @@ def _names(document: Mapping[str, Any]) -> Iterator[str]:
     for table in move_analyses(document).get("analysis", ()):
         name = str(table.get("kind", ""))
         try:
-            known = name not in ANALYSES or ANALYSES[name].answer is not Analysis.answer
+            may_sum = name not in ANALYSES or ANALYSES[name].answer is not Analysis.answer
         except ImportError:  # of a package that is not installed here
-            known = True
-        if known:
+            may_sum = True
+        if may_sum:
             yield name
 
 

@@ -18,8 +18,8 @@ from fedloom_sites.deploy.protocol.identity import new_nonce
 
 PROTOCOL_VERSION = 9
 Kind = Literal[
-    "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree", "count",
-    "unmask",
+    "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
+    "count", "unmask",
 ]  # fmt: skip
 MESSAGE_TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",

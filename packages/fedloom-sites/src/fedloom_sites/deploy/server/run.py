@@ -44,8 +44,8 @@ from fedloom_sites.deploy.ops.status import serve_metrics
 from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
-from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.secure.vectors import bits_before
+from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.server.results import Results
 from fedloom_sites.deploy.server.sites import Sites
 from fedloom_sites.deploy.server.transport import Transport

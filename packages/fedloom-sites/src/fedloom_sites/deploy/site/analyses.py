@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.analyses import AnalysisTerms, ClientRows, Question, answer_question, client_rows
+from fedloom.analyses import ClientRows, Question, answer_question, client_rows
 from fedloom.engine.clients.scores import personal_models
 from fedloom.errors import Refused, WireError, sentence_of
 from fedloom.storage.files import write_atomic
@@ -113,8 +113,8 @@ class SiteAnalyses:
             models: messages of the server.
 
         Raises:
-            PublicReason: the analysis was not agreed on, the question is not one that the rules lead to, or was answered
-                before in another form, or the site has lost what it answered.
+            PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was answered
+                before for another question, or the site has lost what it answered.
         """
         assert terms.question is not None
         _, step, name = self.agreed, terms.question.step, terms.question.analysis
@@ -124,7 +124,9 @@ class SiteAnalyses:
             question = _read_question(one, step, terms.question.message)
             one.analysis.check_question(question, agreed)
             if bool(models) != one.analysis.uses_models:
-                raise Broken(f"the analysis {name} reads {'the' if one.analysis.uses_models else 'no'} models of the run")
+                raise Broken(
+                    f"the analysis {name} reads {'the' if one.analysis.uses_models else 'no'} models of the run"
+                )
             bounds = one.analysis.bounds(question, agreed)
             form = AnswerForm(bounds, self._trainer.site.clients)
             self._remember(one)
@@ -134,7 +136,9 @@ class SiteAnalyses:
         try:
             may_answer &= self._is_known_snapshot(one, subjects)
             if not may_answer:
-                raise Refused("the rows are not those of the first step, or few subjects differ from an earlier snapshot")
+                raise Refused(
+                    "the rows are not those of the first step, or few subjects differ from an earlier snapshot"
+                )
             rows = self._with_models(terms, models) if models else self._rows
             reply = answer_question(one.analysis, question, rows, agreed, bounds, "this site")
             if reply.neutral:
@@ -184,7 +188,9 @@ class SiteAnalyses:
         def function_of(row: Tensor) -> Callable[[Tensor], Tensor]:
             def run(inputs: Tensor) -> Tensor:
                 job.oracle.set_statistics(row, ids)
-                outputs: Tensor = job.oracle.run(row.flatten(), inputs.to(row) if inputs.is_floating_point() else inputs)
+                outputs: Tensor = job.oracle.run(
+                    row.flatten(), inputs.to(row) if inputs.is_floating_point() else inputs
+                )
                 return outputs
 
             return run
