@@ -210,7 +210,7 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ. First the model, where uploads have one.
+        """Return the download: fields ``[d]``, or ``[m, .]`` if clients differ. First the model, if uploads have one.
 
         By default the fields of the server's state that the annotation of `client`'s download names.
 

@@ -29,6 +29,9 @@ class Kind:
         carries: what a primary field carries. Only a model is a change to the first field of the download.
         weight: of a kept field, another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no
             channel changes. None: the client's share.
+
+    Raises:
+        ValueError: ``weight`` of a field that is not kept.
     """
 
     averaged: ClassVar[bool] = True
@@ -45,6 +48,11 @@ class Kind:
     weight: str | None = None
 
     def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            ValueError: the field is not kept.
+        """
         if self.weight is not None and not self.keeps:
             raise ValueError(f"only a Kept field has a weight, got {type(self).__name__}(weight={self.weight!r})")
 

@@ -179,7 +179,7 @@ def batch_norm_layers(module: nn.Module) -> list[str]:
 
 
 def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """What to do about a module that fails on samples of a shape."""
+    """Explain what to do about a module that fails on samples of a shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):

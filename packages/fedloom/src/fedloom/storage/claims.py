@@ -157,7 +157,7 @@ class Claims:
         return []
 
     def left_behind(self, unit: str) -> Path | None:
-        """The state of a unit whose claimant is known to have ended. None without one."""
+        """Return the state of a unit whose claimant is known to have ended. None without one."""
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE_KEY
@@ -235,7 +235,7 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 
 
 def _read(attempt: Path) -> dict[str, Any] | None:
-    """What a claimant wrote last. None before it has written anything."""
+    """Read what a claimant wrote last. None before it has written anything."""
     with suppress(OSError, ValueError):
         pulse: dict[str, Any] = json.loads((attempt / PULSE_FILE).read_text())
         return pulse

@@ -60,7 +60,7 @@ class LawUploads(NamedTuple):
 
 
 def runs(s: LawUploads) -> None:
-    """The rule combines two rounds of rows."""
+    """Check that the rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
@@ -106,7 +106,7 @@ def repeatable(s: LawUploads) -> None:
 
 
 def resume(s: LawUploads) -> None:
-    """A state that comes from a checkpoint gives the same round, to the last bit."""
+    """Check that a state from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
@@ -114,14 +114,14 @@ def resume(s: LawUploads) -> None:
 
 
 def permutation(s: LawUploads) -> None:
-    """The order of the clients does not matter."""
+    """Check that the order of the clients does not matter."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
 def weighted(s: LawUploads) -> None:
-    """A rule that is `weighted` reads weights up to a factor. Another rule does not read them."""
+    """Check that a rule that is `weighted` reads weights up to a factor, and another rule does not read them."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
@@ -134,7 +134,7 @@ def agreement(s: LawUploads) -> None:
 
 
 def linear(s: LawUploads) -> None:
-    """A rule that is `linear` is the weighted mean."""
+    """Check that a rule that is `linear` is the weighted mean."""
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
@@ -148,7 +148,7 @@ def precision(s: LawUploads) -> None:
 
 
 def small_cohorts(s: LawUploads) -> None:
-    """A cohort is refused by `require`, or combined."""
+    """Check that a cohort is refused by `require`, or combined."""
     for m in range(1, len(s.ids)):
         few = LawUploads.create(s.rule, m)
         try:

@@ -105,7 +105,7 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is new - old of its base. What accumulates beside the model adds up to the mean by shares of all."""
+    """Check that a difference is new - old of its base, and that accumulating fields add up to the mean by shares."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -160,14 +160,14 @@ def kept_rows(s: Subject) -> None:
 
 
 def idle_is_finite(s: Subject) -> None:
-    """A client that takes no step gives a finite answer."""
+    """Check that a client that takes no step gives a finite answer."""
     scene = Scene(s)
     for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
         demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
 
 
 def idle_is_zero(s: Subject) -> None:
-    """A client that takes no step sends zero differences."""
+    """Check that a client that takes no step sends zero differences."""
     scene = Scene(s)
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():
@@ -176,7 +176,7 @@ def idle_is_zero(s: Subject) -> None:
 
 
 def encoding(s: Subject) -> None:
-    """What `Algorithm.encode` makes of the model that an upload carries (`Algorithm.decode`) is that upload."""
+    """Check that `Algorithm.encode` inverts `Algorithm.decode` on an upload."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     if not fields:

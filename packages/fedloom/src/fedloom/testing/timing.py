@@ -118,7 +118,7 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 
 
 def a_clock_changes_no_bit(method: object) -> None:
-    """A synchronous run has the same models with devices and without."""
+    """Check that a synchronous run has the same models with devices and without."""
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
@@ -219,7 +219,7 @@ def scale_of_time(method: object) -> None:
 
 
 def silence(method: object) -> None:
-    """A device that never answers holds its place until the time-out, and changes no upload of others."""
+    """Check that a silent device holds its place until the time-out, and changes no upload of others."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())

@@ -88,7 +88,7 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
 
 
 def _closed(weigher: Weigher) -> Weigher:
-    """The weigher, if it needs no further groups.
+    """Return the weigher, if it needs no further groups.
 
     Raises:
         ConfigError: it compares two groups of rows, and names none.

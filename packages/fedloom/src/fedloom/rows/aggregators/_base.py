@@ -131,7 +131,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _with_value(self, error: ConfigError, m: int) -> ConfigError:
-        """The error with the largest number of attackers, or of rows that are used, by which m rows are enough."""
+        """Return the error with the largest number of attackers, or of used rows, for which m rows are enough."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():

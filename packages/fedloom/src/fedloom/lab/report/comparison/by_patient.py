@@ -102,7 +102,7 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """A metric of one model, and the ends of its interval. Nan where there is none.
+    """Return a metric of one model, and the ends of its interval. NaN without one.
 
     Student's t with a degree of freedom fewer than there are subjects, for shares on the scale of logits.
 
