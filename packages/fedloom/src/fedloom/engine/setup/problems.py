@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedloom.choose.shares import check_clusters, cluster_shares, clusters_of, shares_of, uses_clusters
 from fedloom.data.federation import Federation
-from fedloom.engine.checks.refusals import check_mixture
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup.participants import Participants
@@ -73,7 +72,9 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
         ConfigError: the model, the task or the oracle does not fit the data.
     """
     engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
-    check_mixture(setting, classed=fed.data.classed, each=fed.data.each)
+    task_keys = [key for key, value in setting.task if value is not None]
+    for construction in setting.model.constructions:
+        construction.check_task(fed.data.classed, fed.data.each, task_keys)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, setting.seed, fed.data.tokens)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
     if engine.precision != "full" and setting.method.full_gradients:
