@@ -78,7 +78,8 @@ def plain_section(runs: list[Run], name: str) -> Section:
         heads = [head for head in table[0] if head not in single]
         cells = [[_cell(row[head]) for head in heads] for row in table[:MAX_LINES]]
         label = f"{title}{f', {run.label}' if len(runs) > 1 else ''}"
-        body += scrolling(label, [head.replace("_", " ") for head in heads], cells, title=label if len(runs) > 1 else "")
+        shown = [head.replace("_", " ") for head in heads]
+        body += scrolling(label, shown, cells, title=label if len(runs) > 1 else "")
         if len(table) > MAX_LINES:
             body += f"<p>The first {MAX_LINES} of {len(table)} lines; the CSV file has all.</p>"
         columns |= dict.fromkeys(table[0])
