@@ -110,7 +110,7 @@ class Work:
         return e * self.batches()
 
     def passes(self) -> Tensor:
-        """Return the number of passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
+        """Return the passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
         per = self._per_epoch()
         return (self.steps + per - 1) // per
 
@@ -126,7 +126,7 @@ class Work:
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """Return the steps of a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of all of them."""
+        """Return the steps of a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of them all."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 

@@ -119,7 +119,7 @@ def repeatable(s: AttackScene) -> None:
 
 
 def knowledge(s: AttackScene) -> None:
-    """Check that an attack reads only what it declares: honest models with `sees_honest`, its training with `trains`."""
+    """Check that an attack reads only what it declares: honest models by `sees_honest`, its training by `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
