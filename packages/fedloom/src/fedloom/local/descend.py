@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.errors import CodeError, Refused
 from fedloom.local.iterate import iterate
 from fedloom.local.optimizer import decays_itself
-from fedloom.local.rows import each_client, per_client
+from fedloom.local.rows import each_client, per_client, per_coordinate
 from fedloom.local.steppers import Steppers
 from fedloom.local.terms import Bound, active, bound
 from fedloom.rows.masks import spans
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]
-"""(mu, x): the term mu/2 ||w - x||^2. Mu a number or ``[m, 1]``, x ``[d]`` or ``[m, d]``."""
+"""(mu, x): the term mu/2 ||w - x||^2, x ``[d]`` or ``[m, d]``.
+
+Mu is a number or ``[m, 1]``. With mu ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2.
+"""
 
 ALL_ROWS = [slice(None)]
 
@@ -65,7 +68,7 @@ def descend(
     Args:
         w: ``[d]`` or ``[m, d]``, where every client starts. Not modified.
         work: the local problems.
-        pull: pairs (mu, x).
+        pull: pairs (mu, x). Mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a strength per coordinate.
         shift: ``[d]`` or ``[m, d]``, added to the gradient.
         prox: (f, centre). Centre None is zero.
         mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates move.
@@ -80,7 +83,7 @@ def descend(
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
 
     Raises:
-        CodeError: pulls that are no pairs.
+        CodeError: pulls that are no pairs, or a strength of another shape.
         Refused: a prox with another optimiser than plain SGD. Terms that the model or an exact solution cannot have.
     """
     m, local = work.m, work.local
@@ -89,6 +92,7 @@ def descend(
         raise CodeError("descend: pull must be pairs of a strength and a point, as pull=((mu, x),)")
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
+    pull = [(per_coordinate(mu, m, w) if isinstance(mu, Tensor) else mu, x) for mu, x in pull]
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
     plain, terms = local.optimizer == "sgd", active(terms)
     handed = not plain and work.oracle.minimise is None and decays_itself(local)
@@ -103,7 +107,7 @@ def descend(
         else:
             shrinks = per_client(shrinking, m, w) * reached
     if isinstance(pulled, Tensor):
-        pulled = per_client(pulled, m, w)
+        pulled = per_coordinate(pulled, m, w)
     if work.oracle.minimise is not None and terms:
         raise Refused("a problem that is solved exactly has no terms; take steps")
     if work.oracle.minimise is not None and prox is None:
@@ -116,6 +120,7 @@ def descend(
     mask = None if mask is None or moving != ALL_ROWS else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
     whole = plain and local.clip is None and moving == ALL_ROWS and decay == 1 and not terms and shrinks is None
+    whole = whole and not (isinstance(pulled, Tensor) and pulled.shape[1] > 1)
     in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
@@ -225,9 +230,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
     """factor (shift - sum mu x): the part of a step that does not change, ``[d]`` where it is the same for all."""
     total: Tensor | None = None
     for mu, x in pull:
-        if isinstance(mu, Tensor):
-            mu = per_client(mu, len(w), w)
-        elif mu == 0:
+        if not isinstance(mu, Tensor) and mu == 0:
             continue
         total = (-factor * mu) * x if total is None else total - (factor * mu) * x
     if shift is None:
@@ -242,4 +245,4 @@ def _minimum(
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s
-    return work.oracle.minimise(w, work.ids, per_client(mu, work.m, w) / s, rest, mask)
+    return work.oracle.minimise(w, work.ids, per_coordinate(mu, work.m, w) / s, rest, mask)
