@@ -30,8 +30,8 @@ from fedloom.engine.checks.refusals import (
     ruled,
 )
 from fedloom.engine.checks.rehearsal import check_layers, rehearse
-from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
+from fedloom.engine.clients.poisoning import add_triggers, poisoned
 from fedloom.engine.clients.regroup import check_shares
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import check_privacy
@@ -48,7 +48,7 @@ from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.row_locations import RowLocations
-from fedloom.rows.attacks import Poison
+from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.rows.channels import Channel
 from fedloom.schedule import Stream, Synchronous
 from fedloom.seeds import preserve_rng
@@ -145,7 +145,9 @@ def make_problem(
     setting, pooled_notes = _checked(setting, fed.n)
     method, sampler, channel = setting.method, setting.sampler, setting.channel
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
-    if isinstance(setting.attack, Poison):
+    if isinstance(setting.attack, Backdoor):
+        fed = eval_fed = add_triggers(eval_fed, setting.attack)
+    if isinstance(setting.attack, Poison | Backdoor):
         fed = poisoned(fed, setting.attack, attackers, setting.seed)
     oracle = _oracle(setting, fed)
     sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.weights, fed)
