@@ -38,7 +38,8 @@ class CoxAgreement(NamedTuple):
         step: to multiples of which sums are rounded.
         ties: how events of one bin, or of one time, are treated.
         stratify: every site has a baseline hazard of its own, and times are exact.
-        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. Sites then also send sums of columns and squares.
+        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. Sites then also send sums of columns and of
+            their squares.
     """
 
     ends: Floats
