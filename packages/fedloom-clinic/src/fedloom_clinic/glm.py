@@ -16,9 +16,21 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses.script import Transcript
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.cells import merges
-from fedloom_clinic.columns import design_of, names_of, outweighs, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.cells import count_subjects, merges
+from fedloom_clinic.columns import (
+    columns_of,
+    design_of,
+    flag_columns,
+    left_out_columns,
+    outweighs,
+    ranges_of,
+    require_columns,
+    square,
+    tensor,
+    triangle,
+)
 from fedloom_clinic.fits.cox import newton
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
@@ -83,13 +95,30 @@ class Glm(ScriptedAnalysis):
             raise ConfigError("sites of the analysis glm agree on target_range = [LOWEST, HIGHEST] in the agreement")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        numbers = len(ranges_of(terms.schema)[0]) + 1
+        numbers = len(ranges_of(terms)[0]) + 1
         wanted = {"beta": self._intercepts(terms) + numbers - 1, "centre": numbers, "spread": numbers}
         for name, value in question.values.items():
             if len(value) != wanted[name]:
                 raise Refused(f"{name} of a question has {wanted[name]} numbers, got {len(value)}")
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
             raise Refused("spreads of a question are above 0")
+
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        if not merges(terms.rules):
+            return torch.zeros(0, dtype=torch.float64)
+        design = design_of(client, terms, flagged=False)
+        outcomes = count_subjects(torch.from_numpy(design.y[:, 0] > 0).long(), client.subjects[design.rows], 2)
+        return torch.cat([(outcomes >= terms.rules.least).double(), flag_columns(client, terms)])
+
+    def start(self, terms: AnalysisTerms) -> Transcript:
+        if terms.schema.task == "binary" and merges(terms.rules):
+            support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
+            if float(support.min()) - terms.rules.missing < terms.rules.fewest:
+                raise Refused(
+                    f"too few clients have {terms.rules.least} subjects of each outcome: {int(support.min())}, and "
+                    f"{terms.rules.fewest + terms.rules.missing} must; agree on a smaller least count"
+                )
+        return super().start(terms)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(design_of(client, terms).rows)
@@ -102,6 +131,7 @@ class Glm(ScriptedAnalysis):
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
         facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
         facts |= {} if self.strength is None else {"ridge": self.strength}
+        facts["merged"] = left_out_columns(terms)
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
@@ -109,7 +139,7 @@ class Glm(ScriptedAnalysis):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        numbers = len(ranges_of(terms.schema)[0]) + 1  # columns and the target
+        numbers = len(ranges_of(terms)[0]) + 1  # columns and the target
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric(torch.full((numbers,), most))])
         if question.name == "spreads":
@@ -133,7 +163,7 @@ class Glm(ScriptedAnalysis):
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         values = {name: value.numpy() for name, value in question.values.items()}
-        design, (low, high) = design_of(client, terms), ranges_of(terms.schema)
+        design, (low, high) = design_of(client, terms), ranges_of(terms)
         bottom, top = self._target_range(terms)
         half = np.append((high - low) / 2, (top - bottom) / 2)
         columns = np.column_stack([design.x, design.y])
@@ -170,7 +200,7 @@ class Glm(ScriptedAnalysis):
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
         """Return the fit, and how far rounding can move each of its coefficients."""
-        names, first, family = names_of(terms.schema), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
+        names, first, family = columns_of(terms), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
@@ -181,7 +211,7 @@ class Glm(ScriptedAnalysis):
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
                 raise DataError(f"{name} is the same in every row; leave it out")
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
         if not spread[-1] > MIN_COLUMN_SPREAD:
