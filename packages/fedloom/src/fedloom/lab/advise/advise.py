@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from shutil import rmtree
@@ -12,9 +13,8 @@ from typing import Any, Unpack
 from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.setting import Choices, GivenModel
 from fedloom.errors import ConfigError, RunDirError, entered
-from fedloom.lab.advise.advisor import DEFAULT_BUDGET_RUNS, Advisor
 from fedloom.lab.advise.answer import Advice
-from fedloom.lab.advise.race import AVERAGE_METHOD
+from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.progress import remark
 from fedloom.lab.report.comparison.pairs import checked_margin
@@ -65,6 +65,10 @@ def advise(
         RunDirError: the folder holds another race.
         RunStopped: interrupted, or no method has a result.
     """
+    if find_spec("optuna") is None:
+        raise ConfigError("advise: needs Optuna: pip install 'fedloom[tune]'")
+    from fedloom.lab.advise.advisor import Advisor
+
     if join and folder is None:
         raise ConfigError("advise: join shares the runs of a folder; give a folder that all processes have")
     place = None if folder is None else place_of(folder, "advise: folder")

@@ -14,6 +14,7 @@ from fedloom.data.groups import keeping
 from fedloom.engine.setting import Engine
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, RunDirError, entered
+from fedloom.formats import significant, write_total
 from fedloom.lab.advise.answer import ANSWER_FILES, Advice, form_advice, write_answer
 from fedloom.lab.advise.laps import (
     LAP_FILE,
@@ -25,7 +26,7 @@ from fedloom.lab.advise.laps import (
     read_lap,
     run_lap,
 )
-from fedloom.lab.advise.race import MOST_SEEDS, choose_counts, race
+from fedloom.lab.advise.race import DEFAULT_BUDGET_RUNS, MOST_SEEDS, choose_counts, race
 from fedloom.lab.advise.settings import Entries, read_portfolio
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.schema import Experiment
@@ -40,8 +41,6 @@ from fedloom.storage.claims import UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 
-DEFAULT_BUDGET_RUNS = 16.0
-"""Gradients of a race, in runs of FedAvg: twice those of a search with 8 trials for FedAvg alone."""
 RACE_FILE, LAPS_FOLDER = "race.toml", "laps"
 RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 """Names in the directory of a race that belong to it."""
@@ -81,7 +80,7 @@ class Advisor:
     ) -> None:
         check_alone("a race")
         self._where, self.out, self._margin, self._runs, self._read = where, out, margin, budget, read
-        self._entries = Entries(document, where, read, read_portfolio() if methods is None else tuple(methods))
+        self._entries = Entries(document, where, read, read_portfolio()[0] if methods is None else tuple(methods))
         base = self._entries.base
         check_output_folder(out, (where, base.source_options.get("source")), entries=RACE_ENTRIES)
         seed = base.head.seeds[0]
@@ -113,7 +112,7 @@ class Advisor:
         work = self._budget.samples
         return (
             f"{len(self._entries.labels)} methods ({', '.join(self._entries.labels)}), {self._count} settings each; "
-            f"about {self._runs * work:,.0f} gradients ({self._runs:g} runs of FedAvg)"
+            f"about {write_total(self._runs * work)} gradients ({significant(self._runs)} runs of FedAvg)"
         )
 
     def run(self, tell: Callable[[str], None] = lambda _line: None, *, join: bool = False) -> Advice:

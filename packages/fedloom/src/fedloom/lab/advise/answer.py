@@ -13,7 +13,7 @@ import numpy as np
 
 from fedloom.data.federation import Federation
 from fedloom.errors import RunStopped, Stop
-from fedloom.formats import duration, finite, options, pair, shorten_list, significant
+from fedloom.formats import duration, finite, options, pair, percent, shorten_list, significant, write_total
 from fedloom.lab.advise.laps import DECIDING_PART, ESTIMATING_PART, Arm
 from fedloom.lab.advise.looks import INTERVAL_LEVEL, RACE_ERROR_LEVEL, PairedDifference, shrink_gains
 from fedloom.lab.advise.race import (
@@ -138,10 +138,10 @@ class Advice(NamedTuple):
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
             f"the race took {self.spent:,} of {self.budget:,} gradients; the chance that the best method left is at "
-            f"most {RACE_ERROR_LEVEL:.0%}"
+            f"most {percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
-            f"gains: {self._title}, above 0 if the method is better, {1 - INTERVAL_LEVEL:.0%} intervals, on "
+            f"gains: {self._title}, above 0 if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
             f"{self.kept:,} validation samples that the race did not use; no test data were read"
         )
         return lines
@@ -200,7 +200,7 @@ class Advice(NamedTuple):
         hours = self.cost["hours"]
         time = "give [devices] for the time" if hours is None else f"{duration(60 * hours)} on the devices"
         return (
-            f"{self.cost['rounds']:,.0f} rounds, {self.cost['gradients']:,.0f} gradients, "
+            f"{write_total(self.cost['rounds'] or 0)} rounds, {write_total(self.cost['gradients'] or 0)} gradients, "
             f"{significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"
         )
 
@@ -289,12 +289,12 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
     """Advice for every client: alone where the predicted gain is below 0, else the better of the method's models."""
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
-    own = _personal_gains(outcome, method, sign)
+    personal = _personal_gains(outcome, method, sign)
     gains = np.full(fed.n, math.nan) if read is None else shrink_gains(read)
     advice = []
     for k, name in enumerate(fed.names):
         alone = outcome.racing == (ALONE_METHOD,) if math.isnan(gains[k]) else gains[k] < 0
-        choice = Choice.ALONE if alone else Choice.TUNE if own[k] > 0 else Choice.JOIN
+        choice = Choice.ALONE if alone else Choice.TUNE if personal[k] > 0 else Choice.JOIN
         values = np.array([]) if kept is None else kept[:, k]
         half = _half(values)
         estimate = float(values.mean()) if values.size else math.nan
@@ -308,8 +308,8 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
     personal, shared = pairs[0]
     if personal is None or shared is None:
-        known = personal if personal is not None else shared
-        return np.full(0 if known is None else len(known), -1.0 if personal is None else 1.0)
+        scores = personal if personal is not None else shared
+        return np.full(0 if scores is None else len(scores), -1.0 if personal is None else 1.0)
     return shrink_gains(np.array([sign * (a - b) for a, b in pairs if a is not None and b is not None]))
 
 

@@ -149,11 +149,11 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
     mean, by_client, by_seed = float(values.mean()), values.mean(0), values.mean(1)
     rest = values - by_client - by_seed[:, None] + mean
     free = (seeds - 1) * (clients - 1)
-    own = float(((by_seed - mean) ** 2).sum()) / (seeds - 1) if seeds > 1 else math.nan
+    of_pair = float(((by_seed - mean) ** 2).sum()) / (seeds - 1) if seeds > 1 else math.nan
     return PairedDifference(
         mean,
         seeds * float(((by_client - mean) ** 2).sum()) / (clients - 1) if clients > 1 else math.nan,
-        clients * max(own, 0.0 if pool is None else pool.variance),
+        clients * max(of_pair, 0.0 if pool is None else pool.variance),
         float((rest**2).sum()) / free if free else math.nan,
         clients,
         seeds,
@@ -170,13 +170,13 @@ def shrink_gains(values: Values) -> Values:
     Args:
         values: difference ``[seeds, clients]``.
     """
-    summary, known = pair_differences(values), np.isfinite(values).all(0)
+    summary, finite = pair_differences(values), np.isfinite(values).all(0)
     share = 1.0
     if summary.seeds > 1 and summary.clients > 1:
         lasting = max(0.0, summary.of_clients - summary.of_rest)
         share = lasting / summary.of_clients if summary.of_clients > 0 else 0.0
     gains = np.full(values.shape[1], summary.mean)
-    gains[known] += share * (values[:, known].mean(0) - summary.mean)
+    gains[finite] += share * (values[:, finite].mean(0) - summary.mean)
     return gains
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
+from fedloom.formats import percent, significant
 from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
@@ -29,6 +30,8 @@ MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
 """Times at which methods may leave."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
 """Methods that every race has, and that all others are compared with. They train to the end in any case."""
+DEFAULT_BUDGET_RUNS = 16.0
+"""Gradients of a race, in runs of FedAvg: twice those of a search with 8 trials for FedAvg alone."""
 MOST_ARMS = 16
 """Settings of a method at most."""
 
@@ -98,8 +101,8 @@ def choose_counts(methods: int, budget: float) -> tuple[int, int]:
     if begin(1) < 1:
         least = methods * FIRST_SEEDS * WHOLE_DEPTH
         raise ConfigError(
-            f"a budget of {budget:g} runs is too small for a race of {methods} methods with {FIRST_SEEDS} seeds; give "
-            f"at least {least:g}"
+            f"a budget of {significant(budget)} runs of FedAvg is too small for a race of {methods} methods with "
+            f"{FIRST_SEEDS} seeds; give at least {significant(least)}"
         )
     stay = 1
     while begin(stay + 1) >= 4 * (stay + 1):
@@ -210,8 +213,8 @@ class _Race:
         if not results or len(values) < len(results):
             return -math.inf
         table = np.array(values)
-        known = np.isfinite(table).all(0)
-        return self._sign * float(table[:, known].mean()) if known.any() else -math.inf
+        scored = np.isfinite(table).all(0)
+        return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
 
     def _keep(self, count: int, seeds: Sequence[int]) -> None:
         """Keep the best settings of every method. A method whose settings have all failed leaves."""
@@ -248,8 +251,8 @@ class _Race:
                 self._departures[label] = Departure(self._looks, by_p[0][1], by_p[0][2])
         left = self._racing()
         self._tell(
-            f"look {self._looks}, {len(seeds)} seeds, {depth:.0%} of a run: {', '.join(left)} in the race, the best "
-            "first"
+            f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: in the race, the best first: "
+            f"{', '.join(left)}"
         )
 
 

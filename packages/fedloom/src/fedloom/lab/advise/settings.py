@@ -11,14 +11,16 @@ from typing import Any
 from fedloom.data.federation import Federation
 from fedloom.engine.setup import check
 from fedloom.errors import ConfigError
+from fedloom.formats import rounded
 from fedloom.lab.advise.laps import Arm, lap_setting
 from fedloom.lab.advise.race import ALONE_METHOD, AVERAGE_METHOD
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.schema import Method
-from fedloom.lab.experiment.tuning import Dimension, Range
+from fedloom.lab.experiment.tuning import Dimension, Range, Tune
 from fedloom.lab.tune.search import Read, check_values, file_params, replace_params, space_of
 from fedloom.lab.tune.trial import scored_models
 from fedloom.seeds import numpy_generator
+from fedloom.values import dump
 
 STEP_SIZE_FACTOR = 10.0
 """Step sizes are tried from the file's own divided by it to the file's own times it."""
@@ -29,9 +31,10 @@ DIGITS_TRIED = 3
 
 
 @cache
-def read_portfolio() -> tuple[str, ...]:
-    """Return the methods that are raced, as the frozen file names them."""
-    return tuple(tomllib.loads((files("fedloom.lab.advise") / "portfolio.toml").read_text(encoding="utf-8"))["methods"])
+def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the methods that are raced and their search spaces, as the frozen file has them."""
+    table = tomllib.loads((files("fedloom.lab.advise") / "portfolio.toml").read_text(encoding="utf-8"))
+    return tuple(table["methods"]), table["space"]
 
 
 class Entries:
@@ -58,9 +61,10 @@ class Entries:
         self.base = self._experiment(AVERAGE_METHOD)
         rate = self.base.common.local.lr
         steps = {"low": _rounded(rate / STEP_SIZE_FACTOR), "high": _rounded(rate * STEP_SIZE_FACTOR), "log": True}
-        given = self.base.tune.space
-        space = {**given, "all": {"local.lr": Range(**steps), **given.get("all", {})}}
-        self._tune = self.base.tune.with_(space=space)
+        spaces = {name: dict(space) for name, space in self.base.tune.space.items()}
+        frozen = {name: {**space, **spaces.pop(name, {})} for name, space in read_portfolio()[1].items()}
+        all_methods = {"local.lr": steps, **spaces.pop("all", {})}
+        self._tune = Tune.model_validate({**dump(self.base.tune), "space": {**frozen, **spaces, "all": all_methods}})
         self.left_out = dict[str, str]()
         self._methods = dict[str, Method]()
         self.spaces = dict[str, Mapping[str, Dimension]]()
@@ -167,4 +171,4 @@ def _value(dimension: Dimension, u: float) -> Any:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS_TRIED}g}")
+    return rounded(value, DIGITS_TRIED) or 0.0
