@@ -180,7 +180,7 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, lap: Lap, setting: Any) -> int:
-        """Rounds of a whole run of an arm. The step size does not change what a round costs."""
+        """Plan the rounds of a whole run of an arm. The step size does not change what a round costs."""
         key = f"{lap.arm.label} {sorted((k, v) for k, v in lap.arm.params.items() if k != 'local.lr')}"
         if key not in self._rounds:
             run = lap_setting(setting, self.seeds[0], setting.rounds)

@@ -122,7 +122,7 @@ class Advice(NamedTuple):
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
-        """The answer in about ten lines."""
+        """Write the answer in about ten lines."""
         settings = options(self.params)
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
@@ -271,7 +271,7 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
 def _decide(
     outcome: RaceOutcome, method: str, margin: float | None, work: int, sign: float
 ) -> tuple[Verdict, int | None]:
-    """The verdict, and the gradients that would decide an open race."""
+    """Decide the verdict, and the gradients that would decide an open race."""
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
     gap = difference_of(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)

@@ -113,7 +113,7 @@ def cut_validation(fed: Federation) -> Federation:
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
-    """The run of an arm, which is evaluated where a lap ends."""
+    """Make the run of an arm, which is evaluated where a lap ends."""
     evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
     return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
 

@@ -78,7 +78,7 @@ class PairedDifference(NamedTuple):
         return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
-        """Standard error of the mean with another number of seeds."""
+        """Compute the standard error of the mean with another number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
@@ -103,7 +103,7 @@ class PairedDifference(NamedTuple):
         return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
 
     def seeds_needed(self, level: float, most: int = 1000) -> int | None:
-        """Number of seeds with which a mean of this size would differ from 0. None where no number would do.
+        """Find the number of seeds with which a mean of this size would differ from 0. None where no number would do.
 
         Args:
             level: one-sided.

@@ -194,7 +194,7 @@ class _Race:
         return tuple(sorted(racing, key=lambda label: -means[label]))
 
     def _finalists(self) -> dict[str, Sequence[Arm]]:
-        """The setting of every method that is in the race or that others are compared with."""
+        """List the setting of every method that is in the race or that others are compared with."""
         kept = (ALONE_METHOD, AVERAGE_METHOD)
         return {label: one for label, one in self._arms.items() if label not in self._departures or label in kept}
 

@@ -106,7 +106,7 @@ class Entries:
         return scored_models(setting, fed, "used", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""
+        """Choose the settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -114,11 +114,11 @@ class Entries:
         return arms
 
     def experiment(self, arm: Arm) -> Experiment:
-        """The experiment of an arm."""
+        """Make the experiment of an arm."""
         return self._read(replace_params(self._of(arm.label), 0, arm.params), self._where)
 
     def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
-        """The experiment with several methods and their settings. ``arms`` are rounds by label."""
+        """Make the experiment with several methods and their settings. ``arms`` are rounds by label."""
         tables = [
             replace_params(self._of(label), 0, params[label].params, rounds=rounds)["method"][0]
             for label, rounds in arms.items()
@@ -160,7 +160,7 @@ def spread_settings(
 
 
 def _value(dimension: Dimension, u: float) -> Any:
-    """The value of a dimension at a point of [0, 1)."""
+    """Return the value of a dimension at a point of [0, 1)."""
     if not isinstance(dimension, Range):
         return dimension[int(u * len(dimension))]
     low, high = dimension.low, dimension.high

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether the run went to its end, with figures and models that are finite."""
+        """True if the run went to its end, with figures and models that are finite."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
@@ -158,7 +158,7 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """The table of an analysis by sums, and notes. Where it has no answer, a note on that alone."""
+    """Return the table of an analysis by sums, and notes. Without an answer, only a note on that."""
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
