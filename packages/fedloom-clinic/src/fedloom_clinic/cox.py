@@ -287,7 +287,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """A row per column of the regression, with what the fit is of and what was lost."""
+    """Return a row per column of the regression, with the fit that it belongs to and the lost sites."""
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,
