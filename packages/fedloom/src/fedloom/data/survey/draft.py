@@ -27,7 +27,7 @@ from fedloom.data.survey.facts import (
     ColumnProfile,
     repeats,
 )
-from fedloom.data.survey.findings import LEAK_SHARE
+from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
@@ -316,7 +316,7 @@ class Draft:
                 if odd in c.extremes and clash:
                     self.questions.append(
                         f"column {c.name!r}: does {odd} mean missing? It is an ordinary number in {_list(clash)}, "
-                        "and the draft has it as missing there too. Empty the cells in the table, or delete this question"
+                        "and the draft takes it there too. Empty the cells of the table, or delete this question"
                     )
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)

@@ -55,7 +55,7 @@ NAMELESS_PATTERN = re.compile(
 )
 """Headers that pandas and R write for the names of rows."""
 PERSON_NAME_PATTERN = re.compile(
-    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"
+    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|pid|mrn|uid|id|user|animal|pig"
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )

@@ -77,8 +77,9 @@ EVENT_WORDS = words(
 )
 """Names of what happens to a person, which is mostly predicted."""
 RESULT_WORDS = words(
-    "los lengthofstay class classes result results diagnosis category classification disease disorder severity quality choice "
-    "output ill sick expire expired default price sales outcome target label death died mortality ergebnis diagnose"
+    "los lengthofstay class classes result results diagnosis category classification disease disorder "
+    "severity quality choice output ill sick expire expired default price sales "
+    "outcome target label death died mortality ergebnis diagnose"
 )
 """Words of names of outcomes, which features have too."""
 
