@@ -212,12 +212,13 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
                 "unlabelled = 'drop'"
             )
     if len(counts) == 2:
-        first, second = (k.lower() for k in column.names)
+        one, other = counts
+        first, second = one.lower(), other.lower()
         if (first, second) == ("1", "2") or (second in NO_WORDS and first not in NO_WORDS):
             yield (
                 f"the label {name!r}: figures of one class, such as F1 and AUPRC, and coefficients are of "
-                f"{column.names[1]!r}, the second of {column.names[0]!r} and {column.names[1]!r}; if the outcome is "
-                "the other one, write 1 for it and 0 for the rest"
+                f"{other!r}, the second of {one!r} and {other!r}; if the outcome is the other one, write 1 for it and "
+                "0 for the rest"
             )
 
 
