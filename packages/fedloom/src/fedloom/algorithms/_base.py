@@ -27,6 +27,7 @@ from fedloom.algorithms._messages import base_of, download_type, primary_field, 
 from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
+from fedloom.local.rows import Fields
 from fedloom.rows.layout import Layout
 from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
@@ -98,8 +99,8 @@ class Algorithm(Value, ABC):
     """Has the clients' shares alpha_i in its local problems (``work.weight``): what the server keeps of the clients
     arrives as a uniform mean. Every other method has them in its means only."""
     needs_exact: ClassVar[str | None] = None
-    """Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it.
-    Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it."""
+    """Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with
+    it."""
     weighs_partial: ClassVar[bool] = False
     """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
     may cut their work short (`affordable`)."""
@@ -163,7 +164,7 @@ class Algorithm(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """Whether a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
+        """True if a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
         return False
 
     def mixer(self, round: int) -> Mixer | None:
@@ -172,7 +173,7 @@ class Algorithm(Value, ABC):
 
     @property
     def counts_absent(self) -> bool:
-        """Whether the server's model is a mean over all clients, absent ones as it keeps them."""
+        """True if the server's model is a mean over all clients, absent ones as it keeps them."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
@@ -195,7 +196,7 @@ class Algorithm(Value, ABC):
         solver = getattr(self, "solver", "sgd")
         return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
         """State before the first round, by default the server has the model and clients keep nothing.
 
         Args:
@@ -208,8 +209,8 @@ class Algorithm(Value, ABC):
         """
         return Model(x0), Nothing(), None
 
-    def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ. First the model, where uploads have one.
+    def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
+        """Return the download: fields ``[d]``, or ``[m, .]`` if clients differ. First the model, if uploads have one.
 
         By default the fields of the server's state that the annotation of `client`'s download names.
 
@@ -220,10 +221,11 @@ class Algorithm(Value, ABC):
         for name in fields._fields:
             if not hasattr(server, name):
                 raise ConfigError(f"{type(self).__name__} must define down: its server state has no field {name!r}")
-        return fields(*(getattr(server, name) for name in fields._fields))
+        down: Fields = fields(*(getattr(server, name) for name in fields._fields))
+        return down
 
     @abstractmethod
-    def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
+    def client(self, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields]:
         """Run a client's round and return the upload and the client's new rows."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
@@ -266,7 +268,7 @@ class Algorithm(Value, ABC):
         model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
         return model
 
-    def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Any, Any] | None:
+    def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
         """Return upload and new rows of clients whose local training ends at ``model [m, .]``. Attackers forge it.
 
         By default (None) the primary field is the model less its base, a state field that is this base becomes the
@@ -294,10 +296,10 @@ class Algorithm(Value, ABC):
         return {}
 
     @abstractmethod
-    def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
+    def server(self, server: Any, up: Any, ctx: Ctx) -> Fields:
         """Take the server's step on the aggregated upload of the accepted cohort."""
 
-    def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Any:
+    def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
         """Return the server's state after the clients' shares have changed between two rounds, see `Setting.weights`.
 
         By default there is none (None) where the server adds uploads up over rounds (`Mean.accumulates`), which shares
@@ -310,7 +312,8 @@ class Algorithm(Value, ABC):
             ctx: all clients, with the new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
-        return None if accumulates else server
+        same: Fields | None = None if accumulates else server
+        return same
 
     def global_model(self, server: Any) -> Tensor | None:
         """``[d]``, or None for a method without a global model, by default the field x of the server's state."""
@@ -324,7 +327,7 @@ class Algorithm(Value, ABC):
         """Sentences that warn of what the server's state shows after a round. A run notes each of them once."""
         return []
 
-    def observe(self, down: Any, rows: Any, work: Work) -> Any:
+    def observe(self, down: Any, rows: Any, work: Work) -> Fields | None:
         """Return the rows of every client that `diagnostics` needs after a round, a NamedTuple of ``[m, .]``, or None.
 
         Args:

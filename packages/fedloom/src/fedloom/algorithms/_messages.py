@@ -27,6 +27,11 @@ class Kind:
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
         label: the number of something, such as a cluster: a channel leaves it as it is.
         carries: what a primary field carries. Only a model is a change to the first field of the download.
+        weight: of a kept field, another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no
+            channel changes. None: the client's share.
+
+    Raises:
+        ValueError: ``weight`` of a field that is not kept.
     """
 
     averaged: ClassVar[bool] = True
@@ -40,6 +45,16 @@ class Kind:
     part: str | None = None
     label: bool = False
     carries: Literal["model", "statistics", "head"] = "model"
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            ValueError: the field is not kept.
+        """
+        if self.weight is not None and not self.keeps:
+            raise ValueError(f"only a Kept field has a weight, got {type(self).__name__}(weight={self.weight!r})")
 
     @property
     def single(self) -> bool:
@@ -59,15 +74,9 @@ class Mean(Kind):
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """The server keeps every client's last row. Arrives aggregated over all n clients, ``[d]``.
-
-    Attributes:
-        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no channel
-            changes. None: the client's share.
-    """
+    """The server keeps every client's last row. Arrives aggregated over all n clients, ``[d]``."""
 
     keeps: ClassVar[bool] = True
-    weight: str | None = None
 
 
 @dataclass(frozen=True)

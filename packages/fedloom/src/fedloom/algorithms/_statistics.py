@@ -52,7 +52,7 @@ class FeatureSums(NamedTuple):
 
 
 def outputs_of(layout: Layout) -> int:
-    """Outputs of the model's last matrix."""
+    """Return the number of outputs of the model's last matrix."""
     return list(layout.matrix_shapes.values())[-1][0]
 
 
@@ -63,7 +63,7 @@ def width_of(layout: Layout) -> int:
 
 
 def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
-    """The states before the first round."""
+    """Return the states before the first round."""
     nothing = x0.new_zeros(width_of(layout))
     return Server(x0, nothing), Client(nothing), None
 
@@ -78,7 +78,7 @@ def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics(x: Tensor, work: Work) -> Tensor:
-    """The clients' statistics ``[m, s]`` under the body of ``x``, in its dtype.
+    """Compute the clients' statistics ``[m, s]`` under the body of ``x``, in its dtype.
 
     Raises:
         Refused: the task has no classes, or the model's samples cannot be looked at one by one.
@@ -94,7 +94,7 @@ def statistics(x: Tensor, work: Work) -> Tensor:
 
 
 def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
-    """What clients send and keep. Nothing new of a client that takes no step."""
+    """Return what clients send and keep. A client that takes no step sends nothing new."""
     now = where_moved(work, statistics(x, work), rows.sent)
     return Up(now - rows.sent), Client(now)
 
@@ -109,7 +109,7 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
 
 
 def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
-    """The head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
+    """Solve for the head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
 
     The last row is the bias, and 0 without one, as of a model whose last layer has none. Where the ridge is below the
     rounding of the sums, directions below it, by the rule of `numpy.linalg.matrix_rank`, have nothing of the head. So

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from fedloom.models.parts import Bodied, parted
+from fedloom.errors import Refused
+from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
 """Parameters of a guided network: embeddings of the classes, and the two conditions of its valve."""
 
 
 class Valve(nn.Module):
-    """Scales and shifts features as a condition requires: relu((gamma(c) + 1) z + beta(c)).
+    """Scales and shifts features according to a condition: relu((gamma(c) + 1) z + beta(c)).
 
     Args:
         width: number of features k.
@@ -26,23 +31,23 @@ class Valve(nn.Module):
         )
 
     def forward(self, z: Tensor, condition: Tensor) -> Tensor:
-        """Features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
+        """Return features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
         return torch.relu(z * (self.gamma(condition) + 1)[:, None] + self.beta(condition)[:, None])
 
 
 class Guided(Bodied):
     """A network with a valve before its head, and an embedding of every class (GPFL).
 
-    It predicts from the features under the second condition. The embeddings have no part in a prediction.
+    It predicts from the features under the second condition. The embeddings do not affect predictions.
 
     Attributes:
         body: the network below its head.
         embedding: ``[c, k]``, drawn from the standard normal distribution.
         valve: the valve, the same for both conditions.
-        condition: ``[2, k]``, generic and personal. 0 at the start.
+        condition: ``[2, k]`` the generic and the personal condition. 0 at the start.
         head: the network's last linear layer.
-        penultimate: the layer that is the representation ``[b, k + c + 1]``: the generic features, their cosines with
-            the embeddings, and half of the squared norm of valve and embeddings.
+        penultimate: the layer whose output is the representation ``[b, k + c + 1]``: the generic features, their
+            cosines with the embeddings, and half of the squared norm of valve and embeddings.
     """
 
     penultimate = "guidance"
@@ -68,3 +73,25 @@ class Guided(Bodied):
         self.guidance(torch.cat([generic, cosines, size.expand(z.shape[0], 1)], 1))
         logits: Tensor = self.head(personal)
         return logits
+
+
+class GuidedOption(Construction):
+    """The field ``guided`` of a model: `Guided` around its network."""
+
+    option = "guided"
+    guided: bool = Field(
+        False, description="add a conditional valve before the head, and an embedding of every class (GPFL)"
+    )
+
+    @staticmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        return Guided(networks[0])
+
+    @staticmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        if each:
+            raise Refused(
+                f"model.guided compares one representation of a sample with classes, and {POSITIONS_REASON}",
+                rule="guided-needs-one-label",
+                fix="leave {model.guided} out",
+            )

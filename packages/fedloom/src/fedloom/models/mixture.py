@@ -1,35 +1,43 @@
-"""Mixture: several networks of one architecture whose probabilities of the classes are mixed."""
+"""Mixture: several networks of one architecture, combined by a mixture of their class probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from fedloom.models.parts import Bodied
+from fedloom.errors import Refused
+from fedloom.models.parts import Bodied, Construction
 
 MIXING = "mixing"
-"""Name of the parameter with the logarithms of a mixture's weights, up to a constant."""
+"""Name of the parameter that contains the logarithms of a mixture's weights, up to a constant."""
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the classes ``[..., c]``. One output ``[..., 1]`` is two classes."""
+    """Return logarithms of the class probabilities ``[..., c]``.
+
+    A single output ``[..., 1]`` stands for two classes.
+    """
     if logits.shape[-1] > 1:
         return logits.log_softmax(-1)
     return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
 
 
 class Mixture(Bodied):
-    """Networks whose probabilities are mixed with the same weights for all samples.
+    """Networks whose class probabilities are mixed, with the same weights for all samples.
 
-    Its outputs are the logits of the mixed probabilities, so that it is scored, saved and exported as any network.
+    The outputs are the logits of the mixed probabilities, so a mixture is evaluated, saved and exported like any
+    network.
 
     Attributes:
-        mixing: ``[M]``, 0 at the start: weights are its softmax.
+        mixing: ``[M]``, 0 at the start. Its softmax gives the weights.
         components: the M networks.
-        penultimate: the layer that is the representation: the logits of all components, ``[b, M c]`` when flat.
+        penultimate: the layer whose output is the representation: the logits of all components, flattened to ``[b, M
+            c]``.
     """
 
     penultimate = "logits"
@@ -49,3 +57,38 @@ class Mixture(Bodied):
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)
         return mixed if logits.shape[-1] > 1 else mixed[..., 1:] - mixed[..., :1]
+
+
+class MixtureOption(Construction):
+    """The field ``mixture`` of a model: a `Mixture` of its networks."""
+
+    option = "mixture"
+    mixture: int | None = Field(
+        None,
+        ge=2,
+        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
+    )
+
+    @staticmethod
+    def count_networks(value: Any) -> int:
+        return int(value)
+
+    @staticmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        return Mixture(networks)
+
+    @staticmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        if not classed:
+            raise Refused(
+                "model.mixture mixes probabilities of classes, and this task has none",
+                rule="mixture-needs-classes",
+                fix="leave {model.mixture} out",
+            )
+        for key in ("class_weights", "loss"):
+            if key in task_keys:
+                raise Refused(
+                    "model.mixture takes -log of probabilities as its loss",
+                    rule="mixture-has-a-loss",
+                    fix=f"leave {{task.{key}}} out",
+                )

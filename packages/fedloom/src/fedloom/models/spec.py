@@ -1,4 +1,4 @@
-"""ModelSpec: a model as a value. Building it is deterministic and leaves every global generator alone."""
+"""ModelSpec: a model as a value. Building a model is deterministic, and does not change any global generator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, add_adapters
-from fedloom.models.guided import Guided
-from fedloom.models.memory import WithMemory
-from fedloom.models.mixture import Mixture
+from fedloom.models.guided import GuidedOption
+from fedloom.models.memory import MemoryOption
+from fedloom.models.mixture import MixtureOption
+from fedloom.models.parts import Construction
 from fedloom.seeds import as_global, generator
 from fedloom.storage.disk import regular
 from fedloom.values import Value
@@ -34,16 +35,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 """Pointwise activations by name."""
 DIGEST_MARK = "#sha256="
-"""Separator between the name of a file of weights and its required SHA-256."""
+"""Separator between a weight file's name and its required SHA-256."""
 
 
-class ModelSpec(Value, ABC):
-    """The choice of a model in an experiment.
-
-    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values. Models of
-    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or
-    ``[b, length, outputs]`` where every position has a label.
-    """
+class InitialValues(Value):
+    """The fields of every model that decide its values before round 1, and which of them train."""
 
     weights: str | None = Field(
         None,
@@ -52,44 +48,52 @@ class ModelSpec(Value, ABC):
             "digest after #sha256= (default: drawn by the seed)"
         ),
     )
-    mixture: int | None = Field(
-        None,
-        ge=2,
-        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
-    )
-    guided: bool = Field(
-        False, description="add a conditional valve before the head, and an embedding of every class (GPFL)"
-    )
-    memory: int | None = Field(
-        None, ge=1, description="samples that a client's network stores for its predictions (kNN-Per)"
-    )
     adapters: Adapters | None = Field(
         None, description="low-rank adapters that train instead of the layers: a table with rank, on, scale, head"
     )
 
+
+CONSTRUCTIONS: tuple[type[Construction], ...] = (MixtureOption, GuidedOption, MemoryOption)
+"""Fields of every model that build its network into a larger one. A model has at most one of them."""
+
+
+class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
+    """The choice of a model in an experiment.
+
+    Models take normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Models of
+    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
+    length, outputs]`` if every position has a label.
+    """
+
     @model_validator(mode="after")
     def _one_construction(self) -> Self:
-        chosen = [name for name in ("mixture", "guided", "memory") if getattr(self, name)]
+        chosen = [one.option for one in self.constructions]
         if len(chosen) > 1:
-            raise ValueError(f"a network has one of mixture, guided and memory, got {' and '.join(chosen)}")
+            *names, last = (one.option for one in CONSTRUCTIONS)
+            raise ValueError(f"a network has one of {', '.join(names)} and {last}, got {' and '.join(chosen)}")
         return self
+
+    @property
+    def constructions(self) -> list[type[Construction]]:
+        """The constructions that are chosen, at most one."""
+        return [one for one in CONSTRUCTIONS if getattr(self, one.option)]
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
         """Build a freshly initialized model in float32 on the CPU.
 
-        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators are as before afterwards.
+        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators do not change.
 
         Args:
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
             outputs: number of outputs, `fedloom.tasks.Task.outputs`.
             seed: seed of the initial values.
-            tokens: of sequences the size of the vocabulary, 0 of numbers with a label per position, and whether every
+            tokens: for sequences the size of the vocabulary, for numbers with a label per position 0, and whether every
                 position has a label.
 
         Raises:
-            ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
+            ConfigError: the model does not fit ``shape``, memory, its weight file or its adapters.
         """
         module = self._drawn(shape, outputs, seed, tokens)
         if self.weights is not None:
@@ -104,12 +108,11 @@ class ModelSpec(Value, ABC):
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with _drawing(seed, "model"):
             try:
-                components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
-                if self.guided:
-                    return Guided(components[0])
-                if self.memory is not None:
-                    return WithMemory(components[0], self.memory)
-                return Mixture(components) if self.mixture else components[0]
+                for one in self.constructions:
+                    value = getattr(self, one.option)
+                    count = one.count_networks(value)
+                    return one.wrap_networks([self._network(shape, outputs, tokens) for _ in range(count)], value)
+                return self._network(shape, outputs, tokens)
             except (RuntimeError, TypeError) as error:  # of a size beyond 64 bits PyTorch raises a TypeError
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
@@ -118,6 +121,7 @@ class ModelSpec(Value, ABC):
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+        shape = tuple(shape)
         if tokens is None:
             return self.module(shape, outputs)
         if not tokens[0]:
@@ -126,17 +130,17 @@ class ModelSpec(Value, ABC):
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the module, initialized from the current global generator. `build` seeds and restores it.
+        """Build the module, initialized from the current global generator. `build` seeds the generator and restores it.
 
         Raises:
-            ConfigError: the model cannot take samples of this shape.
+            ConfigError: the model cannot process samples of this shape.
         """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         """Build the module for sequences of tokens, as `module`.
 
         Raises:
-            ConfigError: the model takes numbers.
+            ConfigError: the model takes only numbers.
         """
         raise ConfigError(
             f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
@@ -146,7 +150,7 @@ class ModelSpec(Value, ABC):
         """Build the module for numeric samples with a label per position ``[b, L, outputs]``, as `module`.
 
         Raises:
-            ConfigError: the model gives one output per sample.
+            ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
             f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
@@ -156,7 +160,7 @@ class ModelSpec(Value, ABC):
 
 @contextmanager
 def _drawing(seed: int, purpose: str) -> Iterator[None]:
-    """Seed the global generator for a purpose, and make new parameters float32, within the block."""
+    """Seed the global generator for a purpose, and create new parameters as float32, within the block."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
@@ -170,7 +174,7 @@ def load_weights(module: nn.Module, file: str) -> None:
     """Load the values of a state dict into the module.
 
     Raises:
-        ConfigError: there is no such file, or it is of another architecture.
+        ConfigError: the file does not exist, or contains another architecture.
     """
     content = weights_content(file)
     try:
@@ -189,10 +193,10 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 
 def weights_content(weights: str) -> bytes:
-    """Read the file of initial values that an experiment names, and check the digest behind its name.
+    """Read the file of initial values that an experiment names, and check the digest after its name.
 
     Raises:
-        ConfigError: there is no such file, or it has another digest.
+        ConfigError: the file does not exist, or has another digest.
     """
     file, _, wanted = weights.partition(DIGEST_MARK)
     try:
@@ -209,7 +213,7 @@ def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """Return the shape as (channels, height, width).
 
     Raises:
-        ConfigError: samples are not images.
+        ConfigError: the samples are not images.
     """
     if len(shape) != 3:
         raise ConfigError(

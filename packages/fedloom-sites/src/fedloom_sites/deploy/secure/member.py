@@ -299,7 +299,7 @@ class SessionMember:
 
     @property
     def stays_neutral(self) -> bool:
-        """Whether the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
+        """True if the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
         return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
@@ -367,7 +367,7 @@ def _listed(clients: Collection[int]) -> str:
 
 
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
-    """What every site counts in each sum of a session. None where the sum has noise of its own.
+    """Return what every site counts in each sum of a session. None where the sum adds noise.
 
     An upload travels times its weight. All else is a sum of what the sites send.
     """

@@ -252,14 +252,14 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """A data set of images, with a note on copies with small changes."""
+    """Make a data set of images, with a note on copies with small changes."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
 
 
 def _is_wide(x: torch.Tensor) -> bool:
-    """Whether rows ``[N, p]`` look like images."""
+    """Return whether rows ``[N, p]`` look like images."""
     ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
     return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 

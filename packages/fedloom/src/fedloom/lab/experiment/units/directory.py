@@ -51,7 +51,7 @@ class ExperimentDirectory:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
-        """The folder of a run's checkpoints or models."""
+        """Return the folder of a run's checkpoints or models."""
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
@@ -171,7 +171,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Whether a run of so many rounds has come to its end in a folder."""
+    """Return whether a run of so many rounds has come to its end in a folder."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable
