@@ -88,7 +88,10 @@ def places(value: type[Value], options: dict[str, Any]) -> set[object]:
 
 
 def test_no_number_of_the_package_takes_text_or_a_truth_value_and_no_truth_value_takes_a_number() -> None:
-    wrong = {"numbers": (True, False, np.True_, torch.tensor(True), "1", "0.5", b"1"), "truth": (0, 1, 1.0, "yes", "true")}
+    wrong = {
+        "numbers": (True, False, np.True_, torch.tensor(True), "1", "0.5", b"1"),
+        "truth": (0, 1, 1.0, "yes", "true"),
+    }
     checked = dict.fromkeys(wrong, 0)
     for value in set(values()):
         for name, field in value.model_fields.items():

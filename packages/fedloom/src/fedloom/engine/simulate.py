@@ -105,13 +105,9 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.create(fed)
-    seed = choices.get("seed")
-    if (
-        "seeds" in choices
-        or (isinstance(seed, Iterable)
-        and not isinstance(seed, str))
-        or isinstance(algorithm, list | dict)
-    ):
+    seed: object = choices.get("seed")
+    several = isinstance(seed, Iterable) and not isinstance(seed, str)
+    if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +14,13 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     MISSING_TOKENS,
     NAMELESS_PATTERN,
-    SCORE_BINS,
     answers,
-    binned,
     extremes,
     is_permutation,
     repeats,
     row_number,
 )
-from fedloom.data.survey.leaks import leaks
+from fedloom.data.survey.leaks import ReadColumn, leaks
 from fedloom.data.survey.people import personal, words
 from fedloom.data.tables import is_number
 from fedloom.formats import shorten_list
@@ -51,32 +48,6 @@ NO_WORDS = words("no n false f 0 negative absent control healthy normal alive no
 """Names in lower case of the class of rows without an outcome."""
 
 Floats = NDArray[np.float64]
-
-
-class ReadColumn(NamedTuple):
-    """A column as it was read.
-
-    Attributes:
-        values: ``[N]`` numbers, or codes of levels. NaN where missing.
-        names: of the levels. None for numbers.
-    """
-
-    values: Floats
-    names: tuple[str, ...] = ()
-
-    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
-        part = self.values[rows]
-        if self.names:
-            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
-        if len(np.unique(part)) > SCORE_BINS:
-            return binned(part), part
-        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
-
-    def counts(self) -> dict[str, int]:
-        """Return the rows of every level that is there."""
-        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
-        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
 def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:

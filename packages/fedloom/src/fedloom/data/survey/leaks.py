@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL
-
-if TYPE_CHECKING:
-    from fedloom.data.survey.findings import ReadColumn
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
 """AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
@@ -26,6 +23,32 @@ EQUAL_SHARE = 1 - 1e-9
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class ReadColumn(NamedTuple):
+    """A column as it was read.
+
+    Attributes:
+        values: ``[N]`` numbers, or codes of levels. NaN where missing.
+        names: of the levels. None for numbers.
+    """
+
+    values: Floats
+    names: tuple[str, ...] = ()
+
+    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
+        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
+        part = self.values[rows]
+        if self.names:
+            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
+        if len(np.unique(part)) > SCORE_BINS:
+            return binned(part), part
+        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
+
+    def counts(self) -> dict[str, int]:
+        """Return the rows of every level that is there."""
+        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
+        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
 def leaks(

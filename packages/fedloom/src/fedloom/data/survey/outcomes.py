@@ -293,8 +293,8 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     ]  # fmt: skip
     coordinates = any(plain_name(name) == "x" for name in survey.names)
     letters = sum(len(plain_name(name)) == 1 for name in survey.names) > 1
-    known = [c.name for c in survey.columns.values() if c.name != survey.names[-1] and (_is_known(c) or c.identifies)]
-    ends = {next((name for name in survey.names if name not in known), ""), survey.names[-1]}
+    skipped = [c.name for c in survey.columns.values() if c.name != survey.names[-1] and (_is_known(c) or c.identifies)]
+    ends = {next((name for name in survey.names if name not in skipped), ""), survey.names[-1]}
     points, doubtful = dict[str, int](), set[str]()
     for c in fit:
         plain, parts = plain_name(c.name), {plain_name(word) for word in words_of(c.name)}
