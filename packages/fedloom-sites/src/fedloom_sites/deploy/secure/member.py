@@ -29,7 +29,7 @@ from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_c
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, Progress, Stage, progress_of
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
-from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.settings import Secure, Site
 
 
 def check_maskable(setting: Setting) -> None:
@@ -296,6 +296,11 @@ class SessionMember:
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
+
+    @property
+    def agreed(self) -> Secure:
+        """The agreed settings of secure aggregation."""
+        return self._agreed
 
     @property
     def stays_neutral(self) -> bool:
