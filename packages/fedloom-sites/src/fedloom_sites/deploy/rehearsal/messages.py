@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord
 
+from fedloom.analyses import Question, client_rows
 from fedloom.analyses.patients import Groups
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import FedloomError, direction_in, sentence_of
 from fedloom_sites.deploy.alarms import site_status
+from fedloom_sites.deploy.analyses import DEFAULT_LEAST
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
@@ -28,7 +31,7 @@ from fedloom_sites.deploy.rehearsal.samples import BUDGET_SETTINGS, ask_upload, 
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.terms import AnalysisStep
 from fedloom_sites.deploy.settings import Shared
-from fedloom_sites.deploy.site.client import Client
+from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
@@ -250,42 +253,71 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
     )
 
 
+def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
+    """Ask analyses for cells with few patients of this site."""
+    trainer = site.copy().trainer
+    agreed = SiteAnalyses(trainer, site.folder).agreed
+    if not agreed:
+        raise Inapplicable("the experiment has no analysis by sums")
+    rows, small = client_rows(trainer.fed, site.client), list[str]()
+    for name, one in agreed.items():
+        rules = one.rules.with_(least=max(DEFAULT_LEAST, one.rules.least))
+        usual = replace(one, analysis=one.analysis.with_(rules=rules))
+        cells = (one.publish(rows) & ~usual.publish(rows)).bit_count() if one.flags else 0
+        cells += one.rules.least <= rows.count < DEFAULT_LEAST
+        small += [f"{cells} of {name}"] if cells else []
+    return judge(
+        bool(small),
+        f"cells of {', '.join(agreed)} with few patients of this site",
+        f"a site answers zeros for cells of fewer than {DEFAULT_LEAST} patients (rules, least)",
+        f"cells of fewer than {DEFAULT_LEAST} patients: {', '.join(small)}",
+    )
+
+
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Ask analyses that are not agreed on, and crafted questions of analyses, of two sites that differ in a sample."""
-    names = ["cox", "glm", "../x", *(one.kind for one in site.copy().trainer.experiment.analyses)]
-    contents = (b"", b"{}", b"\x00" * 64, b'{"step": 0, "beta": [1e308]}', b'{"step": -1}', b"[" * 4096)
-    twins: list[Client] = [site.copy(), site.copy(change_first_sample(site))]
-    transcripts, answered = list[list[Any]](), 0
-    for twin in twins:
-        rogue, transcript = site.rogue(twin), list[Any]()
-        for name in dict.fromkeys(names):
-            for k, content in enumerate(contents):
-                transcript.append(_ask_analysis(site, rogue, name, k, content))
-        transcripts.append(transcript)
-        answered = sum(length > 0 for _, length in transcript)
+    """Ask crafted questions of agreed analyses, and of others, of two sites that differ in one sample."""
+    twins = [site.copy(), site.copy(change_first_sample(site))]
+    transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
+    answered = sum(length > 0 for _, length in transcripts[0])
     differing = sum(one != other for one, other in zip(*transcripts, strict=True))
     return judge(
         differing > 0,
         f"{len(transcripts[0])} crafted questions of agreed and other analyses",
-        "a site answers agreed questions, and its refusals depend on the message alone",
+        "a site answers the agreed questions, each once, and its refusals depend on the message alone",
         f"{differing} answers tell two samples apart",
-        f"{answered} answers, each a masked sum" if site.site.secure is not None else f"{answered} answers",
+        f"{answered} answers" + ("" if site.site.secure is None else ", each a masked vector"),
     )
 
 
-def _ask_analysis(site: RehearsedSite, rogue: RogueServer, name: str, k: int, content: bytes) -> tuple[str, int]:
+def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[str, int]]:
+    """Yield the reason and the length of the answer to each crafted question."""
+    agreed = SiteAnalyses(rogue.trainer, site.folder).agreed
+    for name in dict.fromkeys([*agreed, "cox", "uploads", "os:system"]):
+        contents = [b"", b"{}", bytes(64), b"[" * 4096]
+        if name in agreed:
+            one = agreed[name]
+            terms = one.terms(rogue.terms(1, question=AnalysisStep.of(name, 0, b"")))
+            question = one.analysis.question(one.analysis.start(terms))
+            assert question is not None
+            for scale in (1.0, 1e9, -1e300, 0.0):
+                values = {key: value * scale + (1 - scale) for key, value in question.values.items()}
+                contents.append(Question(question.name, values).encode())
+            contents += [question.encode(), Question("unknown", question.values).encode()]
+        for k, content in enumerate([*contents, *contents[-2:]]):
+            step = AnalysisStep.of(name, max(0, k - len(contents)), content)
+            yield _ask_analysis(site, rogue, step)
+
+
+def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -> tuple[str, int]:
     """Return the reason and the length of an answer to a question of an analysis."""
-    before, c = len(rogue.refused), site.client
+    before, c, terms = len(rogue.refused), site.client, rogue.terms(1, question=step)
     if site.site.secure is None:
-        sent = rogue.ask(c, "cox", content, round=0)
-        return "".join(rogue.refused[before:]), len(sent or b"")
-    session = rogue.begin(1)
-    try:
-        question = AnalysisStep.of(name, k, content)
-    except FedloomError:
-        return "no analysis has this name", 0
-    session.vector(c, rogue.terms(1, question=question), None)
-    return "".join(rogue.refused[before:]), len(session.vectors.get(c, b""))
+        length = len(rogue.ask(c, "analysis", terms.encode(), round=1) or b"")
+    else:
+        session = rogue.begin(1)
+        session.vector(c, terms, None)
+        length = len(session.vectors.get(c, b""))
+    return "; ".join(rogue.refused[before:]), length
 
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
@@ -345,6 +377,7 @@ MESSAGE_ATTACKS: Sequence[tuple[str, Any]] = (
     ("many models in a round", ask_many_models),
     ("beyond epsilon", overdraw_epsilon),
     ("small groups", ask_small_groups),
+    ("small cells of analyses", ask_small_cells),
     ("crafted questions of analyses", ask_crafted_questions),
     ("malformed messages", send_bad_messages),
     ("oversized message", send_huge_message),

@@ -32,6 +32,8 @@ MOST_COMPARED = 2000
 """Samples that are compared with what was read."""
 MEMORIZED_AUROC = 0.75
 """Area under the curve of guesses which samples a model was trained on, from which on it memorizes. 0.5 is chance."""
+MOST_TWINS = 8
+"""Samples that are tried in the place of the first one."""
 UNIT_SCALE = 1e-3
 """Size of crafted weights, so small that the loss is nearly the same for all samples."""
 
@@ -240,12 +242,23 @@ def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
 
 
 def change_first_sample(site: RehearsedSite) -> Federation:
-    """Return the site's samples with the largest value that each feature has in place of the first sample."""
+    """Return the site's samples with another first one, and with the same published facts.
+
+    It has the largest value of each feature. If that changes a published fact, it is a copy of another sample.
+
+    Raises:
+        Inapplicable: every other sample changes a published fact.
+    """
     fed = site.fed
     rows = torch.cat([fed.indices(part, site.client) for part in ("train", "validation", "test")])
-    x = fed.data.x.clone()
-    x[fed.indices("train", site.client)[:1]] = x[rows].amax(0, keepdim=True)
-    return replace(fed, data=replace(fed.data, x=x))
+    figures = site.copy().figures
+    for sample in (fed.data.x[rows].amax(0), *fed.data.x[rows[1:MOST_TWINS]]):
+        x = fed.data.x.clone()
+        x[fed.indices("train", site.client)[0]] = sample
+        changed = replace(fed, data=replace(fed.data, x=x))
+        if site.copy(changed).figures == figures:
+            return changed
+    raise Inapplicable("every other first sample changes a fact that the site publishes")
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
