@@ -21,10 +21,10 @@ from statsmodels.duration.hazard_regression import PHReg
 
 from fedloom.analyses import ClientRows, Question
 from fedloom.errors import DataError, Refused, Stop
-from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
-from fedloom.tasks.secure_cox import fit_secure_cox
 from fedloom_clinic.cox import Cox
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
+from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.audit import SENT_FILE
 from fedloom_sites.deploy.ops.status import lines, status_of

@@ -51,7 +51,7 @@ class AnalysisStep(Value):
 
     @classmethod
     def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """The step of an analysis with the bytes of its question."""
+        """Return the step of an analysis with the bytes of its question."""
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property

@@ -123,8 +123,10 @@ def check_deployable(
         ConfigError: the schedule needs more sites than there are.
     """
     method = experiment.methods[0]
-    if experiment.common.attack is not None:
-        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if any(one.setting.attack is not None for one in experiment.methods):
+        raise Refused(
+            "an attack is for simulation: leave attack out, here and in [[method]], to deploy this experiment"
+        )
     if method.setting.devices is not None:
         raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
     schedule = method.setting.schedule
