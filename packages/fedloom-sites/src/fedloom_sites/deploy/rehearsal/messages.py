@@ -292,7 +292,7 @@ def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
 def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[str, int]]:
     """Yield the reason and the length of the answer to each crafted question."""
     agreed = SiteAnalyses(rogue.trainer, site.folder).agreed
-    for name in dict.fromkeys([*agreed, "cox", "uploads", "os:system"]):
+    for name in dict.fromkeys([*agreed, "not-agreed", "uploads", "os:system"]):
         contents = [b"", b"{}", bytes(64), b"[" * 4096]
         if name in agreed:
             one = agreed[name]
