@@ -75,13 +75,13 @@ class AttackScene(NamedTuple):
 
 
 def runs(s: AttackScene) -> None:
-    """The attack runs if honest models are known, if they are not, and with a single client of each kind."""
+    """Check that the attack runs if honest models are known, if they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
 
 
 def attackers(s: AttackScene) -> None:
-    """The same clients attack in every round: ids, ascending, drawn from the seed."""
+    """Check that the same clients attack in every round: ids, ascending, drawn from the seed."""
     got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
@@ -135,7 +135,7 @@ def repeatable(s: AttackScene) -> None:
 
 
 def knowledge(s: AttackScene) -> None:
-    """An attack reads only what it declares: honest models with `sees_honest`, its own training with `trains`."""
+    """Check that an attack reads only what it declares: honest models by `sees_honest`, its training by `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:

@@ -158,7 +158,7 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """The table of an analysis by sums, and notes. Where it has no answer, a note on that alone."""
+    """Return the table of an analysis by sums, and notes. Without an answer, only a note on that."""
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
