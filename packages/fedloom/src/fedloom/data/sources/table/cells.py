@@ -103,11 +103,11 @@ def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
     return ["" if cell is None else str(cell).strip() for cell in cells]
 
 
-def _not_utf8(where: object, at: int, line: int, rest: bytes, given: str | None = None) -> DataError:
+def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
     """Build the error for a byte that is not UTF-8, counted from 0. `rest` begins with it."""
-    if given is not None:
+    if stated is not None:
         return DataError(
-            f"{where}: not text in {given} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); set encoding to the "
+            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); set encoding to the "
             "encoding of the file"
         )
     encoding = "WINDOWS-1252"

@@ -164,14 +164,14 @@ class Statistics(LibraryTable):
         coded, notes, pieces = list[str](), list[str](), list[Piece]()
         for name, cells in columns.items():
             codes = _missing_codes(facts, name, cells)
-            known: list[Any] = [None if cell == "" or cell in codes else cell for cell in cells]
+            present: list[Any] = [None if cell == "" or cell in codes else cell for cell in cells]
             labels: Mapping[Any, str] = facts.variable_value_labels.get(name, {}) if self.labels else {}
             if counts := {code: cells.count(code) for code in sorted(codes, key=str)}:
                 notes.append(_note(name, counts, facts.variable_value_labels.get(name, {})))
-            if labels and name not in numeric and {cell for cell in known if cell is not None} <= labels.keys():
-                known = [None if cell is None else labels[cell] for cell in known]
+            if labels and name not in numeric and {cell for cell in present if cell is not None} <= labels.keys():
+                present = [None if cell is None else labels[cell] for cell in present]
                 coded.append(name)
-            pieces.append(Piece(0, name, known))
+            pieces.append(Piece(0, name, present))
         return LoadedTable([*columns], iter(pieces), coded, notes, first=1)
 
 
