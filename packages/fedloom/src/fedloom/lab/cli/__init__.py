@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "DataDir", "ExecutorName", "FileArgument", "Join", "advise", "algorithms", "analyze", "app", "bench", "errors", "facts", "init",
-    "main", "models", "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
+    "DataDir", "ExecutorName", "FileArgument", "Join", "advise", "algorithms", "analyze", "app",
+    "bench", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "tune",
+    "watch", "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

@@ -120,7 +120,8 @@ def compare(
             it. Every process returns the whole comparison.
         executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
             ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
-            modules that its workers can import; data travel, once per worker. The search for a method's settings is one call.
+            modules that its workers can import; data travel, once per worker. The search for the settings of a method
+            is one call.
         progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.

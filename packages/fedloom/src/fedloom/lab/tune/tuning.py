@@ -237,14 +237,15 @@ class Tuning:
         check_executor(executor)
         if join:
             raise ConfigError("an executor starts the work itself: leave join out")
-        luggage = pack_experiment(self.experiment, self._checksum(), tune=self._recorded_identity()["tune"])
+        tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
+        luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:
             check_case(self.out, [study.method.label for study in self.studies])
             self._claim()
             if (self.out / WORK_FOLDER).exists():
                 self._adopt(Claims(self.out / WORK_FOLDER))
             studies = [s for s in self.studies if not s.search.ended(self._journal(s, self.out).trials)]
-            units = [json.dumps({"label": study.method.label}) for study in studies]
+            units = [json.dumps({"label": study.method.label, "rounds": study.goal.rounds}) for study in studies]
             for k, reply in compute_units(executor, luggage, units, interrupted, compute_search):
                 write_atomic(self._log(studies[k], self.out), reply.files[LOG_FILE])
                 for trial in self._journal(studies[k], self.out).trials:
@@ -458,7 +459,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
 
     Args:
         experiment: text of `pack_experiment`, with the table ``tune``.
-        unit: JSON with ``label``.
+        unit: JSON with ``label`` and ``rounds``, of a trial.
         data: bytes of `pack_experiment`. Needed once per worker.
 
     Returns:
@@ -470,12 +471,14 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
     """
     if not receive_data(experiment, data):
         return UnitReply({}, wants_data=True, worker=worker_name()).packed()
-    label = json.loads(unit)["label"]
+    key = json.loads(unit)
+    label = key["label"]
     with unit_folder() as folder:
         document = read_document(experiment)
         document["method"] = [table for table in document["method"] if label_of(table) == label]
+        document["method"][0]["rounds"] = key["rounds"]
         document["tune"]["space"] = {label: document["tune"]["space"][label]}
-        search = Tuning(document, "executor", folder / "search", clients=partial(read_federation, experiment))
+        search = Tuning(document, "executor", folder, clients=partial(read_federation, experiment))
         log = search.search_one()
         return UnitReply({} if log is None else {LOG_FILE: log}, interrupted=log is None, worker=worker_name()).packed()
 
