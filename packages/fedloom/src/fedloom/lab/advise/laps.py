@@ -18,7 +18,7 @@ from fedloom.data.subjects.cut import ranks_within
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, Refused, RunStopped, Stop
+from fedloom.errors import CodeError, PartitionError, Refused, RunStopped, Stop
 from fedloom.formats import finite
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.seeds import generator
@@ -98,7 +98,8 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     decide, kept = cut.halve_validation()
     design = fed.data.design
     turns = [0] * seeds if design is not None and design.order is not None else range(seeds)
-    return [cut.make(decide if turn == 0 else cut.take_fold(decide, turn, seeds), kept, decide) for turn in turns]
+    first = cut.make(decide, kept, decide)
+    return [first if turn == 0 else cut.make_fold(decide, kept, turn, seeds) or first for turn in turns]
 
 
 class _Cut:
@@ -119,20 +120,27 @@ class _Cut:
         subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
-    def take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
+    def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
+        """Make the federation of a further seed. None if a client would be left without a training sample."""
+        try:
+            return self.make(self._take_fold(decide, turn, turns), kept, decide)
+        except PartitionError:  # all of its subjects are at other clients, too
+            return None
+
+    def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
         """As many other subjects of every client from the training part, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
         wanted = np.minimum(np.bincount(self._ranked(decide)[1], minlength=clients), sizes // 2)[home]
         place = rank + (turn * sizes[home]) // (turns * np.maximum(wanted, 1))  # other ones with every seed
-        taken = (place + 1) * wanted // sizes[home] > place * wanted // sizes[home]
-        fold: Subjects = trained[taken]
+        in_fold = (place + 1) * wanted // sizes[home] > place * wanted // sizes[home]
+        fold: Subjects = trained[in_fold]
         return fold
 
-    def make(self, decide: Subjects, kept: Subjects, own: Subjects) -> Federation:
-        """Make the federation that decides by some subjects. ``own`` are in the training part of other seeds."""
-        fed, rests = self._fed, ~self._validates | np.isin(self._who, own)
+    def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
+        """Make the federation that decides by some subjects. ``first`` decide with the first seed."""
+        fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
         masks = {"train": rests & ~chosen, DECIDING_PART: chosen, ESTIMATING_PART: np.isin(self._who, kept)}
         none = torch.zeros(0, dtype=torch.int64, device=fed.device)
@@ -149,9 +157,9 @@ class _Cut:
 
     def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
         """Subjects, the client of each, and its rank there: by class, and within it at random."""
-        mine = np.isin(self._who, subjects)
-        subjects, first = np.unique(self._who[mine], return_index=True)
-        place = np.flatnonzero(mine)[first]
+        rows = np.flatnonzero(np.isin(self._who, subjects))
+        subjects, first = np.unique(self._who[rows], return_index=True)
+        place = rows[first]
         home = self._owner[place]
         y = self._fed.data.y[torch.from_numpy(self._rows[place]).to(self._fed.device)]
         label = y.reshape(len(place), -1)[:, -1].double().cpu().numpy()
