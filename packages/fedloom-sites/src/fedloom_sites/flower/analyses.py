@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +31,13 @@ from fedloom.analyses import (
 )
 from fedloom.analyses.form import require_questions
 from fedloom.analyses.registry import name_of
+from fedloom.data.federation import Federation
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
 from fedloom.rundir import place_of
 from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, schema_of_agreement, stem_of
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
-
-if TYPE_CHECKING:
-    from fedloom_sites.flower.local import Local, NodeProblem
 
 ANALYZE_ACTION, STEPS_PREFIX = "analyze", "fedloom.analysis."
 """Flower's name of the messages, and names of a node's records of the steps that it has answered."""
@@ -89,22 +87,22 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
 
 
-def answer_step(values: Mapping[str, Any], local: Local, problem: NodeProblem, state: RecordDict) -> RecordDict:
+def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Federation, state: RecordDict) -> RecordDict:
     """Answer a step of an analysis at a node.
 
     Args:
         values: of the message.
-        local: of the node.
-        problem: its samples.
+        analyses: that the node answers.
+        fed: its samples.
         state: Flower's, which keeps the steps that were answered.
 
     Raises:
         FedloomError: nothing was agreed on, or the rules do not lead to the question. No sample decides that.
     """
-    if local.analyses is None:
+    if analyses is None:
         raise ConfigError("this node answers no analyses: give them as Local(..., analyses=Analyses(...))")
     name, step, seat = str(values["analysis"]), int(values["step"]), int(values["client"])
-    one, fed = local.analyses.find(name, int(values["clients"])), problem.fed
+    one = analyses.find(name, int(values["clients"]))
     if fed.data.task != one.schema.task or fed.data.x[0].numel() != len(one.schema.columns):
         raise ConfigError(
             f"the agreement has {len(one.schema.columns)} columns for a {one.schema.task}, the samples have "

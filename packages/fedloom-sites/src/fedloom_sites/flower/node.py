@@ -201,7 +201,7 @@ class _Node:
     def analyze(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Answer a step of an analysis by sums."""
         run = self._run(context)
-        return answer_step(values, run.local, run.problem, context.state)
+        return answer_step(values, run.local.analyses, run.problem.fed, context.state)
 
     def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Train from the state that the server names as accepted. The new state waits for the next message."""
