@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Prepare, Task
 from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan
@@ -21,7 +20,6 @@ __all__ = [
     "Split",
     "Task",
     "load",
-    "partitions",
     "plan",
     "source",
 ]
