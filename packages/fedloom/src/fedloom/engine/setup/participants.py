@@ -20,13 +20,13 @@ from fedloom.engine.checks.refusals import (
     check_together,
     ruled,
 )
-from fedloom.engine.clients.forging import poisoned
+from fedloom.engine.clients.poisoning import add_triggers, poisoned
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError
 from fedloom.local.oracles.precision import wake
-from fedloom.rows.attacks import Poison
+from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.schedule import Synchronous
 
 
@@ -61,7 +61,9 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     fed = eval_fed.pooled() if setting.pooled else eval_fed
     setting, notes = _checked(setting, fed.n)
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
-    if isinstance(setting.attack, Poison):
+    if isinstance(setting.attack, Backdoor):
+        fed = eval_fed = add_triggers(eval_fed, setting.attack)
+    if isinstance(setting.attack, Poison | Backdoor):
         fed = poisoned(fed, setting.attack, attackers, setting.seed)
     return Participants(setting, fed, eval_fed, attackers, notes)
 

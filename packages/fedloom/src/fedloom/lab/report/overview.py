@@ -271,7 +271,9 @@ def _attack(run: Run) -> str:
         return ""
     counts = sorted({len(partition.attackers) for partition in run.partitions.values()})
     several = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
-    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({run.options['attack']['kind']})"
+    tables = [run.options, *run.options.get("method", [])]
+    kinds = dict.fromkeys(table["attack"]["kind"] for table in tables if "attack" in table)
+    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({', '.join(kinds)})"
     return f"{share}. All results are of the other, benign clients."
 
 
