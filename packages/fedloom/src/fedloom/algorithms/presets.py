@@ -13,7 +13,7 @@ from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfC
 from fedloom.hints import unknown
 
 
-class Composition(NamedTuple):
+class PresetMethod(NamedTuple):
     """Parts that a preset stands for, or None leaves the experiment's own choice."""
 
     algorithm: Algorithm
@@ -62,13 +62,13 @@ class Preset:
         """The constants and variants of the paper's public code."""
         return self.algorithm.released
 
-    def makes(self, composition: Composition) -> bool:
+    def makes(self, composition: PresetMethod) -> bool:
         """Return whether a composition has the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
-    def __call__(self, **options: Any) -> Composition:
+    def __call__(self, **options: Any) -> PresetMethod:
         """Return the composition with some options replaced.
 
         Raises:
@@ -85,7 +85,7 @@ class Preset:
         def make(part: type[Any] | None) -> Any:
             return None if part is None else part(**{n: v for n, v in chosen.items() if n in part.model_fields})
 
-        return Composition(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
+        return PresetMethod(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
 
 
 CENTRALIZED = Preset(
