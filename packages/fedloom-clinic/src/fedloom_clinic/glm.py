@@ -24,7 +24,7 @@ from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9

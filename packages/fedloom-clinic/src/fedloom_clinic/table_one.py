@@ -36,7 +36,7 @@ from fedloom_clinic.cells import (
 )
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 Floats = NDArray[np.float64]
 TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, about_file, app, errors, say
+from fedloom.lab.cli import DataDir, FileArgument, Trust, Words, about_file, app, errors, say
 
 deploy = typer.Typer(
     cls=Words,

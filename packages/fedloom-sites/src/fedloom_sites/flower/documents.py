@@ -13,7 +13,8 @@ from torch import nn
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, upload_fields
 from fedloom.choose.shares import column_of_shares, uses_clusters
-from fedloom.engine.setting import Evaluate, Setting
+from fedloom.engine import Setting
+from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
 from fedloom.hints import unknown
 from fedloom.values import Value, dump, fields_of

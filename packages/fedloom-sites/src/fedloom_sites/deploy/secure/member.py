@@ -16,7 +16,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
-from fedloom.engine.setting import Setting
+from fedloom.engine import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream

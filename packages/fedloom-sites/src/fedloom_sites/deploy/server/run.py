@@ -15,13 +15,13 @@ from torch import Tensor
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import column_of_shares, uses_clusters
+from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
-from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.check import check_stream
@@ -32,8 +32,8 @@ from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channels import GaussianNoise
 from fedloom.rundir import SUMMARY_FILE
 from fedloom.schedule import Stream, Synchronous
+from fedloom.storage import lock
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.locks import lock
 from fedloom.version import __version__
 from fedloom_sites.deploy.analyses import agreed_analyses
 from fedloom_sites.deploy.audit import Audit
