@@ -7,6 +7,7 @@ from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
+from fedloom.lazy import lister
 
 __all__ = [
     "DATA_PARTS",
@@ -23,3 +24,5 @@ __all__ = [
     "plan",
     "source",
 ]
+
+__dir__ = lister(__name__)
