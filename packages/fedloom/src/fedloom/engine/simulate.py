@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
@@ -108,7 +108,9 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.create(fed)
-    if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
+    seed: object = choices.get("seed")
+    several = isinstance(seed, Iterable) and not isinstance(seed, str)
+    if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
         )
