@@ -1,4 +1,4 @@
-"""Analyses by sums at real sites, plain and masked: equal to a simulation with the same rules, and to pooled rows."""
+"""Analyses by sums at real sites, plain and masked: equal to a simulation by the same rules, and to pooled rows."""
 
 from __future__ import annotations
 

@@ -21,14 +21,15 @@ from statsmodels.duration.hazard_regression import PHReg
 
 from fedloom.analyses import ClientRows, Question
 from fedloom.errors import DataError, Refused, Stop
-from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
-from fedloom.tasks.secure_cox import fit_secure_cox
 from fedloom_clinic.cox import Cox
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
+from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.audit import SENT_FILE
 from fedloom_sites.deploy.ops.status import lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
+from fedloom_sites.deploy.rehearsal.rogue import RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.counters import (
     ANSWERED_COUNTS,
@@ -46,7 +47,7 @@ from tests.commands import call
 from tests.deploy.grid import Fault
 from tests.deploy.scene import FIRST, Scene, changed, scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of
-from tests.deploy.test_dishonest import Rogue, Session
+from tests.deploy.test_dishonest import Rogue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting with pandas"),
@@ -478,7 +479,7 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
 class Watched(Rogue):
     """A dishonest server in a Cox regression."""
 
-    def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[Session, Terms]:
+    def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[RogueSession, Terms]:
         """Begin a session for a step, and say what it asks."""
         figures = tuple(str(site.answers.figures) for site in self.sites)
         question = AnalysisStep.of("cox", step, message_of(beta))

@@ -16,20 +16,6 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
-from fedloom.tasks.cox_sites import cox_table
-from fedloom.tasks.cox_vectors import (
-    VECTOR_COUNTS,
-    BinningLoss,
-    CoxAgreement,
-    Ring,
-    SiteVectors,
-    bin_ends,
-    bins_with_events,
-    merged_ends,
-)
-from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
-from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_clinic.cells import merges
 from fedloom_clinic.columns import (
     MAX_ROW_SHARE,
@@ -42,6 +28,19 @@ from fedloom_clinic.columns import (
     tensor,
     triangle,
 )
+from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
+from fedloom_clinic.fits.cox_vectors import (
+    VECTOR_COUNTS,
+    BinningLoss,
+    CoxAgreement,
+    Ring,
+    SiteVectors,
+    bin_ends,
+    bins_with_events,
+    merged_ends,
+)
+from fedloom_clinic.fits.penalty import Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -285,3 +284,18 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
     """Return the bounds of numbers of either sign."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)
+
+
+def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
+    """Return a row per column of the regression, with the fit that it belongs to and the lost sites."""
+    low, high = fit.fit.interval()
+    figures = {
+        "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,
+        "bound": fit.bound,
+    }  # fmt: skip
+    facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
+    facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
+    facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
+    facts |= {} if terms.ridge is None else {"ridge": terms.ridge}
+    columns = {name: pa.array([fact] * len(names)) for name, fact in facts.items()}
+    return pa.table({"column": pa.array(names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}, **columns})

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import newton
-from fedloom.tasks.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
-from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
 from fedloom_clinic.cells import merges
 from fedloom_clinic.columns import design_of, names_of, outweighs, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.fits.cox import newton
+from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
+from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting

@@ -23,7 +23,6 @@ from torch import Tensor
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.errors import DataError, Refused
-from fedloom.tasks.cox_vectors import bin_ends
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MergedCells,
@@ -33,6 +32,7 @@ from fedloom_clinic.cells import (
     merged_cells,
     summed,
 )
+from fedloom_clinic.fits.cox_vectors import bin_ends
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting

@@ -195,6 +195,16 @@ def test_options_of_arrays() -> None:
             "channels last; give channels_last = True or False",
         ),
         (
+            lambda: Dataset.create(np.zeros((12, 9, 8, 2)), Y),  # grey with alpha
+            DataError,
+            "channels last; give channels_last = True or False",
+        ),
+        (
+            lambda: Dataset.create(np.zeros((12, 32, 32, 13)), Y),  # bands of a satellite
+            DataError,
+            "channels last; give channels_last = True or False",
+        ),
+        (
             lambda: Dataset.create(np.full((12, 2), 1e300), Y),
             DataError,
             r"row 0, column 0: .* got 1e\+300 \(12 such rows",

@@ -185,6 +185,44 @@ def check(
 
 
 @deploy.command()
+def rehearse(
+    site: SiteFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+) -> None:
+    """Attack a copy of a site before a study, with its own data and settings.
+
+    A dishonest server tries all known attacks. The table shows what it learned. The exit code is 1 if it learned
+    something of this site that it should not (OPEN). Nothing leaves the machine, and no file of the site changes.
+
+    Example: fedloom deploy rehearse /srv/fedloom/site
+    """
+    with errors():
+        from fedloom.lab.cli._app import say_json
+        from fedloom.lab.printing import print_texts
+        from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
+        from fedloom_sites.deploy.settings import read_site
+
+        settings = read_site(site / "site.toml")
+        rows = [row.as_record() for row in play(settings)]
+        opened = [row["attack"] for row in rows if row["verdict"] == "OPEN"]
+        if as_json:
+            say_json({"site": settings.site, "open": opened, "attacks": rows})
+        else:
+            columns = ("attack", "verdict", "tried", "learned", "rule")
+            titles = (
+                "attack",
+                "verdict",
+                "the server tried",
+                "it learned",
+                "rule that stopped it, or what remains",
+            )
+            print_texts(titles, ([row[column] for column in columns] for row in rows), width=FILE_COLUMNS, names=True)
+        if opened:
+            say(f"{len(opened)} of {len(rows)} attacks are OPEN: {', '.join(opened)}", err=True)
+            raise typer.Exit(1)
+
+
+@deploy.command()
 def local(
     directory: Directory,
     port: Annotated[
@@ -226,12 +264,14 @@ def local(
 
 @deploy.command()
 def status(
-    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="a deployment's directory, its server folder, or a site's folder", show_default=False)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show how far a deployment is, site by site.
+    """Show how far a deployment is, site by site, or the messages and alarms of one site.
 
-    It reads the server's files, while the deployment runs and afterwards.
+    It reads the files of the folder, while the deployment runs and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -241,6 +281,15 @@ def status(
         from fedloom.lab.printing import print_rows
         from fedloom_sites.deploy.ops.status import lines, server_of, status_of, table
 
+        if (folder / "site.toml").exists():
+            from fedloom_sites.deploy.alarms import site_status
+            from fedloom_sites.deploy.settings import read_site
+
+            here = site_status(read_site(folder / "site.toml"))
+            facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
+            alarms = [f"{one['time']} {one['reason']}" for one in here["alarms"]]
+            say(*([json.dumps(here, indent=1)] if as_json else [*facts, *(alarms or ["no alarm"])]))
+            return
         shown = status_of(server_of(folder))
         if as_json:
             say(json.dumps(shown, indent=1))

@@ -29,7 +29,8 @@ from fedloom.data.sources.table.designs import DesignOptions, DesignReading
 from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
-from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out, text_left_out
+from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
+from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
