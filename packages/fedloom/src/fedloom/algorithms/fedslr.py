@@ -32,8 +32,7 @@ round, and a the share of the way to the mean gradient that gamma covers, at mos
 for every s <= 1, and with a = 1 (eta_g = reach) only for s < 2/3. Slow directions advance by eta_g h in a round (4
 FedAvg).
 
-Attackers: gamma repeats the change of the mean. In a round of |S| of n clients, a forged model moves w_t 1 + |S|/n
-times as far as in FedAvg.
+Attackers: gamma repeats the mean's change, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
 Use it for personal models with few personal parameters and a small download. ``components`` selects the paper's LR+S to
 LR+LR. ``method`` selects its rival GPGD (FedAvg, then the prox, with a biased limit). LPGD uses the prox in every step.
