@@ -14,11 +14,11 @@ from statsmodels.api import GLM, PHReg
 from statsmodels.api import families as glm_families
 
 from fedloom.errors import DataError
-from fedloom.tasks import cox, glm
-from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import agreement_on
-from fedloom.tasks.glm import GlmSite, fit_glm
-from fedloom.tasks.secure_cox import fit_secure_cox
+from fedloom_clinic.fits import cox, glm
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import agreement_on
+from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from tests.commands import call
 
 Floats = NDArray[np.float64]

@@ -47,7 +47,7 @@ def values() -> Iterator[type[Value]]:
             yield found
 
 
-NEVER_GIVEN = {"CoxFound", "CoxStep", "Speeds", "Table", "TableColumn", "Trial"}
+NEVER_GIVEN = {"Speeds", "Table", "TableColumn", "Trial"}
 """Parts of files and messages, which no caller makes."""
 
 

@@ -457,7 +457,7 @@ def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
     assert Dataset.create(table, users="ward").user_names == ("A", "B")
-    with pytest.raises(DataError, match="column 'age': .*; drop the column, or give a number, such as days since"):
+    with pytest.raises(DataError, match="column 'age': .*; name the column in drop, or make days of it: days_since"):
         Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):
         Dataset.create(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))

@@ -43,24 +43,25 @@ class Survey:
     """A table as it is found.
 
     Args:
-        path: a CSV or Parquet file. A CSV file's separator and decimal sign are found out.
+        path: the file of a table. fedloom detects the separator and the decimal sign of a CSV file.
+        options: options for the file, such as ``skip`` or ``sheet``.
 
     Raises:
         DataError: no such file, no table, rows of another length, or columns of the same name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder; give a CSV or Parquet file")
+            raise DataError(f"{path}: is a folder; give the file of a table")
         self.path = path
-        self.options: dict[str, Any] = {}
-        kind = source(path)
+        self.options: dict[str, Any] = {**options}
+        kind = source(path, **options)
         if not isinstance(kind, TableSource):
-            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give a CSV or Parquet file")
+            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give the file of a table")
         if isinstance(kind, Csv):
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())
-            self.options = {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
+            self.options |= {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
         self.markers = kind.markers
         cells: dict[str, list[str]] = {}
         with kind.open() as raw:

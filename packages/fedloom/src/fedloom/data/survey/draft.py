@@ -360,7 +360,7 @@ class Draft:
         if c.identifies:
             return "names rows"
         if c.kind == "date":
-            return "dates; a number, such as days since, would be a feature"
+            return "dates; days_since makes a feature of them: days since another column, or since a date"
         if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
         if lone := by_site.lone_site(c, self._rows):

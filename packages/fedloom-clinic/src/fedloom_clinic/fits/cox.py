@@ -19,7 +19,7 @@ import numpy as np
 
 from fedloom.errors import DataError
 from fedloom.hints import unknown
-from fedloom.tasks.penalty import (
+from fedloom_clinic.fits.penalty import (
     At,
     Floats,
     Likelihood,
@@ -31,7 +31,7 @@ from fedloom.tasks.penalty import (
     jeffreys,
     ridged,
 )
-from fedloom.tasks.separation import (
+from fedloom_clinic.fits.separation import (
     MAX_CONDITION_NUMBER,
     MIN_SUPPORT_SHARE,
     check_columns,
@@ -215,7 +215,7 @@ def fit_cox(
         ties: how tied event times are treated.
         stratify: every site has a baseline hazard of its own.
         names: of the columns, for messages.
-        penalty: "ridge" or "firth", see `fedloom.tasks.penalty` for their scale.
+        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for their scale.
         strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
