@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
+from fedloom.data.tables import Table
 from fedloom.formats import shorten_list
 
 if TYPE_CHECKING:
@@ -95,14 +96,14 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
         parts: samples of each part, all clients together.
         common: samples of a common test set.
     """
-    if data.prepare is None or not len(parts["train"]):
+    if not isinstance(data.prepare, Table) or not len(parts["train"]):
         return []
     tested = parts["test"] if common is None else np.concatenate([parts["test"], common])
     notes = []
     for place, column in enumerate(data.prepare.columns):
         if column.levels and column.names:
-            seen, there = (set(np.unique(data.x[rows, place].numpy()).tolist()) for rows in (parts["train"], tested))
-            names = [column.names[int(code)] for code in sorted(there - seen) if code == code]
+            trained, new = (set(np.unique(data.x[rows, place].numpy()).tolist()) for rows in (parts["train"], tested))
+            names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
             if names:
                 notes.append(
                     f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} of test rows is in "
