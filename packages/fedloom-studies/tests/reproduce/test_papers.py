@@ -14,6 +14,7 @@ from fedloom.errors import ConfigError
 from fedloom.lab.report.charts.look import INK_COLORS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
+from fedloom_studies.others import page as others
 from fedloom_studies.reproduce import looks, papers, recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import keep
@@ -80,9 +81,10 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.pages(recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
     kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
-    assert fresh == {Path("docs/papers.md"), *(file.relative_to(ROOT) for file in kept)}
+    assert fresh == {Path("docs/papers.md"), Path("docs/others.md"), *(file.relative_to(ROOT) for file in kept)}
     for file in fresh:
         if file.suffix == ".md":
             text = (tmp_path / file).read_text()
@@ -133,7 +135,9 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                 assert Reference.create(text, "accuracy").method in {
                     label_of(m) for m in known[name].document["method"]
                 }
-    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
+    of_papers = papers.of_papers(known)
+    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in of_papers.values()}
+    assert len(of_papers) < len(known)
     for one in known.values():
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 

@@ -3,9 +3,10 @@
 A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
 global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
 for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
-common. The statistic ``client-K`` is the figure of client number K alone. WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
-rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
-reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
+common. The statistic ``client-K`` is the figure of client number K alone. WHEN the last round unless it is
+``validation`` (the round best on validation), ``mean`` (over the evaluated rounds, a measure of speed), a round's
+number, or ``to VALUE``: the first evaluated round whose validation figure reaches the value, for claims about work. A
+model that never reaches it has the last round's, the least that it needs.
 
 `unit` is the form in which a figure is shown: accuracies in percent and their differences in points, bytes as MB.
 """

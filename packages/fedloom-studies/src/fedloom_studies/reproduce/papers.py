@@ -107,6 +107,11 @@ def sheets() -> tuple[Sheet, ...]:
     return tuple(Sheet(**one) for one in document["paper"])
 
 
+def of_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Return the recipes without those of others' tables, which have a page of their own."""
+    return {name: one for name, one in recipes.items() if not one.paper.table}
+
+
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
     """Name and text of every file: "" for the page of all papers, else a mark, or the page or figure of a recipe.
 
@@ -114,6 +119,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
         RunDirError: a file in ``results`` is not a summary.
         ConfigError: a sentence of ``papers.toml`` rests on a difference that is not clear.
     """
+    recipes = of_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
     yield from marks.draw_marks().items()
@@ -132,6 +138,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """Render the page of all papers."""
+    recipes = of_papers(recipes)
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
