@@ -384,7 +384,7 @@ class Stop(Enum):
 
     @property
     def resumable(self) -> bool:
-        """Whether the same command resumes the run: sites may answer then, or a budget may be larger."""
+        """True if the same command resumes the run: sites may answer then, or a budget may be larger."""
         return self.status == "interrupted"
 
 

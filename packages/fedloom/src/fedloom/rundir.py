@@ -180,7 +180,7 @@ class RunRecord(_Recorded):
 
     @property
     def lost(self) -> bool:
-        """Whether the run has no result: it failed, or diverged and could not go on."""
+        """True if the run has no result: it failed, or diverged and could not go on."""
         return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 

@@ -33,7 +33,7 @@ _vouched: set[str] = set()
 
 
 def is_path(name: object) -> bool:
-    """Whether a name is an import path, and not the name of something that fedloom has.
+    """Return whether a name is an import path, and not the name of something that fedloom has.
 
     >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
     (True, False, False)
@@ -58,7 +58,7 @@ def vouch(paths: Iterable[str]) -> None:
 
 
 def is_vouched(path: str) -> bool:
-    """Whether somebody has vouched for an import path."""
+    """Return whether somebody has vouched for an import path."""
     return path in _vouched
 
 
@@ -170,7 +170,7 @@ def check_maker(path: str, what: str) -> None:
 
 
 def is_standard(module: str) -> bool:
-    """Whether a module is of Python's standard library or built in. Nothing is imported."""
+    """Return whether a module is of Python's standard library or built in. Nothing is imported."""
     first = module.partition(".")[0]
     if first in sys.stdlib_module_names:
         return True
@@ -180,7 +180,7 @@ def is_standard(module: str) -> bool:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file is of an installed package or of the standard library, links followed."""
+    """Return whether a file is of an installed package or of the standard library, links followed."""
     kinds = ("purelib", "platlib", "stdlib")
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 

@@ -92,7 +92,7 @@ class Value(BaseModel, metaclass=Face):
         return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
 
     def is_set(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
+        """Return whether a field has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:

@@ -235,7 +235,7 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
-    """Whether targets ``[n, L]`` are labels of positions, for each of which a model gives a row ``[L, C]``."""
+    """Return whether targets ``[n, L]`` are labels of positions, for each of which a model gives a row ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
@@ -265,7 +265,7 @@ def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
 
 
 def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
-    """Whether no option of one of torch's losses is changed but those that are ``free``."""
+    """Return whether no option of one of torch's losses is changed but those that are ``free``."""
     plain = type(loss)()
     options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
     same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)

@@ -51,11 +51,11 @@ class GradientBudget:
         return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
-        """Whether what a run took is so far from FedAvg's gradients that its rounds must be planned again."""
+        """Return whether what a run took is so far from FedAvg's gradients that its rounds must be planned again."""
         return self._budget_of_seed(seed)[1].missed(samples)
 
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
-        """Whether every trial and seed of a record at equal rounds is a run that FedAvg's gradients buy, too."""
+        """Return whether every trial and seed of a record at equal rounds is a run that FedAvg's gradients buy, too."""
         setup = self._setup
         if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
             return False

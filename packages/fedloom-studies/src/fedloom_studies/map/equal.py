@@ -86,7 +86,7 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
 
 
 def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
-    """Whether a method takes the gradients of FedAvg with every seed."""
+    """Return whether a method takes the gradients of FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
     return all(abs(samples / fedavgs - 1) <= EQUAL_GRADIENTS_TOLERANCE for samples, fedavgs in spent)

@@ -73,12 +73,12 @@ class Standing:
 
     @property
     def better(self) -> bool:
-        """Whether it is better than the better of local and FedAvg."""
+        """True if it is better than the better of local and FedAvg."""
         return self.verdict == PairVerdict.BETTER
 
     @property
     def worse(self) -> bool:
-        """Whether it is worse than the better of local and FedAvg."""
+        """True if it is worse than the better of local and FedAvg."""
         return self.verdict == PairVerdict.WORSE
 
 
@@ -114,7 +114,7 @@ class SetupVerdict:
 
     @property
     def decides(self) -> bool:
-        """Whether the seeds that were run are enough to show a gain of `DETECTABLE_GAIN`."""
+        """True if the seeds that were run are enough to show a gain of `DETECTABLE_GAIN`."""
         return 0 < self.needed <= len(self.setup.seeds)
 
 

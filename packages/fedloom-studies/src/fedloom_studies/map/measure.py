@@ -152,7 +152,7 @@ class _Measured(NamedTuple):
         return True
 
     def _has(self, cell: Cell, claims: Claims | None, stack: ExitStack) -> bool:
-        """Whether this process has a cell until the stack ends."""
+        """Return whether this process has a cell until the stack ends."""
         if claims is not None:
             if (claim := claims.take(str(cell.file).replace("/", "@"))) is None:
                 return False

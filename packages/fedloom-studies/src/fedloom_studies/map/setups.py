@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def ranks(self) -> bool:
-        """Whether its means count in ranks over setups: every method runs in it with settings that were tuned."""
+        """True if its means count in ranks over setups: every method runs in it with settings that were tuned."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:

@@ -116,7 +116,7 @@ def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, A
 
 
 def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
-    """Whether a method may have these settings."""
+    """Return whether a method may have these settings."""
     try:
         parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
     except ConfigError:

@@ -62,7 +62,7 @@ def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
 
 
 def holds(fact: Fact, recipe: Recipe) -> bool:
-    """Whether every experiment of a recipe, as it is run here, has the options that show the use of a fact."""
+    """Return whether every experiment of a recipe, as it is run here, has the options that show the use of a fact."""
     documents = recipe.at("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
 

@@ -263,7 +263,7 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:
-    """Whether a difference is as claimed, whatever its interval."""
+    """Return whether a difference is as claimed, whatever its interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
@@ -303,7 +303,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Whether a side was run, and no run has its figure."""
+    """Return whether a side was run, and no run has its figure."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite(by_seed)
 

@@ -71,7 +71,7 @@ class ClaimCell(NamedTuple):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a recipe tests it, or would."""
+        """True if a recipe tests it, or would."""
         return self.reason != Untested.UNASKED
 
 

@@ -45,7 +45,7 @@ def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Whether a summary is of an earlier version of the recipe."""
+    """Return whether a summary is of an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
 
@@ -71,7 +71,7 @@ def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Whether `plot` gives a figure. It is slow to draw."""
+    """Return whether `plot` gives a figure. It is slow to draw."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 

@@ -292,12 +292,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Whether there is a summary with all runs of the recipe as it is now."""
+    """Return whether there is a summary with all runs of the recipe as it is now."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Whether a summary has the rounds and the data of the paper."""
+    """Return whether a summary has the rounds and the data of the paper."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 

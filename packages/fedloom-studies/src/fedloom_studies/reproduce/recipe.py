@@ -199,7 +199,7 @@ class Recipe:
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Whether a scale is the protocol, but for seeds, and for variants or methods left out.
+        """Return whether a scale is the protocol, but for seeds, and for variants or methods left out.
 
         Args:
             scale: of the run.

@@ -72,5 +72,5 @@ def anchors(
 
 
 def elsewhere(distances: Sequence[Anchor]) -> bool:
-    """Whether an anchor is so far from the paper's that the run is in another regime."""
+    """Return whether an anchor is so far from the paper's that the run is in another regime."""
     return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

@@ -163,7 +163,7 @@ class Algorithm(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """Whether a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
+        """True if a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
         return False
 
     def mixer(self, round: int) -> Mixer | None:
@@ -172,7 +172,7 @@ class Algorithm(Value, ABC):
 
     @property
     def counts_absent(self) -> bool:
-        """Whether the server's model is a mean over all clients, absent ones as it keeps them."""
+        """True if the server's model is a mean over all clients, absent ones as it keeps them."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property

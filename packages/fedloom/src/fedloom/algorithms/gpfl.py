@@ -120,7 +120,7 @@ class GPFL(Algorithm):
 
 
 def guided(layout: Layout) -> bool:
-    """Whether a model has a valve and embeddings (`fedloom.models.Guided`)."""
+    """Return whether a model has a valve and embeddings (`fedloom.models.Guided`)."""
     return CONDITION in layout.names
 
 

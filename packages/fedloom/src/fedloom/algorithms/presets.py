@@ -63,7 +63,7 @@ class Preset:
         return self.algorithm.released
 
     def makes(self, composition: Composition) -> bool:
-        """Whether a composition has the parts of this preset."""
+        """Return whether a composition has the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled

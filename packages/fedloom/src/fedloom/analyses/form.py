@@ -198,7 +198,7 @@ class Analysis(Value):
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
     """The declared form of every question: its fields by name, with the number of their dimensions."""
     uses_models: ClassVar[bool] = False
-    """Whether an answer reads `ClientRows.models`, so that a run must come first."""
+    """True if an answer reads `ClientRows.models`, so that a run must come first."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
@@ -225,7 +225,7 @@ class Analysis(Value):
 
     @property
     def shows_rows(self) -> bool:
-        """Whether `publish` has figures of single rows, which a plain agreement allows and masks do not."""
+        """True if `publish` has figures of single rows, which a plain agreement allows and masks do not."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -302,12 +302,12 @@ class Analysis(Value):
 
     @property
     def runs_further(self) -> bool:
-        """Whether the analysis has further runs."""
+        """True if the analysis has further runs."""
         return type(self).units is not Analysis.units
 
     @property
     def by_sums(self) -> bool:
-        """Whether the analysis is one by sums."""
+        """True if the analysis is one by sums."""
         return type(self).answer is not Analysis.answer
 
     def named(self) -> str:

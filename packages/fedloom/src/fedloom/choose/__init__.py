@@ -1,4 +1,4 @@
-"""Choose the server's way: who takes part in a round, with which weight, and which mixture a client receives."""
+"""Choices of the server: the clients of a round, their weights, and the mixture that each client receives."""
 
 from fedloom.choose.mixers import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity
 from fedloom.choose.samplers import (

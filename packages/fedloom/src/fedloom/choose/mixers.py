@@ -1,4 +1,4 @@
-"""Mixers: the mixture of the clients' last models that every client receives in place of the server's one model."""
+"""Mixers: every client receives a mixture of the clients' last models instead of one global model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from fedloom.values import Value
 
 Among = Literal["cohort", "seen", "all"]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""One model ``[d]`` of a client's own ``[d]`` and those in its mixture ``[k, d]``, their weights ``[k, 1]`` and ids."""
+"""Combines a client's own model ``[d]`` and the models of its mixture ``[k, d]``, with weights ``[k, 1]`` and ids, into
+one model ``[d]``."""
 Similarity = Literal["model", "change"]
 
 
 class Mixer(Value, ABC):
-    """Mixes the last models of clients, each client's own mixture. It has no state: the server keeps the models."""
+    """Computes a separate mixture of the clients' last models for each client.
+
+    It has no state: the server keeps the models.
+    """
 
     kind: ClassVar[str]
     among: Among = Field(
@@ -40,18 +44,18 @@ class Mixer(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """Whether it is given the models of all clients, not those of the cohort."""
+        """True if the mixer needs the models of all clients, instead of the cohort's models."""
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
-        """Return the mixture ``[m, d]`` of every client of the cohort.
+        """Return the mixture ``[m, d]`` of every client in the cohort.
 
         Args:
-            models: ``[m, d]`` last models of the cohort, of all clients ``[n, d]`` with `mixes_all`. A client never
-                seen has the initial one.
+            models: ``[m, d]`` last models of the cohort, or ``[n, d]`` of all clients with `mixes_all`. A client that
+                never took part has the initial model.
             start: ``[d]`` the initial model.
             ctx: the cohort.
-            rule: makes one model of those in a mixture, in place of their weighted mean.
+            rule: combines the models of a mixture, instead of their weighted mean.
         """
         place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
         if self.mixes_all:
@@ -72,29 +76,33 @@ class Mixer(Value, ABC):
         return self.weights(models, start, ctx)[place] @ models
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Return the models that clients with last models ``last_models [m, d]`` receive, by default their mixtures."""
+        """Return the models that clients with last models ``last_models [m, d]`` receive.
+
+        The default is their mixtures.
+        """
         return mixtures
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the weight of every model in every mixture ``[k, k]``. Rows sum to 1."""
+        """Return the weight of every model in every mixture, ``[k, k]``. Rows sum to 1."""
 
     def check(self, n: int) -> None:
-        """Refuse a federation of ``n`` clients that cannot be mixed.
+        """Raise if the mixer cannot mix ``n`` clients.
 
         Raises:
-            ConfigError: with the sentence.
+            ConfigError: the mixer cannot mix them; the message says why.
         """
 
 
 class Attention(Mixer):
-    """Mixes the models most like a client's own, weighed by their cosines from a quantile on.
+    """Mixes the models that are most similar to a client's own model, weighted by their cosines, above a quantile.
 
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
-    Deviations: those of the method ``fedacs``, which is local training from these mixtures. Attackers that send copies
-    of one direction fill the quantile with their own cosines, so that no honest client passes it. ``copies`` counts
-    them as one. Attackers that spread their directions below that cosine still count one by one.
+    Deviations: the same as of the method ``fedacs``, which trains locally from these mixtures. Attackers that send
+        copies of one direction can fill the quantile with their own cosines, so that no honest client passes it.
+        ``copies`` counts copies as one client. Attackers whose directions differ by more than this cosine still count
+    separately.
     """
 
     kind: ClassVar[str] = "attention"
@@ -112,24 +120,24 @@ class Attention(Mixer):
     )
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Eq. 4, or with ``lam`` Eq. 3."""
+        """Eq. 4, or Eq. 3 if ``lam`` is given."""
         alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
         return (
             mixtures if alpha == 1 else torch.lerp(last_models, mixtures, alpha)
         )  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """s_ij where it is at least delta_k, over its sum."""
+        """Return s_ij where it is at least delta_k, divided by the sum over j."""
         return attention(models if self.similarity == "model" else models - start, self.quantile, self.copies)
 
 
 class Proximity(Mixer):
-    """Mixes models by how near they are: a step of FedAMP's attraction between clients.
+    """Mixes models by their distance: a step of FedAMP's attraction between clients.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
 
-    Defaults: those of the method ``fedamp``, alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
+    Defaults: the same as of the method ``fedamp``, alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
     """
 
     kind: ClassVar[str] = "proximity"
@@ -139,7 +147,7 @@ class Proximity(Mixer):
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """u_i = sum_j xi_ij w_j."""
+        """Return u_i = sum_j xi_ij w_j."""
         xi = self._self_and_peers(models, ctx)
         return ((1 - xi.sum(1, keepdim=True)) * models + xi @ models)[place]  # xi_ii = 1 - sum_{j != i} xi_ij
 
@@ -149,7 +157,7 @@ class Proximity(Mixer):
         return xi + torch.diag(1 - xi.sum(1))
 
     def _self_and_peers(self, models: Tensor, ctx: Ctx) -> Tensor:
-        """xi_ij for j other than i. 0 on the diagonal."""
+        """Return xi_ij for j other than i, with 0 on the diagonal."""
         alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
         sigma = self.sigma or 2 * max(ctx.n - 1, 1) * alpha
         apart = algebra.distances(models).square()
@@ -159,7 +167,7 @@ class Proximity(Mixer):
 
 
 class Angles(Mixer):
-    """Mixes models by a softmax of their cosines: FedAMP's heuristic for networks.
+    """Mixes models by a softmax of their cosines: FedAMP's heuristic for deep networks.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5.
@@ -172,7 +180,7 @@ class Angles(Mixer):
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
+        """Return u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
         self_weight, xi = self._self_and_peers(models)
         return (self_weight * models + (1 - self_weight) * (xi @ models))[place]  # (1 - xi_ii) softmax
 
@@ -189,13 +197,13 @@ class Angles(Mixer):
 
 
 class ClusterMeans(Mixer):
-    """Sends every client the mean of its cluster: one model per cluster, recovered from the clients' last models.
+    """Sends every client the mean of its cluster. The clusters are found from the clients' last models.
 
-    Reference: the outlook of Equitable-FL (arXiv:2410.19207), clusters as personalised models. The clustering is its
-    Algorithm 1 on directions of models in place of activations.
+    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes clusters as personalized models. The
+        clustering follows its Algorithm 1, with directions of models instead of activations.
 
-    Deviations: clusters are found anew in every round, among the attended models. Where ``clusters`` is not given,
-    `clear_clusters` looks for it, and all clients are one cluster where none is clearly apart.
+    Deviations: each round clusters the models of the current cohort again. If ``clusters`` is not given,
+    `clear_clusters` estimates it. If no clusters are clearly separated, all clients form one cluster.
     """
 
     kind: ClassVar[str] = "clusters"
@@ -205,7 +213,7 @@ class ClusterMeans(Mixer):
     )
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """1/|cluster| within a cluster, 0 elsewhere."""
+        """Return 1/|cluster| within a cluster, and 0 elsewhere."""
         a = directions(models if self.similarity == "model" else models - start)
         rng = random_state(ctx.rng("mixer"))
         labels = spectral_clusters(a, self.clusters, rng) if self.clusters else clear_clusters(a, rng)
@@ -213,7 +221,7 @@ class ClusterMeans(Mixer):
         return same / same.sum(1, keepdim=True)
 
     def check(self, n: int) -> None:
-        """More clusters than clients are refused."""
+        """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
                 f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}",
@@ -223,15 +231,16 @@ class ClusterMeans(Mixer):
 
 
 def directions(w: Tensor) -> Tensor:
-    """Rows ``[m, d]`` of length 1. A row of zeros stays as it is."""
+    """Scale rows ``[m, d]`` to length 1. A row of zeros does not change."""
     lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
     return w / lengths.clamp(min=1e-30)
 
 
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:
-    """Row-stochastic weights ``[m, m]`` of models ``w [m, d]``: their cosines from the ``quantile`` of all m^2 on.
+    """Return row-stochastic weights ``[m, m]`` of models ``w [m, d]``: cosines from the ``quantile`` of all m^2 on.
 
-    With ``copies``, a model counts 1/c in the quantile and in mixtures, c the number of models, itself included, whose
+    With ``copies``, a model counts 1/c in the quantile and in mixtures. c is the number of models, itself included,
+    whose
     cosine with it is at least that: k copies of a model count as much as one.
     """
     direction = directions(w)
@@ -254,7 +263,7 @@ def _quantile(s: Tensor, quantile: float) -> Tensor:
 
 
 def _weighted_quantile(s: Tensor, quantile: float, counts: Tensor) -> Tensor:
-    """Return the smallest entry up to which entries have the part ``quantile`` of all weight."""
+    """Return the smallest entry up to which the entries have the share ``quantile`` of all weight."""
     ordered, order = s.flatten().sort()
     reached = (counts[:, None] * counts).flatten()[order].double().cumsum(0)
     place = int((reached < (quantile - 1e-9) * reached[-1]).sum())

@@ -1,4 +1,4 @@
-"""Shares of the clients in the objective: by samples, groups, or clusters that are recovered from activations."""
+"""Shares of the clients in the objective: by samples, by groups, or by clusters that are found from activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.rows.attacks import Attack
 
 
 def uses_clusters(weights: object) -> bool:
-    """Whether the shares are those of recovered clusters."""
+    """Return whether the shares come from clusters that the run finds."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
@@ -29,12 +29,12 @@ def clusters_of(weights: object) -> int | None:
 
 
 def period_of(weights: Any) -> int | None:
-    """Return the rounds after which clusters are found again, or None if that happens once or never."""
+    """Return the number of rounds after which clusters are found again, or None if they are found at most once."""
     return int(str(weights).rpartition(" ")[2]) if uses_clusters(weights) and " every " in weights else None
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """Return the column whose levels are the groups of `Setting.weights`, or None if shares follow another rule."""
+    """Return the column whose levels define the groups of `Setting.weights`, or None for another rule."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
@@ -43,11 +43,11 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
     Args:
         weights: ``Setting.weights``.
-        fed: the clients. Those without training samples have no share by samples.
+        fed: the clients. By samples, clients without training samples have no share.
 
     Raises:
-        ConfigError: a number for each of other clients, or none above zero. A column that is not there.
-        Refused: groups of clients that are in none, or by a column of which a client has several levels.
+        ConfigError: the list is for another number of clients, no number is positive, or the column does not exist.
+        Also raised if a client is in no group, or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -76,16 +76,16 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _alike(groups: Tensor) -> Tensor:
-    """Masses ``[n]`` by which every group counts the same, and within a group every client."""
+    """Return masses ``[n]`` with which all groups count equally, and within a group all clients."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
 def _levels(column: str, fed: Federation) -> Tensor:
-    """Return the level ``[n]`` of a column that all training samples of a client share.
+    """Return each client's level ``[n]`` of a column. All training samples of a client must have the same level.
 
     Raises:
-        ConfigError: the column is not there.
-        Refused: a client has several levels, or rows without one.
+        ConfigError: the column does not exist, a client
+        has several levels, or a row has no level.
     """
     data, what = fed.data, f"weights = 'groups by {column}'"
     if column not in data.columns:
@@ -106,18 +106,18 @@ def _levels(column: str, fed: Federation) -> Tensor:
 
 
 def described(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
-    """Mean activations ``[m, k]`` that clients send after they train a model ``[d]`` for a round, as the run's do."""
+    """Return mean activations ``[m, k]`` that clients send after they train a model ``[d]`` for a round."""
     activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
     return activations if attack is None else attack.disguised(activations, work.ids, attackers)
 
 
 def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tensor:
-    """Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
+    """Return Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
 
     Args:
-        clusters: C. None where it is sought.
-        activations: ``[n, k]`` of all clients (`described`).
-        ctx: all clients, of the round that begins with that, or before round 1.
+        clusters: C. None if it is estimated.
+        activations: ``[n, k]`` activations of all clients (`described`).
+        ctx: all clients, of the round that starts with these shares, or before round 1.
 
     Raises:
         RunStopped: activations are not finite.
@@ -136,11 +136,11 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
 
 
 def check_clusters(clusters: int | None, ctx: Ctx) -> None:
-    """Refuse clusters that these clients cannot be in.
+    """Raise if these clients cannot form the clusters.
 
     Raises:
-        ConfigError: more clusters than clients.
-        Refused: a client has no training samples, of which there are no activations.
+        ConfigError: there are more clusters than clients,
+        or a client has no training samples and so no activations.
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
@@ -161,19 +161,20 @@ def cluster_shares(
 ) -> tuple[Tensor, Tensor]:
     """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
 
-    Every client trains the initial model for a round, as the run's clients do, and sends its mean activations under
-    that model (Equitable-FL, Algorithm 1, lines 5-10. Where it is so in every round and over the cohort).
+    Every client trains the initial model for a round, as in the run, and sends its mean activations under the trained
+    model (Equitable-FL, Algorithm 1, lines 5-10. There every round does this for its cohort).
 
     Args:
-        clusters: C. None where it is sought.
+        clusters: C. None if it is estimated.
         oracle: the local problems.
         x0: ``[d]`` the initial model.
         ctx: all clients, before round 1.
-        attack: what attackers do, who may forge their activations.
-        attackers: ``[b]`` their ids.
+        attack: the attack; attackers may forge their activations.
+        attackers: ``[b]`` ids of the attackers.
 
     Returns:
-        The shares, and of all clients: samples backward and forward, steps, bytes up and down, and those of the paper.
+        The shares, and the cost of all clients: samples backward and forward, steps, bytes up and down, and bytes as
+            papers count them.
 
     Raises:
         RunStopped: activations are not finite.

@@ -1,4 +1,4 @@
-"""Weighers: how much every client of the cohort counts in the mean of the uploads."""
+"""Weighers: the weight of every client of the cohort in the mean of the uploads."""
 
 from __future__ import annotations
 
@@ -22,63 +22,63 @@ Floats = NDArray[np.float64]
 
 
 class Weigher(Value, ABC):
-    """Weighs the uploads of the accepted cohort. Its state is a NamedTuple of tensors, explicit and checkpointed."""
+    """Weights the uploads of the accepted cohort. Its state is a NamedTuple of tensors, explicit and checkpointed."""
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """The client answers a question after training, with its reply. Counted in work and bytes."""
+    """The client answers a question after training, with its reply. The answer counts as work and bytes."""
     describes: ClassVar[bool] = False
-    """The answer is the client's activations."""
+    """The answer consists of the client's activations."""
 
     @property
     def signed(self) -> bool:
-        """Whether shares may be negative. A cohort's shares have a positive sum in any case."""
+        """True if shares may be negative. The sum of a cohort's shares is always positive."""
         return False
 
     def init(self, ctx: Ctx) -> Any:
-        """State before the first round."""
+        """Return the state before the first round."""
         return Nothing()
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """Compute a client's answer ``[m, k]`` about its trained model ``[m, d]``. Runs at the client."""
+        """Compute a client's answer ``[m, k]`` about its trained model ``[m, d]``. It runs at the client."""
         raise AssertionError("this weigher has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides by their sum."""
+        """Return shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Resolve this weigher's open options by the groups of the run.
+        """Resolve the options that depend on the groups of the run.
 
         Raises:
-            ConfigError: it needs groups, and there are none.
+            ConfigError: the weigher needs groups, and the run has no groups.
         """
         return self
 
     def remarks(self) -> list[str]:
-        """Sentences for the user on what its options leave open."""
+        """Return notes for the user on options that are not given."""
         return []
 
     def check(self, n: int) -> None:
-        """Refuse a federation of ``n`` clients that cannot be weighed.
+        """Raise if the weigher cannot weight ``n`` clients.
 
         Raises:
-            ConfigError: with the sentence.
+            ConfigError: the weigher cannot weight them; the message says why.
         """
 
 
 class SharesWeigher(Weigher):
-    """A client counts by its share alpha_i of the objective: by its training samples unless ``weights`` differs."""
+    """Weights a client by its share alpha_i of the objective: by its training samples unless ``weights`` differs."""
 
     kind: ClassVar[str] = "shares"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """alpha_i, over the largest of all clients."""
+        """Return alpha_i divided by the largest share of all clients."""
         return ctx.cohort_masses, state
 
 
 class UniformWeigher(Weigher):
-    """Every client of the cohort counts the same in the mean of the uploads, whatever its share."""
+    """Weights every client of the cohort equally in the mean of the uploads, whatever its share."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -88,7 +88,7 @@ class UniformWeigher(Weigher):
 
 
 class SamplesWeigher(Weigher):
-    """A client counts by its training samples n_i in the mean of the uploads, whatever its share."""
+    """Weights a client by its training samples n_i in the mean of the uploads, whatever its share."""
 
     kind: ClassVar[str] = "samples"
 
@@ -98,22 +98,24 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Last recovered cluster of every client ``[n]``. -1 before its first round."""
+    """Last cluster of every client ``[n]``, or -1 before its first round."""
 
     labels: Tensor
 
 
 class EquitableWeigher(Weigher):
-    """Clusters of the cohort, recovered from activations, count the same. Within a cluster, clients do.
+    """Weights the cohort's clusters equally.
+
+    Clusters are found from activations. Within a cluster, all clients have equal weight.
 
     Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1:
     S = A A', spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on its rows, p_i = 1/(C
     |cluster of i|).
 
-    Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. How a client's
-    activations become one vector is not stated: here the mean over its training samples (or its last mini-batch) of
-    the log-softmax of the penultimate representation under its trained model. The server receives activations of single
-    clients. The paper presets C. Where it is not given, `clear_clusters` looks for it in every round.
+    Deviations: C is the number of non-empty clusters, so the weights sum to 1. The paper does not state how a client's
+    activations become one vector. Here it is the mean, over its training samples (or its last mini-batch), of the
+    log-softmax of the penultimate representation under its trained model. The server receives activations of individual
+    clients. The paper presets C. If it is not given, `clear_clusters` estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -130,7 +132,7 @@ class EquitableWeigher(Weigher):
     describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
-        """No client has a cluster."""
+        """Return -1 for every client: no client has a cluster."""
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
@@ -139,7 +141,7 @@ class EquitableWeigher(Weigher):
         return work.activations(model, self.layer, _log_softmax if self.log_softmax else None, batch)
 
     def apply(self, state: Labels, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Labels]:
-        """p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
+        """Return p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
         assert info is not None
         rng = random_state(ctx.rng("k-means"))
         clusters = spectral_clusters(info, self.clusters, rng) if self.clusters else clear_clusters(info, rng)
@@ -159,7 +161,7 @@ class EquitableWeigher(Weigher):
         ]
 
     def check(self, n: int) -> None:
-        """More clusters than clients are refused."""
+        """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
                 f"weigher.clusters must be at most the {n} clients of the federation, got {self.clusters}"
@@ -171,7 +173,7 @@ def _log_softmax(a: Tensor) -> Tensor:
 
 
 def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
-    """Labels ``[m]`` of the rows of ``a [m, k]``: k-means on the leading eigenvectors of A A' (unnormalised)."""
+    """Return labels ``[m]`` of the rows of ``a [m, k]``: k-means on the leading eigenvectors of A A' (unnormalized)."""
     if clusters >= len(a):
         return torch.arange(len(a))
     return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
@@ -179,14 +181,14 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
 
 CLEAR = 0.7
 """Mean silhouette above which clusters are a strong structure (Kaufman and Rousseeuw, "Finding Groups in Data", 1990,
-chapter 2, Table 4). Two halves of a normal distribution have 0.59."""
+chapter 2, Table 4). The two halves of a normal distribution have a silhouette of 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
-    """Labels ``[m]`` by the number of clusters, up to sqrt(m), of the largest mean silhouette (Rousseeuw 1987).
+    """Return labels ``[m]`` of at most sqrt(m) clusters, with the largest mean silhouette (Rousseeuw 1987).
 
-    All rows are one cluster where that silhouette is not `CLEAR`, or a cluster would be a client alone: half of a
-    model's weight on an outlier is no equity of groups.
+    All rows form one cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client: to
+    give an outlier half of a model's weight is not fair to groups.
     """
     from sklearn.metrics import silhouette_score
 
@@ -208,7 +210,7 @@ def _eigenvectors(a: Tensor) -> Floats:
 
 
 def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tuple[Any, Floats]:
-    """Labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
+    """Return labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -218,25 +220,25 @@ def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tupl
 
 
 class Masses(NamedTuple):
-    """omega ``[n]``: weights of all clients, not normalised over a cohort."""
+    """omega ``[n]``: weights of all clients, not normalized over a cohort."""
 
     omega: Tensor
 
 
 class FairFedWeigher(Weigher):
-    """Clients whose metric is further than others' from the global metric count less.
+    """Gives a smaller weight to clients whose metric is farther from the global metric than other clients'.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
-    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups,
-    and |Acc - Acc_i| where F_i has no value. Or, with ``accuracy`` or ``loss``, of that one alone.
+    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups, and
+    |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, only this metric is used.
 
     F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``)
     of predictions 1 for the two groups A and B. Its global value is that of the cohort's pooled samples.
 
-    Deviations: the metric is that of the received model on the client's training part, its global value that of the
-    cohort. It is sent in the clear (counts by group, for a metric of groups), not by secure aggregation. Clients that
-    do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL (``floor``). If
-    those of a cohort do not have a positive sum, it is weighed by samples.
+    Deviations: the metric is computed for the received model on the client's training part, and its global value over
+    the cohort. It is sent in plain text (as counts by group, for a metric of groups), without secure aggregation.
+    Clients that do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL
+    (``floor``). If the weights of a cohort do not have a positive sum, the cohort is weighted by samples.
     """
 
     kind: ClassVar[str] = "fairfed"
@@ -268,12 +270,12 @@ class FairFedWeigher(Weigher):
         return not self.floor
 
     def init(self, ctx: Ctx) -> Masses:
-        """omega_i = n_i / n."""
+        """Return omega_i = n_i / n."""
         n = ctx.sizes[:, 0].double()
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Take the run's first choice of groups, if the metric compares groups."""
+        """Use the run's first choice of groups, if the metric compares groups."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:
@@ -291,7 +293,7 @@ class FairFedWeigher(Weigher):
         return accuracy if self.group is None else torch.cat([work.group_counts(down[0], self.group), accuracy], 1)
 
     def apply(self, state: Masses, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Masses]:
-        """omega_i <- omega_i - beta (Delta_i - mean Delta)."""
+        """Return omega_i <- omega_i - beta (Delta_i - mean Delta)."""
         assert info is not None
         n, answers = ctx.sizes[ctx.ids].double(), info.double().cpu()
         metric, counts = answers[:, -1:].clamp(0, math.inf if self.metric == "loss" else 1), answers[:, :-1]
@@ -307,7 +309,7 @@ class FairFedWeigher(Weigher):
         return (new if bool(new.sum() > 0) else n), Masses(omega)
 
     def _difference(self, counts: Tensor) -> Tensor:
-        """F ``[m, 1]`` of counts ``[m, 8]`` (`Work.group_counts`), NaN where a group has no sample to judge by."""
+        """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`), NaN if a group leaves it undefined."""
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)
         rates = (hits / positives if self.metric == "equal-opportunity" else predicted / rows).clamp(0, 1)

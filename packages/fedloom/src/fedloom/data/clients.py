@@ -134,7 +134,7 @@ def _are_samples(sets: Sequence[Any]) -> bool:
 
 
 def _is_values(side: object) -> bool:
-    """Whether it is features or targets, not a set of both."""
+    """Return whether it is features or targets, not a set of both."""
     if hasattr(side, "shape"):
         return True
     return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))

@@ -186,12 +186,12 @@ class Dataset:
 
     @property
     def classed(self) -> bool:
-        """Whether targets are classes, not numbers."""
+        """True if targets are classes, not numbers."""
         return self.task in CLASS_TASKS
 
     @property
     def each(self) -> bool:
-        """Whether every position of a sequence has a label of its own."""
+        """True if every position of a sequence has a label of its own."""
         return self.classed and self.y.ndim == 2
 
     @property

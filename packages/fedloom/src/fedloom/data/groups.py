@@ -176,7 +176,7 @@ def enough(counts: Tensor, least: int) -> bool:
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
-    """Whether a set of rows is a linear combination of those of a basis."""
+    """Return whether a set of rows is a linear combination of those of a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 

@@ -52,7 +52,7 @@ MAX_PERMUTATION_SAMPLES = 1 << 27
 
 @cache
 def matches_torch() -> bool:
-    """Whether `plans` draws as the PyTorch at hand does: beyond the words that a generator holds, too."""
+    """Return whether `plans` draws as the PyTorch at hand does: beyond the words that a generator holds, too."""
     size, one = 700, torch.tensor([1])
     return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
 

@@ -210,7 +210,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
 
 
 def _is_array(obj: Any) -> bool:
-    """Whether numpy reads it as an array, as those of h5py and zarr."""
+    """Return whether numpy reads it as an array, as those of h5py and zarr."""
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 

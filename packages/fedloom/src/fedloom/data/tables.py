@@ -70,7 +70,7 @@ class Markers:
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
-        """Whether a cell is one of them."""
+        """Return whether a cell is one of them."""
         if isinstance(cell, str):
             text = cell.strip()
             return text in self._texts or bool(self._values and is_number(text) and float(text) in self._values)

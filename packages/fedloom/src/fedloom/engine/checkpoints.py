@@ -139,7 +139,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last checkpoint is long enough ago for another."""
+        """Return whether the last checkpoint is long enough ago for another."""
         return (
             self._saves
             and not self.every_round

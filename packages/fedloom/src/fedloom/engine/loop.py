@@ -70,7 +70,7 @@ class Hooks:
         return None
 
     def interrupted(self) -> bool:
-        """Whether the user wants the run to stop and to go on later."""
+        """Return whether the user wants the run to stop and to go on later."""
         return False
 
     def extras(self, state: State) -> dict[str, Any]:

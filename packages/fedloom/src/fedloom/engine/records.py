@@ -150,7 +150,7 @@ def score_records(
 
 
 class Divergence:
-    """Whether a run diverges while its figures are finite. The verdict follows from the records alone.
+    """True if a run diverges while its figures are finite. The verdict follows from the records alone.
 
     The start is the largest training loss at the first evaluation, of any model. Without ``train`` among the parts that
     are evaluated nothing is found.

@@ -86,7 +86,7 @@ def take(
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Whether all numbers are finite, in one pass."""
+    """Return whether all numbers are finite, in one pass."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
 
 

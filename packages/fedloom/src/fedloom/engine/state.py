@@ -154,7 +154,7 @@ class State:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the records have the scores of these models."""
+        """True if the records have the scores of these models."""
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:

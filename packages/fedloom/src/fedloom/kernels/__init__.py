@@ -1,7 +1,7 @@
-"""Loops compiled for the processor at hand: gathering samples, pooling, linear layers of many clients.
+"""Loops compiled for this processor: gathering samples, pooling, and linear layers of many clients.
 
-Arrays are C-contiguous. Every sum is taken in an order that depends on the layer and the batch alone: what a client
-gets does not depend on who shares its chunk.
+Arrays are C-contiguous. The order of every sum depends only on the layer and the batch, so a client's result does not
+depend on the other clients of its chunk.
 """
 
 from fedloom.kernels.draws import shuffle

@@ -1,4 +1,4 @@
-"""Random orders of the samples of many clients, by the draws that PyTorch would take."""
+"""Random orders of the samples of many clients, equal to PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
-    """Batches of every client, an epoch after another, each epoch a permutation as `torch.randperm` draws it.
+    """Draw batches of every client. Each epoch is a permutation as `torch.randperm` draws it.
 
-    A Mersenne Twister renews its words one after another, here when a draw needs them, so that few draws take few
-    words.
+    A Mersenne Twister renews its words one at a time. The code renews a word when a draw needs it, so few draws need
+    few words.
 
     Args:
-        words: ``[m, s]`` the first words of the state of every client's generator, as `fedloom.seeds.states` gives
-            them for so many draws. Changed.
+        words: ``[m, s]`` first words of the state of every client's generator, as `fedloom.seeds.states` returns them
+            for that many draws. Changed.
         sizes: ``[m]`` samples, >= 1.
         steps: ``[m]`` batches.
-        order: ``[largest size]`` room for an order.
-        out: ``[k, m, b]`` where positions are written. The rest stays as it is.
+        order: ``[largest size]`` work space for an order.
+        out: ``[k, m, b]`` receives the positions. Other entries do not change.
     """
     width = out.shape[2]
     for c in range(len(sizes)):
@@ -48,7 +48,7 @@ def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
 
 @compiled
 def _draw(words: Any, at: int) -> Any:
-    """Renew the word ``at`` of a Mersenne Twister, and give the 32 bits that are drawn from it."""
+    """Renew the word ``at`` of a Mersenne Twister, and return the 32 bits drawn from it."""
     after = np.int64(words[at + 1 if at < 623 else 0])
     both = (np.int64(words[at]) & 0x80000000) | (after & 0x7FFFFFFF)
     word = np.int64(words[at + 397 if at < 227 else at - 227]) ^ (both >> 1) ^ (0x9908B0DF if after & 1 else 0)

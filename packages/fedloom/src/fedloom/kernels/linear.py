@@ -1,11 +1,11 @@
-"""The three products of a linear layer for many clients at once, or for one.
+"""The three products of a linear layer, for many clients at once or for one client.
 
-A layer of many clients is many small matrix products, on which a library for large ones loses most of its time to
-packing and calls. Here four rows meet four rows, which keeps the vector registers at work, and gradient, decay and
-steady part of a step are one visit to the weights.
+A layer of many clients consists of many small matrix products. A library for large products would spend most of its
+time on packing and calls. Here blocks of four rows times four rows keep the vector registers busy, and one pass over
+the weights applies gradient, decay and steady part of a step.
 
-A layer's weights ``[o, i]`` and bias ``[o]`` lie in the rows ``[m, d]`` of the clients' parameters, from column ``at``
-and ``bias`` (-1: there is none).
+A layer's weights ``[o, i]`` and bias ``[o]`` are in the rows ``[m, d]`` of the clients' parameters, from columns ``at``
+and ``bias`` (-1: no bias).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """``out <- x W' + b``. x ``[m, b, i]``, out ``[m, b, o]``."""
+    """Compute ``out <- x W' + b``. x ``[m, b, i]``, out ``[m, b, o]``."""
     for c in range(len(x)):
         forward_one(w[c], at, bias, x[c], out[c])
 
 
 @compiled
 def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
-    """`forward` of any number of samples per client: x ``[N, i]``, out ``[N, o]``, of c up to ``ends[c]``."""
+    """Compute `forward` for any number of samples: x ``[N, i]``, out ``[N, o]``, of client c up to ``ends[c]``."""
     start = 0
     for c in range(len(ends)):
         forward_one(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
@@ -33,16 +33,16 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
 
 @compiled
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
-    """``out <- delta W``. Delta ``[m, b, o]``, out ``[m, b, i]``."""
+    """Compute ``out <- delta W``. Delta ``[m, b, o]``, out ``[m, b, i]``."""
     for c in range(len(delta)):
         backward_one(w[c], at, delta[c], out[c])
 
 
 @compiled
 def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
-    """``out <- beta out + alpha gradient + steady`` for the columns of a layer.
+    """Compute ``out <- beta out + alpha gradient + steady`` for the columns of a layer.
 
-    The gradient of the weights is ``delta' x``, that of the bias the sum of ``delta``.
+    The gradient of the weights is ``delta' x``, and the gradient of the bias is the sum of ``delta``.
 
     Args:
         out: ``[m, d]``.
@@ -50,9 +50,9 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
         bias: first column of the bias, or -1.
         delta: ``[m, b, o]``.
         x: ``[m, b, i]``.
-        beta: ``[m]``. 0 forgets what ``out`` held, even if not finite.
+        beta: ``[m]``. 0 discards ``out``, even if it is not finite.
         alpha: a number.
-        steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
+        steady: ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
     """
     for c in range(len(delta)):
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
@@ -61,7 +61,7 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
 
 @compiled
 def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """``out [b, o] <- x W' + b`` of one client: w ``[d]``, x ``[b, i]``."""
+    """Compute ``out [b, o] <- x W' + b`` of one client: w ``[d]``, x ``[b, i]``."""
     b, o = out.shape
     weights = w[at : at + o * x.shape[1]].reshape(o, x.shape[1])
     for q in range(0, o, 4):
@@ -76,7 +76,7 @@ def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 @compiled
 def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
-    """``out [b, i] <- delta W`` of one client: w ``[d]``, delta ``[b, o]``."""
+    """Compute ``out [b, i] <- delta W`` of one client: w ``[d]``, delta ``[b, o]``."""
     o, i = delta.shape[1], out.shape[1]
     weights = w[at : at + o * i].reshape(o, i)
     out[:] = 0
@@ -104,7 +104,7 @@ def add_gradient_one(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any
 
 @compiled
 def _prepare(values: Any, beta: Any, steady: Any, at: int) -> None:
-    """``values <- beta values + steady[at:]``."""
+    """Compute ``values <- beta values + steady[at:]``."""
     if beta == 0:
         values[:] = 0
     if len(steady):
@@ -118,7 +118,7 @@ def _prepare(values: Any, beta: Any, steady: Any, at: int) -> None:
 
 @compiled
 def _dots(x: Any, w: Any, out: Any) -> None:
-    """``out[p, q] <- <x[p], w[q]>`` for at most four rows of each."""
+    """Compute ``out[p, q] <- <x[p], w[q]>`` for at most four rows of each."""
     zero = w.dtype.type(0)
     if len(x) == 4 and len(w) == 4:
         x0, x1, x2, x3 = x[0], x[1], x[2], x[3]
@@ -169,7 +169,7 @@ def _dots(x: Any, w: Any, out: Any) -> None:
 
 @compiled
 def _combine(target: Any, source: Any, factor: Any, alpha: Any) -> None:
-    """``target[p] += alpha sum_q factor[p, q] source[q]`` for at most four rows of ``target``."""
+    """Compute ``target[p] += alpha sum_q factor[p, q] source[q]`` for at most four rows of ``target``."""
     n, i = source.shape
     whole = n - n % 4
     if len(target) == 4:

@@ -1,4 +1,4 @@
-"""Compilation of loops for the processor at hand (numba)."""
+"""Compilation of loops for this processor (numba)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ FASTMATH_FLAGS: dict[str, Any] = {
 
 
 MIN_FREE_BYTES = 64 << 20
-"""Bytes that must be free for machine code to be kept on disk."""
+"""Bytes that must be free on the disk that stores machine code."""
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop and cache the machine code in the package's folder or in the user's cache.
 
-    A user without a home, as one of a container may be, keeps nothing: numba would make a folder ``~`` where it is.
+    Without a home folder, as in a container, nothing is cached: numba would create a folder named ``~`` in the working
+    folder.
 
-    What is kept is made anew when the loop's own file changes, not when a loop of another file does that it calls:
+    numba compiles a cached function again if the function's file changes, but not if it calls a function of another
+    file that changed:
     remove the folder's ``__pycache__`` after such a change.
     """
     home = os.path.expanduser("~")

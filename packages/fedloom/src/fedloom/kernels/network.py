@@ -1,6 +1,6 @@
-"""Gradients and whole descents of small networks, one client after another, so that its parameters stay in the cache.
+"""Gradients and complete descents of small networks, one client at a time, to keep its parameters in the cache.
 
-Networks are linear layers, some with a rectifier behind them. The loss is the cross-entropy of classes.
+A network consists of linear layers, each optionally followed by a rectifier. The loss is the cross-entropy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather
 
 BLOCK_SAMPLES = 128
-"""Samples of a client that go through a network together, a multiple of four, so that no sum depends on it.
+"""Number of samples of a client that pass a network together. It is a multiple of four, so no sum depends on it.
 
-Where parameters change by the gradient, the whole batch goes together.
+If the gradient changes the parameters, the whole batch passes together.
 """
 
 
@@ -36,17 +36,17 @@ def add_gradients(
         shift: see `descend`.
         y: see `descend`.
         where: ``[m, b]`` positions in ``data``.
-        count: ``[m]`` samples in the batch. Those that come first.
-        total: ``[m]`` what the sum of sample losses is divided by.
+        count: ``[m]`` samples in the batch. The first ``count`` positions are used.
+        total: ``[m]`` divisor of the sum of sample losses.
         classes: see `descend`.
         beta: ``[m]``.
         alpha: a number.
         steady: see `descend`.
-        room: as in `descend`, with ``block`` for b.
-        block: samples that go through the network together, b or more if ``out`` is ``w``.
+        room: work space as in `descend`, with ``block`` in place of b.
+        block: samples that pass the network together, b or more if ``out`` is ``w``.
 
     Returns:
-        Nothing of use, as `gather`.
+        A value that the caller ignores, as in `gather`.
 
     Raises:
         IndexError: a position is not within 0..N-1.
@@ -67,37 +67,36 @@ def descend(
     factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, pulled: Any, rate: Any,
     row: Any, velocity: Any, room: Any,
 ) -> Any:  # fmt: skip
-    """Every step of every client, ``w <- beta w + alpha gradient + steady``, one client after another.
+    """Take every step of every client, ``w <- beta w + alpha gradient + steady``, one client at a time.
 
-    So a client's parameters stay in the cache from step to step. With momentum, which beta is then, the step is
-    ``v <- beta v + alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first. The loss
-    of a sample is the cross-entropy of its softmax times ``factor`` and the weight of its class, over the number of
-    samples in the step.
+    A client's parameters then stay in the cache from step to step. With momentum beta, the step is ``v <- beta v +
+    alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first step. The loss of a sample
+    is its cross-entropy times ``factor`` and the weight of its class, divided by the number of samples in the step.
 
     Args:
         w: ``[m, d]``.
-        layers: ``[L, 5]`` int64: first column of weights and of bias (-1: there is none), inputs, outputs, and 1 if a
+        layers: ``[L, 5]`` int64: first column of the weights and of the bias (-1: no bias), inputs, outputs, and 1 if a
             rectifier follows.
-        data: samples as they are stored, ``[N, i]``.
+        data: stored samples, ``[N, i]``.
         scale: ``[i]``, see `gather`.
         shift: ``[i]``.
         y: ``[N]`` classes.
         where: ``[k, m, b]`` positions in ``data``.
-        steps: ``[m]``, at most k.
-        count: ``[k, m]`` samples in each step. Those that come first.
+        steps: ``[m]`` steps of each client, at most k.
+        count: ``[k, m]`` samples in each step. The first ``count`` positions are used.
         factor: ``[m]``.
-        classes: ``[m, C]`` weights of classes, or ``[m, 0]``: all are 1.
+        classes: ``[m, C]`` class weights, or ``[m, 0]`` if all are 1.
         beta: ``[m]``.
         alpha: a number.
-        steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
+        steady: ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
         pulled: ``[m]``.
         rate: a number.
-        row: ``[d]``, room for the parameters of one client, at the beginning of a line of the cache.
-        velocity: ``[d]``, overwritten, or ``[0]``: there is no momentum.
-        room: ``[b (i + sum of outputs + 2 largest outputs)]`` for what lies between the layers.
+        row: ``[d]`` work space for the parameters of one client, aligned to a cache line.
+        velocity: ``[d]`` work space that is overwritten, or ``[0]`` without momentum.
+        room: ``[b (i + sum of outputs + 2 largest outputs)]`` work space for values between the layers.
 
     Returns:
-        Nothing of use, as `gather`.
+        A value that the caller ignores, as in `gather`.
 
     Raises:
         IndexError: a position is not within 0..N-1.
@@ -125,7 +124,7 @@ def _propagate(
     w: Any, out: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, share: Any, classes: Any,
     beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """``out <- beta out + alpha gradient + steady`` of one client: w, out ``[d]``, where ``[b]``, classes ``[C]``.
+    """Set ``out <- beta out + alpha gradient + steady`` of a client: w, out ``[d]``, where ``[b]``, classes ``[C]``.
 
     The loss of a sample counts ``share`` times the weight of its class.
     """
@@ -170,7 +169,7 @@ def _copy(values: Any, out: Any) -> None:
 
 @compiled
 def _rectify(values: Any, h: Any) -> None:
-    """Zero where ``h`` is not positive. What is not a number stays so."""
+    """Set entries to zero where ``h`` is not positive. NaN entries stay NaN."""
     zero = values.dtype.type(0)
     for k in range(len(values)):
         values[k] = zero if h[k] <= zero else values[k]
@@ -186,7 +185,7 @@ def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
 
 @compiled
 def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
-    """``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of the class y."""
+    """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of the class y."""
     for p in range(len(z)):
         scores, label = z[p], y[where[p]]
         top, total = scores[0], scores.dtype.type(0)

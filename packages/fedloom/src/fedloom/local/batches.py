@@ -1,4 +1,4 @@
-"""Batches: which samples every client of a chunk uses in every step of a stream."""
+"""Batches: the samples that every client of a chunk uses in every step of a stream."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
 PASS_STREAM = "pass"
-"""Stream of the passes over a client's whole training part."""
+"""Stream of passes over a client's whole training part."""
 
 PIECE_SAMPLES = 1024
-"""Samples of one client that are looked at together in a pass over its whole training part."""
+"""Number of samples of one client that a pass over its whole training part processes together."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Clients whose batches are worth a compiled loop. One that trains alone does not wait for the compiler."""
+"""Number of clients from which a compiled loop for their batches pays off. One that trains alone does not wait for the
+compiler."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1. Given, not drawn."""
+"""A client's batches of a round ``[steps, b]`` by stream: positions in its training part, or -1. Given, not drawn."""
 
 
 class BatchKey(NamedTuple):
@@ -35,22 +36,22 @@ class BatchKey(NamedTuple):
     k: int
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
-        """Return the generator of the client in ``row``, of (seed, round, client, (*stream, k, purpose))."""
+        """Return the generator of the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
         stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
         return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
 
 class Batch(NamedTuple):
-    """One batch of every client: positions in its training part, -1 where a short batch has no sample.
+    """One batch per client: positions in its training part, or -1 if a short batch has no more samples.
 
     Attributes:
-        position: ``[m, b]`` in 0..n_i-1, or -1. Samples before the padding.
-        where: ``[m, b]`` what `Oracle.locate` makes of the positions.
-        count: ``[m, 1]`` samples in the batch of each client.
+        position: ``[m, b]`` in 0..n_i-1, or -1. Samples come before the padding.
+        where: ``[m, b]`` result of `Oracle.locate` for the positions.
+        count: ``[m, 1]`` number of samples in each client's batch.
         ids: ``[m]`` client ids.
-        draw: names further draws for this batch, dropout masks for one.
-        total: ``[m, 1]`` divisor of the sum of sample losses: ``count``, or the client's size for a piece of its data.
-        full: no client's batch is padded.
+        draw: identifies further draws for this batch, for instance dropout masks.
+        total: ``[m, 1]`` divisor of the sum of sample losses: ``count``, or the client's size for a part of its data.
+        full: True if no client's batch is padded.
     """
 
     position: Tensor
@@ -62,21 +63,21 @@ class Batch(NamedTuple):
     full: bool
 
     def scaled(self, factor: Tensor) -> Batch:
-        """Multiply the losses of each client's samples by ``factor [m, 1]``, and so the batch's gradient."""
+        """Multiply the losses of each client's samples, and so the batch's gradient, by ``factor [m, 1]``."""
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
 class BatchPlan(NamedTuple):
-    """All batches of one stream.
+    """All batches of a stream.
 
     Attributes:
         position: ``[steps, m, b]``.
-        where: ``[steps, m, b]`` what `Oracle.locate` makes of the positions.
-        count: ``[steps, m, 1]`` samples in each batch.
-        width: the longest batch of every step.
-        narrowest: no batch of the step is shorter.
+        where: ``[steps, m, b]`` result of `Oracle.locate` for the positions.
+        count: ``[steps, m, 1]`` number of samples in each batch.
+        width: length of the longest batch of every step.
+        narrowest: length of the shortest batch of every step.
         ids: ``[m]`` client ids.
-        draw: what names draws, but for the step.
+        draw: identifies draws, except for the step.
     """
 
     position: Tensor
@@ -95,7 +96,7 @@ class BatchPlan(NamedTuple):
         return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
-        """Return the batch of every client in step ``k``, as narrow as its longest."""
+        """Return the batch of every client in step ``k``, as wide as the longest of them."""
         position, where, count, width = self.position[k], self.where[k], self.count[k], self.width[k]
         if width < position.shape[1]:
             position, where = position[:, :width], where[:, :width]
@@ -121,10 +122,10 @@ def make_plan(
 ) -> BatchPlan:
     """Plan the batches of every client of a chunk for one stream of a round. ``batch_size`` None is the full batch.
 
-    Those of ``fixed_batches``, one entry per client, are not drawn.
+    The batches in ``fixed_batches``, one entry per client, are not drawn.
 
     Raises:
-        ConfigError: a client has fewer given batches than steps.
+        ConfigError: a client has fewer fixed batches than steps.
     """
     names: list[int] = ids.tolist()
     many = fixed_batches is None and len(names) >= MIN_COMPILED_CLIENTS and int(sizes.max()) < MAX_PERMUTATION_SAMPLES
@@ -149,7 +150,7 @@ def _position(
     stream: Purpose,
     fixed_batches: Sequence[FixedBatches] | None,
 ) -> Tensor:
-    """Positions ``[most steps, m, b]``, client by client."""
+    """Return positions ``[most steps, m, b]``, one client after another."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
@@ -182,7 +183,7 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
 
 
 def placed(position: Tensor, places: Tensor) -> Tensor:
-    """Positions ``[..., m, b]`` in the whole training part of those among the samples at ``places [m, c]``."""
+    """Return the positions ``[..., m, b]`` in the whole training part of the samples at ``places [m, c]``."""
     places = places.expand(*position.shape[:-1], -1)
     return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
@@ -196,9 +197,9 @@ def pieces(
     together: int | None = None,
     places: Tensor | None = None,
 ) -> list[Batch]:
-    """Batches that together are every client's whole part, ``sizes [m, 1]`` samples or those at ``places``.
+    """Yield batches that together contain every client's whole part ``sizes [m, 1]``, or the samples at ``places``.
 
-    A batch is of the first clients, up to the last one that has samples left, with ``together`` samples of each.
+    A batch contains the first clients, up to the last client with remaining samples, with ``together`` samples each.
     """
     longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []

@@ -1,4 +1,4 @@
-"""The context of a round on the server's side of a run."""
+"""Context of a round on the server's side."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Nothing(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """Knowledge of the server's functions. The same in simulation and in deployment.
+    """What the server's functions know. It is the same in simulation and in deployment.
 
     Attributes:
         round: round number, from 1. 0 in `Algorithm.init`.
         n: all clients.
-        m: clients of the (accepted) cohort.
-        ids: ``[m]`` their ids.
+        m: number of clients in the (accepted) cohort.
+        ids: ``[m]`` ids of these clients.
         layout: shapes of the model.
         weight: ``[n, 1]`` the clients' shares alpha_i, which sum to 1 over all clients.
         sizes: ``[n, 1]`` training samples of every client.
-        groups: ``[n]`` group of every client, if known.
+        groups: ``[n]`` group of every client, if the run has groups.
         local: settings of local training.
         seed: seed of the run.
         rounds: rounds of the run.
-        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it.
+        projection: ``[k, d]`` the matrix of a subspace method, if a run replays it.
     """
 
     round: int
@@ -50,28 +50,31 @@ class Ctx(NamedTuple):
 
     @property
     def masses(self) -> Tensor:
-        """``[n, 1]`` float64: the clients' shares, over the largest. Exactly 1 for each where shares are equal."""
+        """Shares of the clients divided by the largest, ``[n, 1]`` float64.
+
+        Exactly 1 for each where shares are equal.
+        """
         shares = self.weight.double()
         return shares / shares.max()
 
     @property
     def cohort_masses(self) -> Tensor:
-        """``[m, 1]`` the `masses` of the cohort."""
+        """The `masses` of the cohort, ``[m, 1]``."""
         return self.weight[self.ids].double() / _largest(self.weight)
 
     @property
     def part(self) -> float:
-        """The cohort's part of all shares, sum of alpha_i over ``ids``: m/n where shares are equal."""
+        """The cohort's part of all shares, the sum of alpha_i over ``ids``: m/n if the shares are equal."""
         masses = self.masses
         return float(masses[self.ids].sum() / masses.sum())
 
     @property
     def reach(self) -> float:
-        """Return the distance of a round's local SGD as time on the gradient flow: step size times mean steps.
+        """Return the length of a round's local SGD in time of the gradient flow: step size times mean steps.
 
-        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient. Dampening and Nesterov's
-        step are counted, too. Another optimiser moves every coordinate by the step size, whatever the gradient, that is
-        counted as if the gradient's norm were one. The averages of Adam leave a steady gradient as it is.
+        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a constant gradient. Dampening and Nesterov's
+        step also count. Other optimizers move every coordinate by the step size, whatever the gradient. This counts as
+        a gradient of norm one. Adam's averages do not change a constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
@@ -87,7 +90,7 @@ class Ctx(NamedTuple):
 
 
 def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """Return the displacement of momentum steps on a constant gradient of one at step size 1."""
+    """Return the displacement of momentum steps on a constant gradient of one, at step size 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened
@@ -97,5 +100,5 @@ def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> fl
 
 @lru_cache(maxsize=2)
 def _largest(shares: Tensor) -> Tensor:
-    """Return the largest of all clients' shares in double precision, computed once instead of in every round."""
+    """Return the largest share of all clients in double precision. It is computed once, not in every round."""
     return shares.max().double()

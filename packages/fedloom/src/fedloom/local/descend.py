@@ -1,4 +1,4 @@
-"""descend: local SGD, or another optimiser, whose direction is declared, so that an oracle can fuse it."""
+"""descend: local SGD, or another optimizer, with a declared direction, so that an oracle can fuse it."""
 
 from __future__ import annotations
 
@@ -58,30 +58,31 @@ def descend(
 ) -> Tensor:
     """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> + terms, started at ``w``.
 
-    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`, then
-    ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given. Another optimiser of `LocalSGD` steps along the same
+    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`. If a
+    prox is given, ``w <- centre + prox_{lr f}(w - centre)`` follows. Other optimizers of `LocalSGD` use the same
     direction, without a prox.
 
     Args:
-        w: ``[d]`` or ``[m, d]``, where every client starts. Not modified.
+        w: ``[d]`` or ``[m, d]`` start of every client. Not modified.
         work: the local problems.
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``, added to the gradient.
-        prox: (f, centre). Centre None is zero.
-        mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates move.
-        steps: ``[m, 1]`` or one number. The steps of the round when None.
-        stream: equal names mean equal batches.
-        lr: step size. The step size of the round when None.
-        scale: s > 0, ``[m, 1]``. 1 when None.
+        prox: (f, centre). A center of None is zero.
+        mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates change.
+        steps: ``[m, 1]`` or one number. None: the steps of the round.
+        stream: equal names give equal batches.
+        lr: step size. None: the step size of the round.
+        scale: s > 0, ``[m, 1]``. None: 1.
         decay: factor of the step size from one step to the next, in (0, 1].
-        terms: functions of the representation, whose gradient is added to that of the batch before it is clipped.
+        terms: functions of the representation. Their gradient is added to the batch's gradient before clipping.
 
     Returns:
-        ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
+        ``[m, d]``. A problem with an exact solution (`Quadratic` with ``solve=True``) is solved exactly.
 
     Raises:
-        CodeError: pulls that are no pairs.
-        Refused: a prox with another optimiser than plain SGD. Terms that the model or an exact solution cannot have.
+        CodeError: pulls are not pairs.
+        ConfigError: a prox is given with an optimizer other than plain SGD, or the model or an exact solution does not
+            support the terms.
     """
     m, local = work.m, work.local
     pairs: Sequence[object] = pull  # of user code, perhaps
@@ -184,9 +185,9 @@ def descend(
 
 
 class _Left(NamedTuple):
-    """Parameters that no gradient reaches, before a step of an optimiser that may change them all the same.
+    """Parameters without a gradient, saved before a step of an optimizer that may change them.
 
-    Optimisers of torch skip a parameter that has no gradient, in a row it has the gradient 0.
+    Optimizers of torch skip a parameter without a gradient. In a row, such a parameter has the gradient 0.
     """
 
     skipped: Tensor
@@ -194,17 +195,17 @@ class _Left(NamedTuple):
 
     @classmethod
     def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
-        """Select the clients of ``w [m, d]`` with the step's direction ``g [m, d]``."""
+        """Select the clients' rows of ``w [m, d]`` and of the step's direction ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
 
     def put_back_(self, w: Tensor) -> None:
-        """``w`` with these parameters as they were."""
+        """Return ``w`` with the saved values of these parameters."""
         w[self.skipped] = self.before
 
 
 def _hold_(rows: _Rows) -> None:
-    """Put back the coordinates that do not move where they differ between clients."""
+    """Restore the coordinates that must not change, if they differ between clients."""
     if rows.mask is not None:
         rows.w.mul_(rows.mask)
         if rows.rest is not None:
@@ -216,13 +217,13 @@ def _scaled(batch: Batch, rows: _Rows) -> Batch:
 
 
 def _unscaled(rows: _Rows) -> Sequence[Bound]:
-    """Terms whose mean over a scaled batch is their mean over the batch."""
+    """Terms whose mean over a scaled batch equals their mean over the batch."""
     scale = rows.scale
     return rows.terms if scale is None else [t._replace(weight=t.weight / scale) for t in rows.terms]
 
 
 def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
-    """factor (shift - sum mu x): the part of a step that does not change, ``[d]`` where it is the same for all."""
+    """Return factor (shift - sum mu x), the constant part of a step, as ``[d]`` if it is the same for all clients."""
     total: Tensor | None = None
     for mu, x in pull:
         if isinstance(mu, Tensor):
@@ -238,7 +239,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
 def _minimum(
     work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> of a problem that can be solved exactly."""
+    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> of a problem with an exact solution."""
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s

@@ -1,4 +1,4 @@
-"""Local parts of ADMM on the Moreau envelope (FLAME): epochs that move the dual, a tolerance, and residuals."""
+"""Local parts of ADMM on the Moreau envelope (FLAME): epochs that update the dual, a tolerance, and residuals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Rows(NamedTuple):
 
 
 def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float) -> Primal:
-    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, w and pi move.
+    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, update w and pi.
 
-    With a_i the client's share, they move to w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then
-    pi <- pi + rho (w - x). Momentum carries over from one epoch to the next. The last epoch may be cut short.
+    With the client's share a_i, w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then pi <- pi + rho (w - x).
+    Momentum continues from one epoch to the next. The last epoch may be incomplete.
 
     Args:
-        theta: ``[m, d]``, where every client starts.
-        w: ``[m, d]`` prox centre of the first epoch.
+        theta: ``[m, d]`` start of every client.
+        w: ``[m, d]`` prox center of the first epoch.
         pi: ``[m, d]`` dual of w = x.
         x: ``[d]`` the received model.
         work: the local problems.
@@ -45,7 +45,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         rho: penalty.
 
     Returns:
-        All three after the round's steps, as they were for a client that takes none.
+        All three after the round's steps. For a client without steps they do not change.
     """
 
     def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -69,9 +69,9 @@ def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: floa
     """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until its gradient is small (FLAME, Eq. 17).
 
     Args:
-        theta: ``[m, d]``, where every client starts.
-        w: ``[m, d]`` the prox centre.
-        eps: ``[m, 1]`` bound of the squared gradient times the client's share.
+        theta: ``[m, d]`` start of every client.
+        w: ``[m, d]`` prox center.
+        eps: ``[m, 1]`` bound on the squared gradient times the client's share.
         work: the local problems.
         lam: weight of the distance to w.
         most: most steps.
@@ -91,7 +91,7 @@ def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: floa
 
 
 class Residuals(NamedTuple):
-    """The client's term of the augmented Lagrangian, and squares of its primal and dual residual ``[m, 1]``."""
+    """The client's term of the augmented Lagrangian, and squares of its primal and dual residuals ``[m, 1]``."""
 
     lagrangian: Tensor
     primal: Tensor

@@ -1,4 +1,4 @@
-"""inexact: a local problem of ADMM solved until a relative criterion holds. Gradient descent, one of its solvers."""
+"""inexact: solves a local problem of ADMM until a relative criterion holds. Gradient descent is one of its solvers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 Solver = Literal["svrg", "gd", "sgd", "released"]
-"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, in which neither pull nor shift enters."""
+"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, which ignores pull and shift."""
 
 
 class DescentResult(NamedTuple):
-    """End points ``w [m, d]`` of the clients after ``steps [m, 1]``. ``met [m, 1]``: the stop rule holds."""
+    """Last points ``w [m, d]`` of the clients after ``steps [m, 1]``. ``met [m, 1]``: the stopping rule holds."""
 
     w: Tensor
     steps: Tensor
@@ -39,19 +39,19 @@ def gradient_descent(
     lr: float | None = None,
     until: Until | None = None,
 ) -> DescentResult:
-    """``w <- w - lr grad L(w)`` on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
+    """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w`` by ``w <- w - lr grad L(w)``.
 
     Args:
         w: ``[d]`` or ``[m, d]``.
-        work: the local problems. A full gradient per step, and one more.
+        work: the local problems. Each step needs a full gradient, and the end needs one more.
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``.
-        steps: most steps, ``[m, 1]`` or one number. The steps of the round when None.
-        lr: step size. The step size of the round when None.
-        until: stop rule, checked after each step.
+        steps: largest number of steps, ``[m, 1]`` or one number. None: the steps of the round.
+        lr: step size. None: the step size of the round.
+        until: stopping rule, checked after each step.
 
     Returns:
-        The last point, the number of steps of each client, and whether the stop rule holds.
+        The last point, the number of steps of each client, and whether the stopping rule holds.
     """
     rate = work.lr if lr is None else lr
 
@@ -77,11 +77,11 @@ def inexact(
 ) -> DescentResult:
     """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
-    "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. With gradients of f_i that
-    have the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2, w* the minimiser, as
-    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. With L >= beta nothing implies it, and the bound is
-    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds, with one
-    iteration it is `descend`, which looks at no criterion.
+    "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the gradients of f_i have
+    the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer w*, as (beta - L)
+    ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. With L >= beta there is no such implication, and the bound is
+    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds. With one
+    iteration it is `descend`, which does not check a criterion.
 
     Args:
         w: ``[m, d]``.
@@ -91,13 +91,14 @@ def inexact(
         solver: SVRG, gradient descent, or the run's local SGD.
         smooth: L.
         r: tolerance, >= 0. 0 takes all iterations.
-        most: most outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that take steps in
-            the round.
-        inner: steps of an outer iteration, see `svrg`.
-        lr: step size. When None 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's for SGD.
+        most: largest number of outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that
+            train in the round.
+        inner: number of steps of an outer iteration, see `svrg`.
+        lr: step size. None: 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's step size for SGD.
 
     Returns:
-        The last point, the iterations (steps of "gd" and "sgd") of each client, and whether the criterion holds.
+        The last point, the number of iterations (steps of "gd" and "sgd") of each client, and whether the criterion
+        holds.
     """
     beta, limit = pull[0], most * (work.steps > 0)
     bound = r * (max(beta - smooth, 0.0) / (beta + smooth)) ** 2
@@ -118,7 +119,7 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """Warn if a given beta is at most L: then the criterion of `inexact` promises nothing."""
+    """Warn if a given beta is at most L, because the criterion of `inexact` then guarantees nothing."""
     if not beta or beta > smooth:
         return []
     return [
@@ -159,20 +160,20 @@ def _passes(
 
 
 class LyapunovParts(NamedTuple):
-    """Gradient of f_i at y ``[m, d]``, energy ``[m, 1]``: the client's part of FIAELT's H_t."""
+    """Gradient of f_i at y ``[m, d]``, and energy ``[m, 1]``: the client's part of FIAELT's H_t."""
 
     gradient: Tensor
     energy: Tensor
 
 
 def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> LyapunovParts:
-    """Compute the client's share of FIAELT's figures at (beta, y) = ``pull``. ``moved`` comes from `lyapunov_step`."""
+    """Compute the client's part of FIAELT's figures at (beta, y) = ``pull``. ``moved`` comes from `lyapunov_step`."""
     alpha = work.weight.to(x)
     return LyapunovParts(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:
-    """f_i(x) + <z, x - y> + beta/2 ||x - y||^2 with (beta, y) = ``pull``, weight decay included, ``[m, 1]``."""
+    """Return f_i(x) + <z, x - y> + beta/2 ||x - y||^2 with (beta, y) = ``pull``, including weight decay, ``[m, 1]``."""
     beta, y = pull
     gap = x - y
     terms = gap * z + beta / 2 * gap.square() + work.local.weight_decay / 2 * x.square()
@@ -180,6 +181,6 @@ def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: 
 
 
 def lyapunov_step(dx: Tensor, dz: Tensor, beta: float, smooth: float, tau: float, r: float) -> Tensor:
-    """Compute the last changes' term ``[m, 1]`` of inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
+    """Compute the term ``[m, 1]`` of the last changes in inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
     upsilon = (2 * beta**2 + 4 * smooth**2) / (tau * beta) * 4 * r / (1 - 2 * r)
     return ((1 - tau) / tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The one loop of local training: every client takes its own number of steps, finished rows are sliced off."""
+"""The only loop of local training: every client takes its own number of steps, and finished rows are removed."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def iterate(
     stream: Purpose = "local",
     until: Callable[[R, Work], Tensor] | None = None,
 ) -> R:
-    """``rows <- step(rows, work, *batches)`` for every client its own number of times.
+    """Repeat ``rows <- step(rows, work, *batches)``, for each client its own number of times.
 
     Args:
-        step: gets the rows and the work of the clients that still go on, and ``batches`` batches.
-        rows: a tensor or NamedTuple of tensors ``[m, .]``. All that is per client and read by ``step``.
+        step: receives the rows and the work of the unfinished clients, and ``batches`` batches.
+        rows: a tensor or NamedTuple of tensors ``[m, .]``. It contains every value per client that ``step`` reads.
         work: the local problems. ``work.k`` is the number of the step, from 0.
-        steps: ``[m, 1]`` or one number; ``work.steps`` when None, or as many as the given batches make.
-        batches: batches drawn for one step.
-        stream: equal names mean equal batches, another name another order.
-        until: ``[m, 1]`` bool after each step; True ends that client.
+        steps: ``[m, 1]`` or one number. None: ``work.steps``, or the number of given batches.
+        batches: number of batches drawn per step.
+        stream: equal names give equal batches, and different names different orders.
+        until: ``[m, 1]`` bool after each step. True ends that client's training.
 
     Returns:
-        The rows after the last step of each client, in the order given.
+        The rows after each client's last step, in the given order.
     """
     count = work.counted_steps(steps, batches)
     order = torch.argsort(count, descending=True, stable=True)
@@ -58,7 +58,7 @@ def _sorted(
     stream: Purpose,
     until: Callable[[R, Work], Tensor] | None,
 ) -> R:
-    """`iterate` for clients in the order of falling steps."""
+    """Run `iterate` for clients in order of decreasing steps."""
     plan = work.plan(stream, count * batches) if batches else None
     finished: list[tuple[list[int], R]] = []
     alive, limits = list(range(work.m)), count.tolist()

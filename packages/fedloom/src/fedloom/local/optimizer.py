@@ -1,4 +1,4 @@
-"""Train with optimizers beside plain SGD: a class of `torch.optim` or a user's, with its state."""
+"""Train with optimizers other than plain SGD: a class of `torch.optim` or a user's class, with its state."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Optimisers by which each coordinate moves by itself: a client's row is one parameter, and one object has all rows."""
+"""Optimizers that treat each coordinate separately: a client's row is one parameter, and one optimizer has all rows."""
 
 
 class Slot(NamedTuple):
-    """Number or tensor of an optimizer's state: parameter, key, shape, and initial value."""
+    """Number or tensor in an optimizer's state: parameter, key, shape, and initial value."""
 
     parameter: int
     key: str
@@ -37,15 +37,15 @@ class Slot(NamedTuple):
 
 
 class OptimizerStates:
-    """States of the clients' optimisers from one round to the next: numbers ``[m, S W]``, one part per stream.
+    """States of the clients' optimizers between rounds: numbers ``[m, S W]``, one part per stream.
 
-    A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own,
-    named by its stream: a second call of "local" is "local 2", while ("local", 1) continues "local".
+    A part's first number is 1 if there is a state. Every call of `descend` in a round has its own optimizers,
+    named after its stream: a second call of "local" is "local 2", while ("local", 1) continues "local".
 
     Attributes:
         rows: ``[m, S W]``.
         streams: S names.
-        slots: what a state consists of.
+        slots: components of a state.
     """
 
     def __init__(self, rows: Tensor, slots: Sequence[Slot], streams: Sequence[str] = ()) -> None:
@@ -53,22 +53,22 @@ class OptimizerStates:
         self._calls: Counter[Purpose] = Counter()
 
     def call(self, stream: Purpose) -> str:
-        """Return the name of the next call of `descend` by a stream in this round."""
+        """Return the name of a stream's next call of `descend` in this round."""
         self._calls[stream] += 1
         name = str(stream[0] if isinstance(stream, tuple) else stream)
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
     def of(self, rows: Tensor) -> OptimizerStates:
-        """Return the states of other clients, or in another round."""
+        """Return the states of other clients, or of another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 
     @property
     def width(self) -> int:
-        """W, numbers of a state."""
+        """W, the number of values of a state."""
         return 1 + sum(slot.shape.numel() for slot in self.slots)
 
     def part(self, name: str) -> Tensor:
-        """Return the numbers ``[m, W]`` of a stream, or zeros for a new one."""
+        """Return the values ``[m, W]`` of a stream, or zeros for a new stream."""
         if name not in self.streams:
             self.streams.append(name)
             self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self.width)], 1)
@@ -81,7 +81,7 @@ class OptimizerStates:
         return torch.cat([self.rows.new_ones(1), *values])
 
     def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
-        """Unpack the state of ``row [W]``. The inverse of `pack`."""
+        """Unpack the state of ``row [W]``. It is the inverse of `pack`."""
         state: list[dict[str, Any]] = [{} for _ in range(parameters)]
         widths = [s.shape.numel() for s in self.slots]
         for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
@@ -95,7 +95,7 @@ class OptimizerStates:
 
 
 def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that makes the optimizer of some parameters, for rows, it steps all of them in one call."""
+    """Return a function that creates the optimizer of some parameters. For rows, it steps all of them in one call."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
@@ -105,12 +105,12 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Whether rows are the parameters, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
+    """Return whether the parameters are rows, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
 def views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
-    """Return the parameters of a client in its row ``[d]``, without a copy."""
+    """Return a client's parameters from its row ``[d]``, without a copy."""
     return [row] if elementwise(local) else [*layout.tree(row).values()]
 
 
@@ -120,20 +120,21 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Whether the optimiser takes the weight decay, as an L2 term or decoupled from the gradient."""
+    """Return whether the optimizer applies the weight decay, as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """Find the parts of one client's optimizer state by a step along zeros.
+    """Find the components of one client's optimizer state by a step with a zero gradient.
 
     Args:
-        local: which optimiser, and its options.
+        local: settings with the optimizer and its options.
         layout: shapes of the model.
         like: ``[d]`` a model.
 
     Raises:
-        ConfigError: the optimiser refuses its options or the model, needs more than a gradient, or cannot be kept.
+        ConfigError: the optimizer rejects its options or the model, needs more than a gradient, or its state cannot be
+            stored.
     """
     try:
         parameters = [nn.Parameter(view.clone()) for view in views(local, layout, like)]

@@ -1,4 +1,4 @@
-"""Trees of rows: a tensor, or a NamedTuple of tensors, with a row per client."""
+"""Trees of rows: a tensor, or a NamedTuple of tensors, with one row per client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 class Fields(Protocol):
-    """A NamedTuple of tensors: a download, an upload, rows of clients, or the state of a server."""
+    """A NamedTuple of tensors: a download, an upload, rows of clients, or the server's state."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
-    """``f`` on every tensor of ``rows``. None stays None."""
+    """Apply ``f`` to every tensor of ``rows``. None stays None."""
     if isinstance(rows, Tensor):
         return f(rows)  # type: ignore[return-value]
     if isinstance(rows, tuple):
@@ -37,12 +37,12 @@ def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
 
 
 def select_rows(rows: R, mask: Tensor) -> R:
-    """Select the rows of some clients, by a mask ``[m]`` or by places, or None stays None."""
+    """Select the rows of some clients, by a mask ``[m]`` or by indices. None stays None."""
     return map_rows(lambda field: field[mask], rows)
 
 
 def concat_rows(pieces: Sequence[R]) -> R:
-    """Concatenate the rows of all pieces."""
+    """Concatenate the rows of all parts."""
     first: Any = pieces[0]
     if len(pieces) == 1 or first is None:
         return first  # type: ignore[no-any-return]
@@ -56,11 +56,11 @@ def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
     """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
 
     Args:
-        tree: a tensor, a NamedTuple, a dict of them, or None, which has no tensor.
-        prefix: begins every name.
+        tree: a tensor, a NamedTuple, a dict of them, or None, which contains no tensor.
+        prefix: first part of every name.
 
     Raises:
-        AssertionError: something else is in it.
+        AssertionError: the tree contains another type.
     """
     return dict(_walk(tree, prefix))
 
@@ -83,17 +83,17 @@ def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
-    """``value`` as ``[m, 1]`` of the dtype and device of ``like``."""
+    """Return ``value`` as ``[m, 1]``, with the dtype and device of ``like``."""
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1, 1).expand(m, 1)
 
 
 def each_client(value: Tensor, m: int) -> Tensor:
-    """``[d]`` or ``[m, d]`` as ``[m, d]``, without a copy."""
+    """Return ``[d]`` or ``[m, d]`` as ``[m, d]``, without a copy."""
     return value.expand(m, -1)
 
 
 def remade(like: F, fields: Iterable[Any]) -> F:
-    """Build a NamedTuple of the same type with other fields."""
+    """Build a NamedTuple of the same type with other values."""
     return type(like)(*fields)
 
 
@@ -103,10 +103,10 @@ def to_device(rows: F, device: torch.device) -> F:
 
 
 def for_everyone(message: F, n: int) -> F:
-    """Expand one client's message, fields ``[d]`` or ``[1, .]``, to every client without a copy."""
+    """Expand one client's message, with fields ``[d]`` or ``[1, .]``, to every client without a copy."""
     return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
 
 
 def rows_of(message: F, where: slice | Tensor) -> F:
-    """Select some clients of a NamedTuple. Its fields are ``[d]``, the same for all, or ``[m, .]``."""
+    """Select some clients of a NamedTuple. Its fields are ``[d]``, the same for all clients, or ``[m, .]``."""
     return remade(message, (f[where] if f.dim() > 1 else f for f in message))

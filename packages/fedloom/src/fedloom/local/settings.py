@@ -18,17 +18,17 @@ from fedloom.values import Value
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 ADAMW_PATTERN = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
-"""Names of AdamW, whose weight decay is `ADAMW_DECAY` where it is not given, as in torch."""
+"""Names of AdamW. Its default weight decay is `ADAMW_DECAY`, as in torch."""
 ADAMW_DECAY = 0.01
 
 MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda m: 0 <= m < 1,
     "dampening": lambda t: 0 <= t <= 1,
 }
-"""Numbers of a torch optimiser with momentum, and their ranges."""
+"""Numbers of a torch optimizer with momentum, and their ranges."""
 
 MIN_STEP_SIZE = 1e-45
-"""Step sizes below are zero in float32."""
+"""Smaller step sizes are zero in float32."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -46,11 +46,11 @@ def _checked_optimizer(name: str) -> str:
 class LocalSGD(Value):
     """Training of a client: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
 
-    The direction of a step is the batch gradient (its norm bounded by ``clip``), plus ``weight_decay`` times the
+    The direction of a step is the batch gradient (with norm at most ``clip``), plus ``weight_decay`` times the
     parameters, plus the pulls and the shift of the method. Momentum acts on the sum, as in ``torch.optim.SGD``.
 
-    Another ``optimizer`` steps along the same direction. It gets ``weight_decay`` where it has an argument of that name
-    (AdamW's is decoupled from the gradient, and 0.01 unless given).
+    Any other ``optimizer`` uses the same direction. It receives ``weight_decay`` if it has an argument of that name
+    (AdamW's is decoupled from the gradient, with the default 0.01).
     """
 
     lr: float = Field(0.01, gt=0, description="step size of local SGD in the first round")
@@ -89,7 +89,7 @@ class LocalSGD(Value):
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, options: object) -> Any:
-        """Import an optimizer's class by its path, and set AdamW's own weight decay."""
+        """Import an optimizer's class by its path, and set AdamW's default weight decay."""
         if not isinstance(options, dict):
             return options
         name = options.get("optimizer")
@@ -128,28 +128,28 @@ class LocalSGD(Value):
 
     @property
     def optimizer_class(self) -> Any:
-        """The class of `optimizer`."""
+        """Class of `optimizer`."""
         return OPTIMIZERS.get(self.optimizer) or find_class(self.optimizer, "optimizer", torch.optim.Optimizer)
 
     @property
     def follows_gradient(self) -> bool:
-        """Whether the length of a step is in proportion to the gradient, as with SGD, not with Adam."""
+        """True if the length of a step is proportional to the gradient, as with SGD and not with Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimiser is one of torch whose option momentum adds up its steps."""
+        """True for an optimizer of torch whose momentum accumulates its steps."""
         return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
 
     @property
     def momenta(self) -> tuple[float, float, bool]:
-        """Momentum, its dampening, and whether it is Nesterov's, by either spelling."""
+        """Momentum, its dampening, and whether it is Nesterov's, from either option."""
         options = self.optimizer_options if self.has_momentum else {}
         momentum = options.get("momentum", self.momentum)
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
-        """Return the step size in ``round`` (from 1). Before the first round, the first round's."""
+        """Return the step size in ``round`` (from 1). Before the first round, it is the first round's step size."""
         round = max(round, 1)
         match self.schedule:
             case "exponential":
@@ -162,10 +162,10 @@ class LocalSGD(Value):
                 return self.lr
 
     def check(self, rounds: int) -> None:
-        """Refuse local training without a step, and a schedule by which the last of ``rounds`` takes none.
+        """Raise if local training has no step, or if the schedule makes the step size of the last of ``rounds`` zero.
 
         Raises:
-            ConfigError: with the sentence.
+            ConfigError: the settings allow no step; the message says which.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):

@@ -1,4 +1,4 @@
-"""smoothness: an estimate of L_i, the Lipschitz constant of the gradient of f_i near a point."""
+"""smoothness: estimates L_i, the Lipschitz constant of the gradient of f_i near a point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_SMOOTHNESS_RATIO = 100.0
-"""Largest believed constant of a client, as a multiple of the clients' median."""
+"""Largest accepted constant of a client, as a multiple of the clients' median."""
 
 
 class _Power(NamedTuple):
@@ -29,12 +29,12 @@ class _Power(NamedTuple):
 
 
 def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
-    """Largest absolute eigenvalue of the Hessian of f_i at ``w``, by power iteration on central differences.
+    """Estimate the largest absolute eigenvalue of f_i's Hessian at ``w``, by power iteration on central differences.
 
     Args:
         w: ``[d]`` or ``[m, d]``.
-        work: the local problems. Two full gradients per iteration.
-        iterations: the estimate grows with them towards the eigenvalue.
+        work: the local problems. Each iteration needs two full gradients.
+        iterations: with more iterations the estimate increases towards the eigenvalue.
 
     Returns:
         ``[m, 1]``.
@@ -57,10 +57,10 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 def largest(smooth: Tensor, give: str) -> Tensor:
     """Return the largest measured constant ``[1]`` of ``[m, 1]``, at most `MAX_SMOOTHNESS_RATIO` medians.
 
-    So one client that claims a huge one stops no run.
+    A single client that reports a huge constant therefore cannot stop a run.
 
     Raises:
-        ConfigError: it is 0 or not finite. ``give`` names the options to give in its place.
+        ConfigError: it is 0 or not finite. ``give`` names the options to set instead.
     """
     median = smooth.median()
     smooth = smooth.clamp(max=MAX_SMOOTHNESS_RATIO * median) if bool(median > 0) else smooth

@@ -1,4 +1,4 @@
-"""split: local problems on two parts of the clients' training samples, for methods that hold some out."""
+"""split: local problems on two parts of the clients' training samples, for methods that hold out samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def split(work: Work, share: float) -> tuple[Work, Work]:
-    """Split the training samples of each client into all but a share, and that share.
+    """Split each client's training samples into a held-out share and the rest.
 
-    Which samples these are is drawn once for a client, not anew in each round. A part has one sample at least, of a
-    single sample both have it. Steps, batches and `Work.loss` are on the part, all other answers on all samples.
+    The samples are drawn once per client, and not again in each round. Each part has at least one sample. A client with
+    a single sample has it in both parts. Steps, batches and `Work.loss` use the part. All other results use all
+    samples.
     """
     rest, held = list[Tensor](), list[Tensor]()
     for i, size in zip(work.ids.tolist(), work.sizes[:, 0].tolist(), strict=True):
@@ -30,7 +31,7 @@ def split(work: Work, share: float) -> tuple[Work, Work]:
 
 
 def _restrict_work(work: Work, parts: Sequence[Tensor]) -> Work:
-    """Restrict the work to these positions of the training parts, one tensor per client."""
+    """Restrict the work to these positions in the training parts, one tensor per client."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
     if work.local.steps is not None or work.fixed_batches is not None:

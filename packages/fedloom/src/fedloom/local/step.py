@@ -1,4 +1,4 @@
-"""step_: one step of SGD in place, for methods whose loop is not `descend`'s."""
+"""step_: one step of SGD in place, for methods with their own loop instead of `descend`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def step_(
     keep: float | Tensor = 1.0,
     steady: Tensor | None = None,
 ) -> Tensor:
-    """``w <- keep w - lr g(at) + steady`` in one pass. G is `Work.grad` on ``batch``, which is not formed.
+    """Compute ``w <- keep w - lr g(at) + steady`` in one pass. g is `Work.grad` on ``batch``, which is never stored.
 
     Args:
-        w: ``[m, d]``, modified.
+        w: ``[m, d]``, changed in place.
         work: the local problems.
-        batch: one batch of every client.
+        batch: one batch per client.
         lr: step size, a number or ``[m, 1]``.
-        at: ``[m, d]`` where the gradient is taken. ``w`` before the step when None.
+        at: ``[m, d]`` point at which the gradient is computed. None: ``w`` before the step.
         keep: factor of w, a number or ``[m, 1]``.
         steady: ``[m, d]``, or None for zero.
 
@@ -57,14 +57,14 @@ def step_(
 
 
 def decay_of(work: Work, w: Tensor) -> Tensor:
-    """Weight decay at ``w``, of its shape. 0 for parameters that no gradient reaches."""
+    """Return the weight decay at ``w``, in its shape, and 0 for parameters without a gradient."""
     decay = work.local.weight_decay * w
     reached = work.oracle.reached if work.local.weight_decay else None
     return decay if reached is None else decay.mul_(reached)
 
 
 def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
-    """``w <- w - lr weight decay at w``, and that ``w``."""
+    """Compute ``w <- w - lr weight decay at w``, and return ``w``."""
     factor = 1 - lr * work.local.weight_decay
     reached = work.oracle.reached if work.local.weight_decay else None
     return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)

@@ -1,4 +1,4 @@
-"""Steppers: the optimisers of a chunk's clients in one call of `descend`, each client with its own state."""
+"""Steppers: the optimizers of a chunk's clients in one call of `descend`, each client with its own state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Steppers:
-    """The optimisers of the clients in one call of `descend`.
+    """The optimizers of the clients in one call of `descend`.
 
     Args:
-        w: ``[m, d]``, where the clients start.
-        work: their local problems.
+        w: ``[m, d]`` start of every client.
+        work: the clients' local problems.
         stream: name of the call.
         lr: step size.
     """
@@ -46,7 +46,7 @@ class Steppers:
                     )
 
     def step_(self, w: Tensor, g: Tensor, slots: Tensor) -> None:
-        """Step along ``g [m, d]`` for the clients at the places ``slots``. ``w [m, d]`` is changed in place."""
+        """Step along ``g [m, d]`` for the clients with the indices ``slots``. ``w [m, d]`` is changed in place."""
         stepped = slots.tolist()
         for slot in self._parameters.keys() - set(stepped):
             for p in self._parameters[slot]:
@@ -59,7 +59,7 @@ class Steppers:
                 optimizer.step()
 
     def keep(self) -> None:
-        """Keep the states, where states are kept."""
+        """Store the states, if the settings keep them."""
         memory = self._memory
         if memory is not None:
             for slot, parameters in self._parameters.items():

@@ -23,7 +23,10 @@ Until = Callable[[Tensor, Tensor], Tensor]
 
 
 class SvrgResult(NamedTuple):
-    """End points ``w [m, d]`` of the clients after ``outer [m, 1]`` iterations. ``met [m, 1]``: the stop rule holds."""
+    """Last points ``w [m, d]`` of the clients after ``outer [m, 1]`` iterations.
+
+    ``met [m, 1]``: the stop rule holds.
+    """
 
     w: Tensor
     outer: Tensor
@@ -31,9 +34,9 @@ class SvrgResult(NamedTuple):
 
 
 class Solving(NamedTuple):
-    """Points ``w [m, d]`` of the clients, directions there and at the start, and iterations ``done [m, 1]``.
+    """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
 
-    mu ``[m, 1]`` and steady ``[m, d]`` are those of `pull_terms`.
+    mu ``[m, 1]`` and steady ``[m, d]`` come from `pull_terms`.
     """
 
     w: Tensor
@@ -62,27 +65,28 @@ def svrg(
     until: Until | None = None,
     stream: Purpose = "svrg",
 ) -> SvrgResult:
-    """SVRG on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
+    """Run SVRG on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w``.
 
     An outer iteration takes the full gradient at a snapshot v, then ``inner`` steps
     ``w <- w - lr (g(w) - g(v) + grad L(v) + sum mu (w - v))`` from v. The next snapshot is one of w_0, ...,
     w_{inner-1}, drawn uniformly (Option II of Johnson and Zhang, NeurIPS 2013), and the sweep ends there. Pulls and
-    shift enter exactly, not by sampling.
+    shift are exact, and are not sampled.
 
     Args:
         w: ``[d]`` or ``[m, d]``.
         work: the local problems.
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``.
-        outer: most outer iterations, ``[m, 1]`` or one number.
-        inner: steps of one outer iteration. An epoch of each client when None, but at least 2. With 1 nothing moves, as
-            the last iterate is never drawn.
-        lr: step size. The step size of the round when None.
-        until: stop rule on full directions already computed, checked before each outer iteration but the first.
+        outer: largest number of outer iterations, ``[m, 1]`` or one number.
+        inner: steps of one outer iteration. None: an epoch of each client, but at least 2. With 1 nothing changes,
+            because the last iterate is never drawn.
+        lr: step size. None: the step size of the round.
+        until: stopping rule on full directions that are already computed. It is checked before each outer iteration
+            except the first.
         stream: name of the batches.
 
     Returns:
-        The last snapshot and the number of outer iterations of each client. ``met`` is False without a stop rule.
+        The last snapshot and the number of outer iterations of each client. ``met`` is False without a stopping rule.
     """
     rate = work.lr if lr is None else lr
 
@@ -102,15 +106,16 @@ def svrg(
 
 
 def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream: Purpose = "svrg") -> Tensor:
-    """SVRG on f_i alone whose snapshot v stays the start, as the released code of FIAELT has it.
+    """Run SVRG on f_i alone, with the start as the snapshot v throughout, as in FIAELT's released code.
 
-    A full gradient step from v, then ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the round. An epoch
+    It takes a full gradient step from v, then ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the round.
+    An epoch
     has a length drawn uniformly from 1 to the batches of a pass.
 
     Args:
         w: ``[d]`` or ``[m, d]``.
         work: the local problems.
-        lr: step size. The step size of the round when None.
+        lr: step size. None: the step size of the round.
         stream: name of the batches.
 
     Returns:
@@ -157,7 +162,7 @@ def iterate_solver(
 
 
 def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, with mu ``[m, 1]``."""
+    """Return the terms that pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, mu ``[m, 1]``."""
     m = len(w)
     mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
     steady = torch.zeros_like(w) if shift is None else each_client(shift, m)

@@ -1,4 +1,4 @@
-"""Term: what a method adds to the loss of a sample, as a function of its representation."""
+"""Term: a function of a sample's representation that a method adds to the sample's loss."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TermFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class Term(NamedTuple):
-    """A term of the local loss: weight times the mean over a batch of ``fn`` of its samples.
+    """A term of the local loss: weight times the mean of ``fn`` over the samples of a batch.
 
-    The representation is that of `Work.activations`, the output of the model's penultimate layer, flattened. Gradients
-    flow through features and outputs, not through those of the anchors, which are taken without dropout.
+    The representation is the output of the model's penultimate layer, flattened, as in `Work.activations`. Gradients
+    pass through features and outputs, but not through the anchors' features, which are computed without dropout.
 
     Attributes:
-        fn: of the samples of one client, and that client's row of `argument`.
-        weight: a number or ``[m, 1]``. A term whose weights are all 0 is no term.
-        anchors: models ``[d]`` or ``[m, d]`` whose features of the same samples the function gets.
-        argument: a tensor or NamedTuple of tensors ``[m, .]``, of which a client's function gets its row. Or None.
+        fn: function of the samples of one client, and of that client's row of `argument`.
+        weight: a number or ``[m, 1]``. A term with only zero weights is ignored.
+        anchors: models ``[d]`` or ``[m, d]``. The function receives their features of the same samples.
+        argument: a tensor or NamedTuple of tensors ``[m, .]``. The function receives the client's row. Or None.
     """
 
     fn: TermFunction
@@ -42,12 +42,12 @@ class Bound(NamedTuple):
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
-    """Return the terms with a weight."""
+    """Return the terms with a nonzero weight."""
     return [t for t in terms if bool(torch.as_tensor(t.weight).any())]
 
 
 def bound(terms: Sequence[Term], w: Tensor) -> tuple[Bound, ...]:
-    """Bind the rows of terms to the models ``w [m, d]``."""
+    """Combine the rows of terms with the models ``w [m, d]``."""
     m = len(w)
 
     def weights(value: float | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work: what an algorithm may ask about the local problems of the clients at hand."""
+"""Work: everything that an algorithm may compute about the local problems of the current clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedloom.seeds import Purpose, generator
 
 @dataclass(frozen=True)
 class Counts:
-    """Work done for every client of a chunk: samples ``[m]`` backward and forward, and steps ``[m]`` of any solver."""
+    """Work done by every client of a chunk: backward and forward samples ``[m]``, and steps ``[m]`` of any solver."""
 
     backward: Tensor
     forward: Tensor
@@ -46,11 +46,12 @@ class Work:
         steps: ``[m, 1]`` local steps of the round.
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
-        fixed_batches: one entry per client, its batches by stream, where a run replays them. None: they are drawn.
-        counted: ``steps`` are the given batches, of which a step of `iterate` may take several.
-        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it. None: it is drawn.
-        memory: states of the clients' optimisers that go on from the round before. None: they start anew.
-        places: ``[m, b]`` positions of the samples that batches and losses are of. None: all (`fedloom.local.split`).
+        fixed_batches: each client's batches by stream, if a run replays them. None: the batches are drawn.
+        counted: ``steps`` counts the given batches; a step of `iterate` may use several.
+        projection: ``[k, d]`` the matrix of a subspace method, if a run replays it. None: the matrix is drawn.
+        memory: states of the clients' optimizers that continue from the previous round. None: the optimizers start
+            without a state.
+        places: ``[m, b]`` positions of the samples that batches and losses use. None: all (`fedloom.local.split`).
     """
 
     def __init__(
@@ -100,41 +101,44 @@ class Work:
         return self.oracle.layout
 
     def epochs(self, e: int) -> Tensor:
-        """``[m, 1]`` steps of ``e`` passes over each client's training part. None for work that is `idle`."""
+        """Return the number of steps ``[m, 1]`` in ``e`` passes over each client's training part.
+
+        None for work that is `idle`.
+        """
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
         return e * self.batches()
 
     def passes(self) -> Tensor:
-        """``[m, 1]`` passes over the training part in the round, the last one perhaps cut short."""
+        """Number of passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
         per = self._per_epoch()
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """``[m, 1]`` bool: step `k` of `iterate` is the client's last in an epoch, or in the round."""
+        """True if step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
     def _per_epoch(self) -> Tensor:
-        """``[m, 1]`` steps of an epoch."""
+        """Number of steps per epoch, ``[m, 1]``."""
         if self.local.steps is None:
             return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """``[m, 1]`` steps of a pass over each client's training part, `LocalSGD.batches` of them all."""
+        """Number of steps in a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of all of them."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
-        """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""
+        """Return the gradient of f_i on ``batch`` at ``w``, ``[m, d]``, with clipping (if set) and weight decay."""
         w = each_client(w, self.m)
         return self.add_decay_(self.clipped(w, batch), w)
 
     def add_decay_(self, out: Tensor, w: Tensor) -> Tensor:
-        """``out <- out + weight decay at w``, both ``[m, d]``, and that ``out``.
+        """Add the weight decay at ``w`` to ``out``, both ``[m, d]``, and return ``out``.
 
-        As with optimisers of torch, a parameter that no gradient reaches has none.
+        As with optimizers of torch, a parameter without a gradient has no weight decay.
         """
         decay, reached = self.local.weight_decay, self.oracle.reached if self.local.weight_decay else None
         if reached is not None:
@@ -144,7 +148,7 @@ class Work:
     def clipped(
         self, w: Tensor, batch: Batch, functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = ()
     ) -> Tensor:
-        """Gradient of the mean loss of ``batch`` and terms at ``w`` ``[m, d]``, its norm at most ``local.clip``."""
+        """Return the gradient of the mean loss of ``batch`` and terms at ``w [m, d]``, clipped to ``local.clip``."""
         g = torch.empty_like(w, memory_format=torch.contiguous_format)
         self.addgrad_(g, w, batch, 0.0, 1.0, None, functions, terms)
         if self.local.clip is not None:
@@ -163,12 +167,12 @@ class Work:
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """``out <- beta out + alpha gradient of the mean batch loss and terms at w + steady``.
+        """Compute ``out <- beta out + alpha gradient of the mean batch loss and terms at w + steady``.
 
-        Samples count as backward, and as forward for every anchor of a term (`fedloom.local.terms`).
+        Samples count as backward samples, and as forward samples for every anchor of a term (`fedloom.local.terms`).
 
         Raises:
-            Refused: there are terms, and the model's samples cannot be looked at one by one.
+            ConfigError: there are terms, and the model's samples cannot be processed one by one.
         """
         self._count(self.counts.backward, batch.count)
         self._count_anchors(batch, terms)
@@ -180,7 +184,7 @@ class Work:
             self._count(self.counts.forward, anchors * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
-        """Gradient of terms alone at ``w`` ``[m, d]``, counted as samples backward."""
+        """Return the gradient of the terms alone at ``w`` ``[m, d]``. The samples count as backward samples."""
         self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
         if terms:
@@ -189,31 +193,31 @@ class Work:
         return g
 
     def features(self, w: Tensor) -> list[Features]:
-        """Representations at ``w`` of every client's training samples, with their labels, in its order.
+        """Return representations at ``w`` of every client's training samples, with their labels, in their order.
 
         Args:
             w: ``[d]`` or ``[m, d]``.
 
         Raises:
-            Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+            ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Mean representation at ``w`` of every class in the training part, ``[m, c, k]``. 0 where a client has none.
+        """Return the mean representation ``[m, c, k]`` at ``w`` of every class in the training part, 0 if missing.
 
         Args:
             w: ``[d]`` or ``[m, d]``.
 
         Raises:
-            Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+            ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
-        """All steps of SGD on ``w [m, d]`` at once, in place. False if the oracle has no such loop."""
+        """Take all steps of SGD on ``w [m, d]`` at once, in place. Return False if the oracle has no such loop."""
         descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
             return False
@@ -229,28 +233,31 @@ class Work:
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count steps ``[m]``, or one number for every client at hand. `iterate` counts those that draw batches."""
+        """Count steps ``[m]``, or one number for every current client. `iterate` counts the steps that draw batches."""
         self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
-        """Return the steps ``[m]`` of every client on the CPU. None stands for the round's, of ``batches`` each."""
+        """Return the steps ``[m]`` of every client on the CPU.
+
+        None stands for the round's steps, with ``batches`` each.
+        """
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps
         return torch.as_tensor(steps).reshape(-1, 1).expand(self.m, 1)[:, 0].cpu().long()
 
     def full_grad(self, w: Tensor) -> Tensor:
-        """Gradient of f_i over the whole training part at ``w``, weight decay included, ``[m, d]``."""
+        """Return the gradient of f_i over the whole training part at ``w``, including weight decay, ``[m, d]``."""
         w = each_client(w, self.m)
         return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
 
     def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
-        """``out <- out + full_grad(w)``, both ``[m, d]``. Returns ``out``, which is not ``w``."""
+        """Compute ``out <- out + full_grad(w)``, both ``[m, d]``. It returns ``out``, which must not be ``w``."""
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
         return self.add_decay_(out, w)
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
-        """Mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""
+        """Return the mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""
         w = each_client(w, self.m)
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
         for piece in self.pieces() if batch is None else [batch]:
@@ -260,61 +267,65 @@ class Work:
         return total
 
     def accuracy(self, w: Tensor) -> Tensor:
-        """Share of the client's training samples that ``w`` predicts right, ``[m, 1]``.
+        """Return the share of the client's training samples that ``w`` predicts correctly, ``[m, 1]``.
 
         Raises:
-            Refused: the task has no classes.
+            ConfigError: the task has no classes.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
     def group_counts(self, w: Tensor, group: str) -> Tensor:
-        """Count the client's training samples in two groups of rows, ``[m, 8]``, of a binary task.
+        """Count the client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
 
-        Of the first group, then of the second: samples, those that ``w`` predicts 1, those labelled 1, and those that
-        are both.
+        For the first group and then the second: samples, samples predicted 1, samples labeled 1, and samples with both.
 
         Args:
             w: ``[d]`` or ``[m, d]``.
-            group: column of two levels, or a bound (`fedloom.data.groups.groups_of`).
+            group: column with two levels, or with a bound (`fedloom.data.groups.groups_of`).
 
         Raises:
-            Refused: the task is not binary.
-            ConfigError: the column was not kept, or makes other than two groups.
+            ConfigError: the task is not binary,
+            the column was not kept, or it does not define two groups.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.group_counts(each_client(w, self.m), self.ids, group)
 
     @property
     def class_counts(self) -> Tensor:
-        """Training samples of every class, ``[m, c]``. Counted at the client, in no message.
+        """Return the number of training samples of every class, ``[m, c]``.
+
+        They are counted at the client, and no message contains them.
 
         Raises:
-            Refused: the task has no classes.
+            ConfigError: the task has no classes.
         """
         return self.oracle.class_counts(self.ids)
 
     def activations(
         self, w: Tensor, layer: str = "penultimate", reduce: Reduce | None = None, batch: Batch | None = None
     ) -> Tensor:
-        """Mean over the client's training samples of ``reduce(output of layer)`` at ``w``, ``[m, a]``.
+        """Return the mean over the client's training samples of ``reduce(output of layer)`` at ``w``, ``[m, a]``.
 
         Args:
             w: ``[d]`` or ``[m, d]``.
-            layer: a module's name, or ``"penultimate"`` (the last hidden representation) or ``"logits"``.
-            reduce: acts on the ``[b, a]`` outputs of single samples, log-softmax for one.
+            layer: a module's name, or ``"penultimate"`` (the last hidden representation), or ``"logits"``.
+            reduce: function of the ``[b, a]`` outputs of single samples, for instance log-softmax.
             batch: only these samples.
         """
         self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
 
     def last_batch(self, stream: Purpose = "local") -> Batch:
-        """Return the batch of the client's last step in a stream. The first step's if it takes none."""
+        """Return the batch of the client's last step in a stream.
+
+        If the client takes no step, return the first step's batch.
+        """
         steps = self.steps[:, 0].cpu().clamp(min=1)
         return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
-        """One generator per client for a draw of this round."""
+        """Return one generator per client for a draw of this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
@@ -353,9 +364,9 @@ class Work:
         return other
 
     def pieces(self) -> list[Batch]:
-        """Batches that together are the client's whole training part, each weighted by its share of it.
+        """Yield batches that together are the client's whole training part, each weighted by its share of the part.
 
-        A batch is of the first clients, up to the last one that has samples left.
+        A batch contains the first clients, up to the last client with remaining samples.
         """
         together = int(self.sizes.max()) if self.oracle.whole else None
         return pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

@@ -32,7 +32,7 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
 MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
-"""The class of every kind of `MODELS` and of every network of `PAPER_NETWORKS`, with the defaults that a run has."""
+"""Class of every kind of `MODELS` and of every network of `PAPER_NETWORKS`, with the defaults of a run."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: a module whose layers stay, each with a small product beside it that trains.
+"""Low-rank adapters: the module's layers are frozen, and each gets a small trainable product beside it.
 
 E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, with
 B = 0 at the start.
@@ -20,11 +20,11 @@ from fedloom.models.parts import head_prefixes
 from fedloom.values import Value
 
 ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
-"""In the name of a module, or of its class, below which linear layers are attention's."""
+"""Substring of a module's name or class that marks attention layers."""
 
 
 class Adapters(Value):
-    """Layers with adapters. Every other parameter of the model is frozen and exists once for all clients."""
+    """Layers with adapters. Every other parameter of the model is frozen and stored once for all clients."""
 
     rank: PositiveInt = Field(8, description="rank of every adapter")
     on: Literal["attention", "linear"] = Field(
@@ -39,8 +39,8 @@ class Adapted(nn.Module):
 
     Attributes:
         wrapped: the layer, frozen.
-        down: ``[rank, inputs]``. A of the paper.
-        up: ``[outputs, rank]``. B of the paper, 0 at the start.
+        down: ``[rank, inputs]``. A in the paper.
+        up: ``[outputs, rank]``. B in the paper, 0 at the start.
     """
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
@@ -58,7 +58,7 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix as a plain layer would have it. Some modules read it instead of calling the layer."""
+        """The matrix of the layer. Some modules read it instead of calling the layer."""
         plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
         return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
@@ -70,12 +70,12 @@ class Adapted(nn.Module):
 
 
 def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
-    """Copy a module and add adapters. Nothing else trains, except the head if asked for.
+    """Copy a module and add adapters. Only the adapters train, and the head if requested.
 
     Initial values of the adapters come from torch's global generator.
 
     Raises:
-        ConfigError: there is no such layer, or the rank is more than one of them can have.
+        ConfigError: there is no such layer, or the rank is too large for one of them.
     """
     module = copy.deepcopy(module)
     linear = {name: layer for name, layer in module.named_modules() if name and _is_linear(layer)}
@@ -125,7 +125,7 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Test for a linear layer of torch, or for GPT-2's in transformers, whose matrix is transposed."""
+    """Return whether a module is a linear layer of torch, or GPT-2's in transformers (a transposed matrix)."""
     return type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
 
 

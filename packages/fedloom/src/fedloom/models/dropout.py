@@ -1,4 +1,4 @@
-"""Dropout whose masks come from outside, so that one client's draws do not depend on who else trains."""
+"""Dropout with masks from outside, so that one client's draws do not depend on the other clients that train."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Module):
-    """Multiplies by the buffer ``mask`` in training, does nothing in evaluation.
+    """Multiplies by the buffer ``mask`` in training, and does nothing in evaluation.
 
     The engine draws masks from the client's own generator (`draw`) and passes them in as the buffer, by assignment or
-    `torch.func.functional_call`, which also stacks under `torch.func.vmap`. Until then ``mask`` is one and nothing is
-    dropped. The buffer is not part of the state dict.
+    `torch.func.functional_call`, which also stacks under `torch.func.vmap`. Until the engine sets it, ``mask`` is one
+    and nothing is dropped. The buffer is not part of the state dict.
 
     Args:
-        p: share of the features that is dropped, in [0, 1).
+        p: probability with which a feature is dropped, in [0, 1).
 
     Raises:
-        ValueError: p out of range.
+        ValueError: p is out of range.
     """
 
     mask: Tensor
@@ -35,9 +35,9 @@ class Dropout(nn.Module):
         return kept.to(self.mask.dtype).mul_(1 / (1 - self.p))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x * mask`` in training, else ``x``."""
+        """Return ``x * mask`` in training, else ``x``."""
         return x * self.mask if self.training else x
 
     def extra_repr(self) -> str:
-        """``p`` in the printed module."""
+        """Return ``p`` for the printed module."""
         return f"p={self.p}"

@@ -1,4 +1,4 @@
-"""Factorised inference: linear and convolutional layers replaced by two thin ones where these are smaller."""
+"""Factorized inference: two thin layers replace each linear and convolutional layer, if they are smaller."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Factorised(NamedTuple):
     """A module with thin layers.
 
     Attributes:
-        module: the copy, in evaluation mode. The original is left alone.
-        parameters: how many it has.
-        before: how many the original has.
-        ranks: rank of every layer that was replaced, by name.
+        module: the copy, in evaluation mode. The original does not change.
+        parameters: number of parameters.
+        before: number of parameters of the original.
+        ranks: rank of each replaced layer, by name.
     """
 
     module: nn.Module
@@ -32,18 +32,19 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
     """Replace every `nn.Linear` and `nn.Conv2d` by two thin layers where they have fewer parameters (FedSLR, Table 9).
 
     A convolution ``[o, i, k, l]`` is the matrix ``[o*k, i*l]`` of FedSLR section 3: a convolution ``1 x l`` to ``r``
-    channels, then one ``k x 1`` from them. Grouped convolutions and those that pad with anything but zeros stay.
+    channels, then one ``k x 1`` from them. Grouped convolutions, and convolutions with nonzero padding, are not
+    replaced.
 
     Args:
-        module: the model. Predictions are equal up to rounding where no singular value is left out.
-        rank: most singular values kept of a layer. All above the tolerance when None.
-        tolerance: singular values below this share of a layer's largest are left out, in [0, 1).
+        module: the model. Predictions are equal up to rounding if no singular value is dropped.
+        rank: largest number of singular values kept per layer. If None, all above the tolerance.
+        tolerance: singular values below this share of a layer's largest are dropped, in [0, 1).
 
     Returns:
-        The new module, and which of its layers are thin.
+        The new module, and the names of its thin layers.
 
     Raises:
-        ConfigError: rank or tolerance out of range.
+        ConfigError: rank or tolerance is out of range.
     """
     if rank is not None and rank < 1:
         raise ConfigError(f"factorise: rank must be at least 1, got {rank}")
@@ -71,10 +72,10 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
     Args:
         module: the model.
-        ranks: rank of every layer that is replaced, as `Factorised.ranks` has them.
+        ranks: rank of each replaced layer, as in `Factorised.ranks`.
 
     Raises:
-        ConfigError: a name is no layer that can be replaced.
+        ConfigError: a name does not belong to a replaceable layer.
     """
     thinned = copy.deepcopy(module).eval()
     layers = dict(thinned.named_modules())
@@ -100,7 +101,7 @@ def _matrix(layer: nn.Module) -> Tensor | None:
 
 
 def _pair(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
-    """Two layers with the product ``left [rows, r] right [r, columns]``."""
+    """Return two layers with the product ``left [rows, r] right [r, columns]``."""
     r = left.shape[1]
     first: nn.Linear | nn.Conv2d
     second: nn.Linear | nn.Conv2d

@@ -13,7 +13,7 @@ EMBEDDING, CONDITION = "embedding.weight", "condition"
 
 
 class Valve(nn.Module):
-    """Scales and shifts features as a condition requires: relu((gamma(c) + 1) z + beta(c)).
+    """Scales and shifts features according to a condition: relu((gamma(c) + 1) z + beta(c)).
 
     Args:
         width: number of features k.
@@ -26,23 +26,23 @@ class Valve(nn.Module):
         )
 
     def forward(self, z: Tensor, condition: Tensor) -> Tensor:
-        """Features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
+        """Return features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
         return torch.relu(z * (self.gamma(condition) + 1)[:, None] + self.beta(condition)[:, None])
 
 
 class Guided(Bodied):
     """A network with a valve before its head, and an embedding of every class (GPFL).
 
-    It predicts from the features under the second condition. The embeddings have no part in a prediction.
+    It predicts from the features under the second condition. The embeddings do not affect predictions.
 
     Attributes:
         body: the network below its head.
         embedding: ``[c, k]``, drawn from the standard normal distribution.
         valve: the valve, the same for both conditions.
-        condition: ``[2, k]``, generic and personal. 0 at the start.
+        condition: ``[2, k]`` the generic and the personal condition. 0 at the start.
         head: the network's last linear layer.
-        penultimate: the layer that is the representation ``[b, k + c + 1]``: the generic features, their cosines with
-            the embeddings, and half of the squared norm of valve and embeddings.
+        penultimate: the layer whose output is the representation ``[b, k + c + 1]``: the generic features, their
+            cosines with the embeddings, and half of the squared norm of valve and embeddings.
     """
 
     penultimate = "guidance"

@@ -1,4 +1,4 @@
-"""A model of Hugging Face's transformers, by name or from a configuration, with a linear head."""
+"""A model of Hugging Face's transformers, loaded by name or built from a configuration, with a linear head."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.models.sequences import OfTokens, Pick
 
 
 class Hub(OfTokens):
-    """A body of transformers and a linear head over its last hidden states. Needs the extra ``hub``.
+    """A body of transformers, with a linear head on its last hidden states. It needs the extra ``hub``.
 
-    ``name`` fetches weights by `AutoModel.from_pretrained`, never with code of the repository. The tokens of the data
-    must then be those of the model's own tokenizer, with 0 as padding. ``config`` makes a new body offline. Dropout is
-    the configuration's.
+    ``name`` fetches weights by `AutoModel.from_pretrained`, and never runs code of the repository. The data must then
+    use the tokens of the model's tokenizer, with 0 as padding. ``config`` builds a new body offline. The configuration
+    determines dropout.
     """
 
     name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")
@@ -68,6 +68,6 @@ class Headed(nn.Module):
         self.body, self.pick, self.head = body, pick, nn.Linear(body.config.hidden_size, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of tokens ``[b, L]``."""
+        """Return logits of tokens ``[b, L]``."""
         h = self.body(input_ids=x, attention_mask=(x != 0).to(torch.int64)).last_hidden_state
         return self.head(self.pick(h, x))  # type: ignore[no-any-return]

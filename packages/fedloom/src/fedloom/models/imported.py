@@ -1,4 +1,4 @@
-"""A user's own `nn.Module`: named by its import path, or held by this process. And what its forward pass changes."""
+"""A user's own `nn.Module`, given by its import path or as an object of this process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
-"""A user's module, or a class or function that makes one."""
+"""A user's module, or a class or function that returns one."""
 ABSENT_VALUE = object()
-"""In the place of the value of an attribute that is not there."""
+"""Marks an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
-"""Kinds of attributes that a forward pass may change."""
+"""Types of attributes that a forward pass may change."""
 OF_TORCH = {*vars(nn.Module())}
-"""Attributes of every module."""
+"""Attributes that every module has."""
 
 
 class Import(ModelSpec):
     """A class or function of user code that returns an `nn.Module`.
 
-    It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names, for
+    It is called with ``options``, and with ``shape`` and ``outputs`` if it has parameters with these names. For
     sequences also with ``vocabulary`` (its size) and ``each`` (every position has a label). The module takes
-    ``[b, *shape]`` and returns outputs of the shape in `ModelSpec`. It may carry the attributes ``head`` and
-    ``penultimate`` of `fedloom.models.parts`. Code of the named module is executed.
+    ``[b, *shape]`` and returns outputs of the shape in `ModelSpec`. It may have the attributes ``head`` and
+    ``penultimate`` of `fedloom.models.parts`. fedloom runs the code of the named module.
     """
 
     path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
@@ -59,10 +59,11 @@ class Import(ModelSpec):
 
 
 class Held(ModelSpec):
-    """A module, class or function that this process holds, and no import path names: of a notebook's cell, say.
+    """A module, class or function of this process without an import path, for instance one defined in a notebook cell.
 
-    A module is copied, with its weights: they are the initial values, whatever the seed. A class or function is called
-    as by `Import`. Checkpoints know it by ``digest``, to go on with one in another process, define the same there.
+    A module is copied with its weights, which are the initial values for every seed. A class or function is called as
+    `Import` calls it. Checkpoints identify it by ``digest``. To resume in another process, define the same object
+    there.
     """
 
     kind: ClassVar[str] = "held"
@@ -94,11 +95,11 @@ class Held(ModelSpec):
 
 
 def describe_model(model: object) -> ModelSpec | None:
-    """Return the specification of an object that stands for a model in Python, or None for other objects.
+    """Return the specification of an object that describes a model in Python, or None for other objects.
 
     Args:
-        model: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one, what
-            an import path names is an `Import`, anything else a `Held`.
+        model: an `nn.Module` (its weights are the initial values), a module class, or a function that returns a module.
+            An object with an import path becomes an `Import`, any other a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -129,7 +130,7 @@ def wrap_model(model: object) -> ModelSpec:
     """Return the specification of an object that `describe_model` accepts.
 
     Raises:
-        ConfigError: it is no model.
+        ConfigError: it is not a model.
     """
     spec = describe_model(model)
     if spec is None:
@@ -173,13 +174,13 @@ def _build(
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Names of the layers that normalise a sample by those that are predicted with it."""
+    """Return the names of the layers that normalize a sample by the other samples of a prediction."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 
 
 def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """What to do about a module that fails on samples of a shape."""
+    """Return advice for a module that fails on samples of a shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
@@ -192,11 +193,11 @@ def try_out(
 ) -> None:
     """Run two samples through the module and check the output's shape.
 
-    The samples are zeros, or ones where it fails on them, as with a mask that leaves no position, or of token 1. Layers
-    that normalise by the other samples of a prediction are tried with one sample, too.
+    The samples are zeros. If the module fails on zeros, they are ones (as for a mask that would exclude every position)
+    or token 1. Layers that normalize by the other samples of a prediction are also tried with one sample.
 
     Raises:
-        ConfigError: it fails, the shape is not that of `ModelSpec`, or no parameter has a gradient by the output.
+        ConfigError: the module fails, its output's shape differs from `ModelSpec`, or no parameter affects the output.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -253,7 +254,10 @@ def try_out(
 
 
 def _trains(module: nn.Module, samples: Tensor) -> bool:
-    """Whether outputs have a gradient in training mode, which a module may leave out of others. Or fail there."""
+    """Return whether outputs have a gradient in training mode.
+
+    Some modules turn it off in other modes. Or fail there.
+    """
     try:
         with torch.enable_grad():
             return bool(deepcopy(module).train()(samples).requires_grad)
@@ -262,7 +266,7 @@ def _trains(module: nn.Module, samples: Tensor) -> bool:
 
 
 def values_of(module: nn.Module) -> dict[str, object]:
-    """Buffers, batch statistics apart, and attributes of `CHANGEABLE_TYPES`, by name."""
+    """Return buffers, except batch statistics, and attributes of `CHANGEABLE_TYPES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
         plain = {k: v for k, v in vars(m).items() if isinstance(v, CHANGEABLE_TYPES) and k not in OF_TORCH}
@@ -272,7 +276,7 @@ def values_of(module: nn.Module) -> dict[str, object]:
 
 
 def put(owner: nn.Module, name: str, value: object) -> None:
-    """Set a buffer, on its device and in its type, or an attribute, to a copy of a value, see `ABSENT_VALUE`."""
+    """Set a buffer (on its device and in its type) or an attribute to a copy of a value, see `ABSENT_VALUE`."""
     before = owner._buffers.get(name)
     if value is ABSENT_VALUE:
         vars(owner).pop(name, None)
@@ -298,7 +302,7 @@ def copy_of(value: Any) -> Any:
 
 
 class Mark(NamedTuple):
-    """A value at a time: itself, the version of a tensor, the marks of what a container holds."""
+    """State of a value at a time: the value itself, the version of a tensor, and the marks of a container's items."""
 
     value: object
     version: int
@@ -311,7 +315,7 @@ class Mark(NamedTuple):
         return cls(value, version, tuple(map(cls.of, _parts(value))))
 
     def is_same(self, now: object) -> bool:
-        """Whether a value is this one still."""
+        """Return whether a value is still the same."""
         if isinstance(now, (*CONTAINER_TYPES, tuple)):
             parts = _parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)
@@ -330,14 +334,14 @@ def _parts(value: object) -> list[object]:
 
 
 class Values:
-    """The values of a module at a time, see `values_of`."""
+    """State of a module's values at a time, see `values_of`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = {name: Mark.of(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
-        """Names of values that are other ones now, or have become others in place."""
+        """Return the names of values that were replaced or changed in place."""
         now = values_of(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]
@@ -345,7 +349,7 @@ class Values:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Have the values of a module afterwards as they were before, whatever a forward pass does to them."""
+    """Restore the values of a module after the block, whatever a forward pass does to them."""
     values = Values(module)
     copies = {name: copy_of(value) for name, value in values_of(module).items()}
     try:

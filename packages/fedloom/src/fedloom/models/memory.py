@@ -1,4 +1,4 @@
-"""Memory: a network beside the nearest of samples whose representations and labels it keeps."""
+"""Memory: a network combined with the nearest stored samples, by their representations and labels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MIN_CLASS_PROBABILITY = 1e-12
 
 
 class Recall(nn.Module):
-    """Representations and labels of samples, and how they are recalled. An empty place has no label.
+    """Representations and labels of samples, and the rule that recalls them. An empty place has no label.
 
     Args:
-        places: samples S that there is room for.
-        width: numbers k of a representation.
+        places: number of samples S that can be stored.
+        width: length k of a representation.
         classes: number of classes c.
 
     Attributes:
         keys: ``[S, k]`` representations.
-        labels: ``[S, c]`` ones where the labels are.
-        rule: ``[3]`` weight of the memory in a prediction, scale of the kernel, number of neighbours.
+        labels: ``[S, c]`` one-hot labels.
+        rule: ``[3]`` weight of the memory in a prediction, scale of the kernel, number of neighbors.
     """
 
     def __init__(self, places: int, width: int, classes: int) -> None:
@@ -36,17 +36,17 @@ class Recall(nn.Module):
         self.rule = nn.Parameter(torch.tensor([0.0, 1.0, 1.0]))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Probabilities ``[b, c]`` of the classes of representations ``[b, k]``."""
+        """Return probabilities ``[b, c]`` of the classes for representations ``[b, k]``."""
         return recalled(z, self.keys, self.labels, self.rule[1], self.rule[2])
 
 
 class WithMemory(Bodied):
     """Network whose probabilities are mixed with the nearest stored samples' (kNN-Per).
 
-    In training it is the network alone, as it is while the memory has weight 0.
+    In training, and while the memory has weight 0, it is the network alone.
 
     Attributes:
-        body: the network below its head, whose output is the representation.
+        body: the network below its head. Its output is the representation.
         memory: the stored samples. Empty at the start.
         head: the network's last linear layer.
     """
@@ -74,21 +74,22 @@ class WithMemory(Bodied):
 
 
 def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """Logarithms of ``weight`` of ``q [..., c]`` and the rest of ``p [..., c]``, which are probabilities."""
+    """Return logarithms of the mixture of probabilities: ``weight`` for ``q [..., c]``, the rest for ``p [..., c]``."""
     return torch.lerp(p, q, weight).clamp(min=MIN_CLASS_PROBABILITY).log()
 
 
 def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
-    """Probabilities ``[b, c]`` by the nearest stored samples of representations ``[b, k]``.
+    """Return probabilities ``[b, c]`` by the nearest stored samples of representations ``[b, k]``.
 
-    A neighbour at distance r counts exp(-r^2 / (k scale)). The counts sum to 1. Without a sample they are 0.
+    A neighbor at distance r has the weight exp(-r^2 / (k scale)). The weights are scaled to sum 1. Without a stored
+    sample the probabilities are 0.
 
     Args:
         z: ``[b, k]``.
         keys: ``[S, k]``.
-        labels: ``[S, c]``. A row of zeros is no sample.
-        scale: of the kernel.
-        neighbours: how many of the nearest samples count.
+        labels: ``[S, c]``. A row of zeros is not a sample.
+        scale: scale of the kernel.
+        neighbours: number of nearest samples that count.
     """
     vacant = labels.sum(1) == 0
     r = torch.cdist(z, keys, compute_mode="donot_use_mm_for_euclid_dist").masked_fill(vacant, torch.inf)

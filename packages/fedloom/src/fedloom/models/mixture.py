@@ -1,4 +1,4 @@
-"""Mixture: several networks of one architecture whose probabilities of the classes are mixed."""
+"""Mixture: several networks of one architecture, combined by a mixture of their class probabilities."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from torch.nn.functional import logsigmoid
 from fedloom.models.parts import Bodied
 
 MIXING = "mixing"
-"""Name of the parameter with the logarithms of a mixture's weights, up to a constant."""
+"""Name of the parameter that contains the logarithms of a mixture's weights, up to a constant."""
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the classes ``[..., c]``. One output ``[..., 1]`` is two classes."""
+    """Return logarithms of the class probabilities ``[..., c]``.
+
+    A single output ``[..., 1]`` stands for two classes.
+    """
     if logits.shape[-1] > 1:
         return logits.log_softmax(-1)
     return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
 
 
 class Mixture(Bodied):
-    """Networks whose probabilities are mixed with the same weights for all samples.
+    """Networks whose class probabilities are mixed, with the same weights for all samples.
 
-    Its outputs are the logits of the mixed probabilities, so that it is scored, saved and exported as any network.
+    The outputs are the logits of the mixed probabilities, so a mixture is evaluated, saved and exported like any
+    network.
 
     Attributes:
-        mixing: ``[M]``, 0 at the start: weights are its softmax.
+        mixing: ``[M]``, 0 at the start. Its softmax gives the weights.
         components: the M networks.
-        penultimate: the layer that is the representation: the logits of all components, ``[b, M c]`` when flat.
+        penultimate: the layer whose output is the representation: the logits of all components, flattened to ``[b, M
+            c]``.
     """
 
     penultimate = "logits"

@@ -1,6 +1,6 @@
-"""Softmax regression, multilayer perceptrons and plain convolutional networks.
+"""Softmax regression, multilayer perceptrons, and plain convolutional networks.
 
-Every one is an `nn.Sequential`, and its last linear layer is called ``head``.
+Each is an `nn.Sequential` whose last linear layer is called ``head``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class MLP(ModelSpec):
 
 
 class CNN(ModelSpec):
-    """Convolutions (stride 1), each with normalisation, activation and 2x2 max pooling as asked, then linear layers.
+    """Convolutions (stride 1), each with optional normalization, activation and 2x2 max pooling, then linear layers.
 
-    Settings per convolution are one value for all, or one per convolution.
+    A setting of the convolutions is one value for all of them, or one value each.
     """
 
     channels: tuple[PositiveInt, ...] = Field((32, 64), min_length=1, description="output channels of each convolution")

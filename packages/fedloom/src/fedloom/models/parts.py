@@ -1,6 +1,6 @@
-"""Named parts of a model: its head (last linear layer) and the layer before it.
+"""Parts of a model: its head (the last linear layer), and the layer before it.
 
-A module of user code may name them itself with string attributes ``head`` and ``penultimate``.
+A module of user code may name its parts by string attributes ``head`` and ``penultimate``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fedloom.models.dropout import Dropout
 
 
 class Bodied(nn.Module, ABC):
-    """A network of bodies, which all take the samples, and of what is above their outputs."""
+    """A network of bodies, which all receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
-        """Return the bodies by their names."""
+        """Return the bodies by name."""
 
     @abstractmethod
     def above(self, *z: Tensor) -> Tensor:
-        """Logits ``[b, c]`` from the output of every body."""
+        """Return logits ``[b, c]`` from the outputs of all bodies."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[b, c]``."""
@@ -32,16 +32,16 @@ class Bodied(nn.Module, ABC):
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 ADAPTED_SUFFIX = ".wrapped"
-"""End of the name of a layer within its adapter."""
+"""Last part of the name of a layer inside its adapter."""
 
 _PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
 
 def head_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the parameters of the last linear layer, for splits into body and head (FedRep, LG-FedAvg).
+    """Return prefixes of the parameters of the last linear layer, for splits into body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module's own attribute ``head`` if that is a string, else the last
-    `nn.Linear` in the order of registration.
+    The last linear layer is the module named by the attribute ``head`` if that is a string, else the last registered
+    `nn.Linear`.
 
     Raises:
         ConfigError: the module has no linear layer, or names one that does not exist.
@@ -53,12 +53,12 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
 
 
 def penultimate(module: nn.Module) -> str:
-    """Name of the submodule whose output is the representation and the head's input, after its activation.
+    """Return the name of the submodule whose output, after its activation, is the representation and the head's input.
 
-    The module's own attribute ``penultimate`` if that is a string, else the last submodule without children that is
-    registered before the head, dropout and identity left out (both do nothing in evaluation). For a model without a
-    hidden layer that is its input, flattened. Where a module applies an activation as a function, the oracles take the
-    head's input itself (`fedloom.local.oracles.forward.representing`).
+    It is the module named by the attribute ``penultimate`` if that is a string, else the last submodule without
+    children registered before the head. Dropout and identity are skipped, since they do nothing in evaluation. For a
+    model without a hidden layer it is the flattened input. If a module applies an activation as a function, the oracles
+    use the head's input itself (`fedloom.local.oracles.forward.representing`).
 
     Raises:
         ConfigError: there is no such submodule, or the module names one that does not exist.
@@ -86,10 +86,12 @@ def penultimate(module: nn.Module) -> str:
 
 
 def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Take a network apart: what is below its last linear layer, and that layer. The network is not used any more.
+    """Split a network into the part below its last linear layer, and that layer.
+
+    The network must not be used afterwards.
 
     Raises:
-        ConfigError: the network is no linear layer on top of others.
+        ConfigError: the network does not end in a linear layer on top of other layers.
     """
     name = _head(module)
     layer = module.get_submodule(name)

@@ -1,4 +1,4 @@
-"""ResNet-18 with group normalisation (He et al., CVPR 2016; as in FedSLR's experiments)."""
+"""ResNet-18 with group normalization (He et al., CVPR 2016; as in FedSLR's experiments)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESNET_WIDTHS = (64, 128, 256, 512)
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18. Group normalisation in place of batch normalisation.
+    """ResNet-18. Group normalization replaces batch normalization.
 
     11,173,952 parameters with the 3x3 stem, three channels and a bias-free head of ten classes (FedSLR: 11.17 M).
     """

@@ -1,7 +1,8 @@
 """Models of sequences of tokens: a recurrent network and a transformer.
 
-Both take tokens int64 ``[b, L]``, 0 for padding at the end, and give logits ``[b, k]`` of a sequence or ``[b, L, k]``
-of every position. Padding changes no logit of a position before it, and no parameter's shape depends on L.
+Both take tokens int64 ``[b, L]``, with 0 for padding at the end, and return logits ``[b, k]`` of a sequence or ``[b, L,
+k]`` of every position. Padding does not change the logits of positions before it, and the shapes of parameters do not
+depend on L.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedloom.models.spec import ModelSpec
 
 
 class OfTokens(ModelSpec):
-    """A model that takes tokens only."""
+    """A model that takes only tokens."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
@@ -29,9 +30,9 @@ class OfTokens(ModelSpec):
 
 
 class LSTM(OfTokens):
-    """An embedding, layers of long short-term memory, a linear head (LEAF's model of Shakespeare: 8, 256, 2 layers).
+    """An embedding, LSTM layers, and a linear head (LEAF's model for Shakespeare: 8, 256, 2 layers).
 
-    A label of the whole sequence is predicted at its last token.
+    The label of a whole sequence is predicted at its last token.
     """
 
     embedding: PositiveInt = Field(32, description="width of the embedding (LEAF, Shakespeare: 8)")
@@ -44,9 +45,9 @@ class LSTM(OfTokens):
 
 
 class Transformer(OfTokens):
-    """Layers of attention and of two linear layers, normalised before each (Vaswani et al. 2017; Xiong et al. 2020).
+    """Attention and two linear layers, with normalization before each (Vaswani et al. 2017; Xiong et al. 2020).
 
-    Positions are fixed sines and cosines. A label of the whole sequence is predicted at its last token if causal, else
+    Positions are fixed sines and cosines. The label of a whole sequence is predicted at its last token if causal, else
     from the mean over its tokens.
     """
 
@@ -87,7 +88,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(spec.hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of tokens ``[b, L]``."""
+        """Return logits of tokens ``[b, L]``."""
         h = self.drops[0](self.embedding(x))
         for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
             assert isinstance(layer, Recurrence)
@@ -96,7 +97,7 @@ class Recurrent(nn.Module):
 
 
 class Recurrence(nn.LSTM):
-    """A layer of long short-term memory, by torch's kernel. ``plain``: by equations that `torch.vmap` stacks."""
+    """An LSTM layer, computed by torch's kernel. ``plain`` uses equations that `torch.vmap` supports."""
 
     plain = False
     weight_ih_l0: Tensor
@@ -105,7 +106,7 @@ class Recurrence(nn.LSTM):
     bias_hh_l0: Tensor
 
     def compute_equations(self, x: Tensor) -> Tensor:
-        """Compute the same as ``forward`` for ``x [b, L, .]``: all states ``[b, L, hidden]``."""
+        """Return the same states as ``forward`` for ``x [b, L, .]``: all states ``[b, L, hidden]``."""
         gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
         h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
         states = []
@@ -136,7 +137,7 @@ class Attentive(nn.Module):
         self.head = nn.Linear(spec.width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of tokens ``[b, L]``."""
+        """Return logits of tokens ``[b, L]``."""
         visible = self.before & (x != 0)[:, None, :]
         h = self.drop(self.embedding(x) + self.positions)
         for block in self.blocks:
@@ -145,7 +146,7 @@ class Attentive(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each added to what came in."""
+    """Attention and two linear layers, each with a residual connection."""
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
@@ -160,13 +161,16 @@ class Block(nn.Module):
         self.drop2 = Dropout(spec.dropout)
 
     def forward(self, h: Tensor, visible: Tensor) -> Tensor:
-        """``h [b, L, width]`` with ``seen [b, L, L]``: which positions each one looks at."""
+        """Apply the layer to ``h [b, L, width]``. ``seen [b, L, L]`` says which positions each position attends to."""
         h = h + self.drop1(self.attention(self.norm1(h), visible))
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
 
 
 class SelfAttention(nn.Module):
-    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2). Plain operations, which vmap stacks."""
+    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2).
+
+    Plain operations, which vmap supports.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -181,14 +185,14 @@ class SelfAttention(nn.Module):
 
 
 class Pick(nn.Module):
-    """The head's input: every position, or of each sequence its last token or the mean of its tokens."""
+    """Select the head's input: every position, or each sequence's last token or mean over tokens."""
 
     def __init__(self, each: bool, last: bool) -> None:
         super().__init__()
         self.each, self.last = each, last
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        """``[b, L, a]`` or ``[b, a]`` of ``h [b, L, a]`` and tokens ``x [b, L]``."""
+        """Return ``[b, L, a]`` or ``[b, a]`` from ``h [b, L, a]`` and tokens ``x [b, L]``."""
         if self.each:
             return h
         pooled = (x != 0).to(h.dtype)
@@ -198,7 +202,7 @@ class Pick(nn.Module):
 
 
 def sines(length: int, width: int) -> Tensor:
-    """Positions as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
+    """Return positions as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
     rate = torch.exp(-math.log(10_000.0) * torch.arange(0, width, 2) / width)
     angle = torch.arange(length)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)

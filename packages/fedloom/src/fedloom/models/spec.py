@@ -1,4 +1,4 @@
-"""ModelSpec: a model as a value. Building it is deterministic and leaves every global generator alone."""
+"""ModelSpec: a model as a value. Building a model is deterministic, and does not change any global generator."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 """Pointwise activations by name."""
 DIGEST_MARK = "#sha256="
-"""Separator between the name of a file of weights and its required SHA-256."""
+"""Separator between a weight file's name and its required SHA-256."""
 
 
 class ModelSpec(Value, ABC):
     """The choice of a model in an experiment.
 
-    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values. Models of
-    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or
-    ``[b, length, outputs]`` where every position has a label.
+    Models take normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Models of
+    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
+    length, outputs]`` if every position has a label.
     """
 
     weights: str | None = Field(
@@ -79,17 +79,17 @@ class ModelSpec(Value, ABC):
     ) -> nn.Module:
         """Build a freshly initialized model in float32 on the CPU.
 
-        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators are as before afterwards.
+        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators do not change.
 
         Args:
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
             outputs: number of outputs, `fedloom.tasks.Task.outputs`.
             seed: seed of the initial values.
-            tokens: of sequences the size of the vocabulary, 0 of numbers with a label per position, and whether every
+            tokens: for sequences the size of the vocabulary, for numbers with a label per position 0, and whether every
                 position has a label.
 
         Raises:
-            ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
+            ConfigError: the model does not fit ``shape``, memory, its weight file or its adapters.
         """
         module = self._drawn(shape, outputs, seed, tokens)
         if self.weights is not None:
@@ -126,17 +126,17 @@ class ModelSpec(Value, ABC):
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the module, initialized from the current global generator. `build` seeds and restores it.
+        """Build the module, initialized from the current global generator. `build` seeds the generator and restores it.
 
         Raises:
-            ConfigError: the model cannot take samples of this shape.
+            ConfigError: the model cannot process samples of this shape.
         """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         """Build the module for sequences of tokens, as `module`.
 
         Raises:
-            ConfigError: the model takes numbers.
+            ConfigError: the model takes only numbers.
         """
         raise ConfigError(
             f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
@@ -146,7 +146,7 @@ class ModelSpec(Value, ABC):
         """Build the module for numeric samples with a label per position ``[b, L, outputs]``, as `module`.
 
         Raises:
-            ConfigError: the model gives one output per sample.
+            ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
             f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
@@ -156,7 +156,7 @@ class ModelSpec(Value, ABC):
 
 @contextmanager
 def _drawing(seed: int, purpose: str) -> Iterator[None]:
-    """Seed the global generator for a purpose, and make new parameters float32, within the block."""
+    """Seed the global generator for a purpose, and create new parameters as float32, within the block."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
@@ -170,7 +170,7 @@ def load_weights(module: nn.Module, file: str) -> None:
     """Load the values of a state dict into the module.
 
     Raises:
-        ConfigError: there is no such file, or it is of another architecture.
+        ConfigError: the file does not exist, or contains another architecture.
     """
     content = weights_content(file)
     try:
@@ -189,10 +189,10 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 
 def weights_content(weights: str) -> bytes:
-    """Read the file of initial values that an experiment names, and check the digest behind its name.
+    """Read the file of initial values that an experiment names, and check the digest after its name.
 
     Raises:
-        ConfigError: there is no such file, or it has another digest.
+        ConfigError: the file does not exist, or has another digest.
     """
     file, _, wanted = weights.partition(DIGEST_MARK)
     try:
@@ -209,7 +209,7 @@ def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """Return the shape as (channels, height, width).
 
     Raises:
-        ConfigError: samples are not images.
+        ConfigError: the samples are not images.
     """
     if len(shape) != 3:
         raise ConfigError(

@@ -121,7 +121,7 @@ def check_output_folder(
 
 
 def is_run_directory(folder: Path) -> bool:
-    """Whether a run has begun in a folder. An experiment file of that name alone is the user's own."""
+    """Return whether a run has begun in a folder. An experiment file of that name alone is the user's own."""
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
         PARTITION_FILE,
@@ -138,7 +138,7 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _is_deployment(folder: Path) -> bool:
-    """Whether a folder is that of a server, of a site, or of the deployment."""
+    """Return whether a folder is that of a server, of a site, or of the deployment."""
     with suppress(OSError):
         return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
     return False
@@ -167,7 +167,7 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, here or on a disk that ignores case and the form of accents."""
+    """Return whether two paths lead to one file, here or on a disk that ignores case and the form of accents."""
     if path.exists() and other.exists() and path.samefile(other):
         return True
     return _folded(path) == _folded(other)

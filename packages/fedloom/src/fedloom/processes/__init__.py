@@ -1,4 +1,4 @@
-"""Run the processes of a run: workers of one machine, ranks of several, and their messages."""
+"""Processes of a run: workers of one machine, ranks of several machines, and their messages."""
 
 from __future__ import annotations
 

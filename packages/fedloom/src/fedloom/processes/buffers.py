@@ -1,4 +1,4 @@
-"""Pack messages between forked processes: large tensors into memory that they share, the rest into a pickle."""
+"""Pack messages between forked processes: large tensors into shared memory, everything else into a pickle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 MIN_SHARED_BYTES = 1 << 14
-"""Bytes from which a tensor travels through shared memory. A smaller one is written into the message as it is."""
+"""Number of bytes from which a tensor is passed through shared memory. A smaller one is written into the message as it
+is."""
 
 
 class Buffer:
-    """Memory that forked processes share. Large tensors of a message are packed into it, one after the other.
+    """Memory that forked processes share. The large tensors of a message are packed into it, one after the other.
 
     Args:
-        size: bytes. Nothing is allocated before it is written. What does not fit travels in the message.
+        size: bytes. Nothing is allocated before it is written. Tensors that do not fit are part of the message.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,12 +68,12 @@ class _Unpacker(pickle.Unpickler):
 
 
 def unpacked(message: bytes) -> Any:
-    """Return the value of a message whose tensors all travel in it."""
+    """Return the value of a message that contains all its tensors."""
     return _Unpacker(io.BytesIO(message), None, copy=True).load()
 
 
 def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
-    """Return the message of a value. Large tensors go into shared memory if it is there and they fit."""
+    """Return the message of a value. Large tensors use shared memory if it exists and they fit."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)
     return out.getvalue()

@@ -1,8 +1,8 @@
-"""Clients: the requests of a round to those who compute, and their results, wherever they are.
+"""Clients: pass the requests of a round to the parties that compute, and collect the results.
 
-A round does not know where its clients are: in this process, in forked workers, on ranks, or at real sites. A request
-names the clients in an order that the round chooses. Results come in that order, so that no bit depends on who
-computes. The state of a client stays where the client is.
+A round does not depend on where its clients are: in this process, in forked workers, on ranks, or at real sites. A
+request lists the clients in an order that the round chooses. Results have that order, so no bit depends on which
+process computes. The state of a client stays at the client.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ CLIENT_COUNTS = (
     "bytes_up_paper",
     "bytes_down_paper",
 )
-"""Counts of every client of a cohort."""
+"""Counters of every client of a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``. Part "" has figures of the models themselves."""
+"""(model, part) -> metric -> float64 ``[m]``. Part "" contains the metrics of the models themselves."""
 
 
 class TrainRequest(NamedTuple):
-    """Clients to train on what they receive.
+    """Clients that train on the models that they receive.
 
     Attributes:
-        round: the round number, of which follow the batches, the step size and all draws.
-        place: ``[m]`` places of the clients in the download.
+        round: round number, which determines the batches, the step size and all draws.
+        place: ``[m]`` indices of the clients in the download.
         ids: ``[m]`` ids of the clients.
         share: ``[m, 1]`` float64 shares of the clients in the mean.
-        down: the download, fields ``[.]`` where all clients receive the same, else ``[c, .]``.
+        down: the download, with fields ``[.]`` if all clients receive the same, else ``[c, .]``.
         server: the server's state before the round.
-        steps: ``[m]`` local steps that the clients take. None: as many as the run's settings have.
-        alpha: ``[n, 1]`` the clients' shares of the objective. Where they are not those before round 1.
+        steps: ``[m]`` local steps of the clients. None: the steps of the run's settings.
+        alpha: ``[n, 1]`` the clients' shares of the objective, if they differ from the shares before round 1.
     """
 
     round: int
@@ -58,16 +58,16 @@ class TrainRequest(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """The result of training some clients of a request, next to those of the result before.
+    """Result of training some clients of a request, following the previous result.
 
     Attributes:
-        ids: ``[m]`` the clients.
+        ids: ``[m]`` ids of the clients.
         share: ``[m, 1]`` float64 their shares in the mean.
         accepted: ``[m]`` bool: uploads that are finite and within the bound.
-        parts: what the accepted add to every field of the upload (`fedloom.engine.clients.uploads`).
-        answers: rows of the accepted: ``weigher`` their answers to the weigher, ``models`` their models if an attacker
-            reads them, ``sampler`` what a sampler learns from them.
-        total: the sum of the shares of the accepted.
+        parts: contribution of the accepted uploads to every field of the upload (`fedloom.engine.clients.uploads`).
+        answers: rows of the accepted clients: ``weigher`` their answers to the weigher, ``models`` their models if an
+            attacker reads them, ``sampler`` their answers to a sampler.
+        total: sum of the shares of the accepted clients.
         counts: ``[m, 7]`` work and traffic, see `CLIENT_COUNTS`.
     """
 
@@ -81,14 +81,14 @@ class ChunkResult(NamedTuple):
 
 
 class SumResult(NamedTuple):
-    """The sum over some clients of a request, of each of whom nothing else is known.
+    """Sum over some clients of a request. Nothing else is known about each of them.
 
     Attributes:
-        ids: ``[m]`` the clients that are summed, in the order of the request.
-        missing: ``[k]`` clients of the request that are not.
-        parts: what they add together to every field of the upload.
+        ids: ``[m]`` summed clients, in the order of the request.
+        missing: ``[k]`` clients of the request that are not summed.
+        parts: their common contribution to every field of the upload.
         total: the sum of their shares in the mean.
-        counts: ``[7]`` work and traffic of all of them, see `CLIENT_COUNTS`.
+        counts: ``[7]`` total work and traffic, see `CLIENT_COUNTS`.
     """
 
     ids: Tensor
@@ -102,13 +102,14 @@ TrainResult = ChunkResult | SumResult
 
 
 class AskRequest(NamedTuple):
-    """Clients to ask about the global model before a round.
+    """Clients to query about the global model before a round.
 
     Attributes:
         round: the round number.
-        ids: ``[m]`` the clients.
+        ids: ``[m]`` ids of the clients.
         model: ``[d]`` the global model.
-        describes: they train it for a round and send their activations, for shares by clusters. Else answer a sampler.
+        describes: True if they train it for a round and send their activations, for shares by clusters. Otherwise they
+            answer a sampler.
     """
 
     round: int
@@ -118,22 +119,23 @@ class AskRequest(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The answers of some clients ``[m, k]``, and what they cost ``[m, 7]``, see `CLIENT_COUNTS`."""
+    """Answers of some clients ``[m, k]``, and their cost ``[m, 7]``, see `CLIENT_COUNTS`."""
 
     values: Tensor
     counts: Tensor
 
 
 class ScoreRequest(NamedTuple):
-    """Clients that score models on their own samples.
+    """Clients that evaluate models on their own samples.
 
     Attributes:
-        round: the round after which models are scored.
+        round: the round after which models are evaluated.
         ids: ``[m]`` clients of the evaluated federation.
-        cohort: ``[c]`` clients whose training parts give the normalisation statistics of the global model.
-        down: the download of all clients, of which personal models are made. None if there are none.
-        model: ``[d]`` the global model. None if there is none.
-        alpha: ``[n, 1]`` the clients' shares of the objective. Where they are not those before round 1.
+        cohort: ``[c]`` clients whose training parts determine the normalization statistics of the global model.
+        down: the download of all clients, from which personal models are computed. None if there are no personal
+            models.
+        model: ``[d]`` the global model. None if there is no global model.
+        alpha: ``[n, 1]`` the clients' shares of the objective, if they differ from the shares before round 1.
     """
 
     round: int
@@ -152,20 +154,20 @@ class Clients(Protocol):
 
         Raises:
             RunStopped: too few clients answered.
-            ClientError: code of the method failed.
+            ClientError: the method's code failed.
         """
         ...
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates, in the order of the request."""
+        """Query candidates, in the order of the request."""
         ...
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Score models, in the order of the request. Figures of no client come with the first result."""
+        """Evaluate models, in the order of the request. Metrics that belong to no client come with the first result."""
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the value of a call, made in one place, that may read and write the rows of some clients."""
+        """Return the value of a call that runs in one place and may read and write the rows of some clients."""
         ...
 
 
@@ -180,7 +182,7 @@ class TrainTask(NamedTuple):
 
 
 class AskTask(NamedTuple):
-    """A chunk of clients to ask: see `AskRequest`."""
+    """A chunk of clients to query: see `AskRequest`."""
 
     round: int
     ids: Tensor
@@ -188,7 +190,7 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """A chunk of clients to score: see `ScoreRequest`. ``common`` includes the figures that belong to no client."""
+    """A chunk of clients to evaluate: see `ScoreRequest`. ``common`` includes the metrics that belong to no client."""
 
     round: int
     ids: Tensor
@@ -197,7 +199,7 @@ class ScoreTask(NamedTuple):
 
 
 class Handlers(NamedTuple):
-    """The functions that compute a chunk, from what all chunks share and a task."""
+    """Functions that compute a chunk, from a task and the data that all chunks share."""
 
     train: Callable[[tuple[Any, Any, Tensor | None], TrainTask], ChunkResult]
     compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
@@ -206,12 +208,12 @@ class Handlers(NamedTuple):
 
 
 class LocalClients:
-    """Clients whose samples and state this program has. `Workers` compute their chunks.
+    """Clients whose samples and state are in this program. `Workers` compute their chunks.
 
     Args:
         handlers: the functions that compute a chunk.
-        workers: the processes that do.
-        chunk: most clients of a chunk.
+        workers: the processes that compute chunks.
+        chunk: largest number of clients per chunk.
     """
 
     def __init__(self, handlers: Handlers, workers: Workers, chunk: int) -> None:
@@ -223,7 +225,7 @@ class LocalClients:
         )
 
     def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
-        """Train clients without taking their uploads: every task with what its handler gives, in order."""
+        """Train clients without taking their uploads: yield every task with its handler's result, in order."""
         tasks = self._tasks(request)
         answers = self._workers.map(self._handlers.compute, (request.down, request.server), tasks)
         return zip(tasks, answers, strict=True)
@@ -246,10 +248,10 @@ class LocalClients:
         return self._workers.call_once(ids, call)
 
     def through(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
-        """Return these clients with their chunks computed by ``wrap(workers)``."""
+        """Return these clients with chunks computed by ``wrap(workers)``."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 
 def _split(rows: Tensor, most: int) -> Sequence[Tensor]:
-    """Rows of clients in chunks. How many follows from their number alone."""
+    """Rows of clients in chunks. The number of chunks depends only on the number of rows."""
     return rows.tensor_split(chunk_count(len(rows), most))

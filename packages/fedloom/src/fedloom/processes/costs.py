@@ -1,4 +1,4 @@
-"""The time of a round with any number of ranks, machines and clients, from measurements of one process.
+"""Time of a round with any number of ranks, machines and clients, from measurements of one process.
 
 round = fixed + n client + cohort/ranks share crowding + chunks result + trips + bytes/rate
 """
@@ -24,8 +24,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
-"""Times there and back that a round waits for a link: a question, the sizes and the contents of results. And once where
-rows change their machine, all at once."""
+"""Round trips per round on a link: a question, the sizes of the results, and their contents. One more if rows move
+between machines, all at once."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class MeasuredWorkers:
     """Workers of one process, with measured seconds in chunks and the traffic of their results between ranks.
 
     Attributes:
-        workers: those who compute.
+        workers: the workers that compute.
         work: seconds of local work.
-        passing: seconds to write results for other ranks, and to read them.
-        bytes: bytes of these.
+        passing: seconds to write results for other ranks, and to read theirs.
+        bytes: bytes of these results.
         clients: number of clients trained.
         chunks: number of chunks.
     """
@@ -71,7 +71,7 @@ class MeasuredWorkers:
 
 
 class Link(NamedTuple):
-    """Between machines: bytes per second, and seconds there and back."""
+    """Link between machines: bytes per second, and seconds per round trip."""
 
     rate: float
     trip: float
@@ -86,16 +86,16 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Seconds of a round by what takes them, and bytes that the busiest machine receives.
+    """Seconds of a round by cause, and the bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the busiest rank, as slow as the ranks beside it make it.
-        results: every rank reads the results of every chunk.
+        work: local work of the busiest rank, including the slowdown by ranks beside it.
+        results: reading the results of every chunk, at every rank.
         link: waiting for the link between machines.
-        clients: what is done for every client of the federation.
+        clients: work for every client of the federation.
         fixed: all else.
-        bytes: received by a machine.
-        idle: ranks without a chunk.
+        bytes: bytes received by a machine.
+        idle: number of ranks without a chunk.
     """
 
     work: float
@@ -113,20 +113,20 @@ class Parts(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Constants of a method, a model and data, of one process.
+    """Constants of a method, a model and data, measured with one process.
 
     Attributes:
         share: seconds of local work per client of the cohort.
         result: seconds to pass a chunk's result to other ranks.
         client: seconds per client of the federation, whatever the cohort.
-        fixed: seconds that nothing of this changes.
+        fixed: seconds that do not depend on any of these numbers.
         message: bytes of a chunk's result.
-        row: bytes that are kept of a client.
-        chunk: most clients of a chunk.
-        cohort: clients of a round that was measured.
-        crowd: local work of a process while every core of the machine computes, and until the last is done, relative
-            to that of a process alone. >= 1.
-        cores: of the machine.
+        row: bytes stored per client.
+        chunk: largest number of clients per chunk.
+        cohort: number of clients of the measured round.
+        crowd: time of local work while every core of the machine computes, until the last one is done, relative to a
+            single process. >= 1.
+        cores: number of cores of the machine.
     """
 
     share: float
@@ -143,14 +143,17 @@ class Costs(NamedTuple):
     def slowed(self, busy: int) -> float:
         """Return the slowdown of local work if ``busy`` processes of a machine compute at once.
 
-        They share caches and memory, in proportion to the cores that are in use, and the cores themselves if there are
-        more processes.
+        They share caches and memory, in proportion to the used cores, and share the cores if there are more processes
+        than cores.
         """
         beside = min(busy, self.cores) - 1
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
     def round(self, n: int, cohort: int, place: Place) -> Parts:
-        """Count the traffic of a round of ``cohort`` of ``n`` clients. Rows are on any machine with equal chance."""
+        """Count the traffic of a round of ``cohort`` of ``n`` clients.
+
+        Rows are on each machine with equal probability.
+        """
         count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
         most = [0] * size
         for k in range(count):

@@ -1,8 +1,8 @@
-"""Processes that torchrun has started, as the ranks of a run: gloo between CPUs, NCCL between GPUs.
+"""Ranks of a run, started by torchrun: gloo between CPUs, NCCL between GPUs.
 
     torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
 
-Without torchrun's environment variables nothing is opened, and there is one rank.
+Without torchrun's environment variables no group is opened, and there is one rank.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from fedloom.processes.ranks import SINGLE_RANK, Move, Ranks
 from fedloom.storage.memory import Memory
 
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun gives a process, beside WORLD_SIZE."""
+"""Variables that torchrun sets for a process, besides WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""A rank may wait for another that computes. `Watch` monitors whether it lives."""
+"""A rank may wait for another rank that computes. `Watch` checks that it lives."""
 
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Join the ranks that torchrun has started, without torchrun, yield a single rank.
+    """Join the ranks that torchrun has started. Without torchrun, yield a single rank.
 
-    All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
+    All ranks leave together, because torchrun kills the others when one rank ends with an error. The first rank that
     fails logs the cause. The others end silently.
 
     Raises:
-        FedloomError: another rank died or cannot be reached, or this one received the signal to end.
-        SystemExit: this rank failed after another one, which logs the cause.
+        FedloomError: another rank died or cannot be reached, or this rank received the signal to end.
+        SystemExit: this rank failed after another rank, which logs the cause.
     """
     size = _started()
     if size == 1:
@@ -75,10 +75,10 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def check_alone(what: str) -> None:
-    """Refuse ranks where each of them would do, and write, all of the work.
+    """Raise if every rank would do, and write, all of the work.
 
     Raises:
-        ConfigError: torchrun has started several.
+        ConfigError: torchrun has started several ranks.
     """
     size = _started()
     if size > 1:
@@ -89,12 +89,12 @@ def check_alone(what: str) -> None:
 
 
 def _started() -> int:
-    """Return the number of ranks that torchrun has started. 1 without it."""
+    """Return the number of ranks that torchrun has started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
 
 def _leave_word(error: Exception) -> None:
-    """Write for torchrun why this rank ends, for the report that it prints when all have ended."""
+    """Write the reason why this rank ends, for the report that torchrun prints after all have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):
@@ -102,7 +102,7 @@ def _leave_word(error: Exception) -> None:
 
 
 def _join(watch: Watch) -> Group:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(local % gpus)
@@ -114,7 +114,7 @@ def _join(watch: Watch) -> Group:
 
 @contextmanager
 def _translated(rank: int) -> Iterator[None]:
-    """Torch's message on a broken connection, as a sentence."""
+    """Convert torch's message about a broken connection into a sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -126,9 +126,9 @@ def _translated(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Raise an error when torchrun signals the ranks to end because one has died.
+    """Raise an error if torchrun signals the ranks to end because one has died.
 
-    Once an error is on its way the signal is ignored: the process ends by that error, and has to say it first.
+    Once an error has been raised, the signal is ignored: the process ends by that error, and must report it first.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -151,9 +151,10 @@ class Group:
 
     Args:
         rank: this process.
-        size: how many there are.
-        machine: a number of this machine.
-        own_gpu: this rank has a GPU to itself. If all have, tensors on GPUs travel from there, else by way of the CPU.
+        size: number of ranks.
+        machine: number of this machine.
+        own_gpu: True if this rank has a GPU to itself. If all ranks do, tensors are sent between GPUs, else through the
+            CPU.
     """
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
@@ -184,7 +185,10 @@ class Group:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """See `fedloom.processes.ranks.Ranks`. Between machines a byte travels once, from first rank to first rank."""
+        """See `fedloom.processes.ranks.Ranks`.
+
+        Between machines each byte is sent once, from first rank to first rank.
+        """
         text, tensors = parcel.encode_value(value)
         packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
         packed = self._exchange(*self._here, packed)
@@ -213,7 +217,7 @@ class Group:
         return [int(n) for n in numbers]
 
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
-        """Exchange the bytes of some ranks, one after the other. All of them call this and send at once."""
+        """Exchange the bytes of some ranks, one after the other. All of them call this method and send at once."""
         if len(ranks) == 1:
             return data
         sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
@@ -229,7 +233,7 @@ class Group:
         return received
 
     def _send(self, moves: list[Any]) -> None:
-        """Send and receive at once. Between two ranks, in the order given."""
+        """Send and receive at once. Two ranks must call it in the same order."""
         with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
@@ -253,18 +257,18 @@ class Group:
         return parcel.cut(data, forms)
 
     def _uses_gpu(self, place: str) -> bool:
-        """Whether tensors of a kind of device travel from GPU to GPU."""
+        """Return whether tensors on this kind of device are sent from GPU to GPU."""
         return self._nccl is not None and place == "cuda"
 
 
 class _Memory:
-    """Rows that the ranks of a machine share: a file without a name, in memory if there is room.
+    """Rows that the ranks of a machine share: an unnamed file, in memory if there is room.
 
     Args:
         rank: this process.
-        maker: the first rank of this machine.
-        here: the process group of its ranks. Machines need not make the same calls.
-        name: of this machine's files, before they lose it.
+        maker: True for the first rank of this machine.
+        here: process group of this machine's ranks. Machines need not make the same calls.
+        name: name of this machine's files, before they are unlinked.
     """
 
     def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:

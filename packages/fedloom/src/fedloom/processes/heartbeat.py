@@ -1,6 +1,9 @@
-"""Watch: a heartbeat of every rank each second. A rank ends its process when another's stays away for too long.
+"""Watch: a heartbeat of every rank each second.
 
-A rank that dies closes its connections, which ends the others at once. A machine that is cut off, or a process that is
+A rank ends its process when another rank's heartbeat is missing for too long.
+
+A rank that dies closes its connections, which ends the other ranks at once. A machine that is cut off, or a process
+that is
 stopped, closes nothing: that is what this is for.
 """
 
@@ -20,10 +23,10 @@ from torch.distributed.rendezvous import rendezvous
 from fedloom.errors import ConfigError
 
 BEAT_SECONDS = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 GRACE_SECONDS = 10.0
-"""Seconds in which the other ranks end by themselves when one has failed."""
+"""Seconds in which the other ranks end by themselves after one has failed."""
 
 TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
 """Environment variable: seconds without a sign of life after which a rank counts as dead."""
@@ -32,7 +35,7 @@ RESUME_HINT = "what was saved is intact: start the ranks again to go on"
 
 
 class Watch:
-    """A thread that looks after the other ranks.
+    """A thread that monitors the other ranks.
 
     Args:
         rank: this process.
@@ -50,7 +53,7 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Whether this rank is the first to record why the run ends."""
+        """Return whether this rank is the first to record why the run ends."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""The load of the machine: core seconds of this process and of the others, which disturb a measurement."""
+"""Load of the machine: core seconds of this process, and of other processes that disturb a measurement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_FOREIGN_CORES = 0.1
-"""Cores that other processes may use while something is measured."""
+"""Number of cores that other processes may use during a measurement."""
 
 _STAT_FILE = Path("/proc/stat")
 
 
 def machine_seconds() -> float:
-    """Core seconds used by all processes of the machine since it started, of this one where they are not counted."""
+    """Return core seconds of all processes since the machine started, or of this process if others are not counted."""
     try:
         user, nice, system = map(int, _STAT_FILE.read_text().split(maxsplit=4)[1:4])
     except OSError:
@@ -25,12 +25,12 @@ def machine_seconds() -> float:
 
 
 def process_seconds() -> float:
-    """Core seconds used by this process and by its children that have ended."""
+    """Return the core seconds of this process and its ended children."""
     return sum(os.times()[:4])
 
 
 class OtherProcesses:
-    """Cores that other processes use, as ``cores``, once `watch_others` has ended."""
+    """Number of cores that other processes use, as ``cores``, after `watch_others` has ended."""
 
     cores = 0.0
 
@@ -48,7 +48,7 @@ def watch_others() -> Iterator[OtherProcesses]:
 
 
 def wait_for_quiet(patience: float) -> None:
-    """Return when the machine has been quiet for a fifth of a second, or after ``patience`` seconds."""
+    """Wait until the machine has been quiet for a fifth of a second, or for ``patience`` seconds."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = machine_seconds()

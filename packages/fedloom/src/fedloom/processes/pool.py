@@ -1,4 +1,7 @@
-"""Pool: chunks of a round computed here, or by forked processes of this machine. The results are the same bits."""
+"""Pool: computes the chunks of a round in this process or in forked processes of this machine.
+
+The results are the same bits.
+"""
 
 from __future__ import annotations
 
@@ -31,40 +34,41 @@ Handler = Callable[[Any, Any], Any]
 """(shared, task) -> result."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at workers that do not answer."""
+"""Seconds between two checks of workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
 """Seconds, and multiple of the longest answer so far, after which a worker without an answer is reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
-"""Bytes of a message that a pipe takes whatever the other end does: it may be sending, and wait for this end."""
+"""Bytes of a message that a pipe accepts even if the other end is sending and waits for this end."""
 
 
 def cores() -> int:
-    """Cores that this process may use. One where it may have no processes of its own."""
+    """Return the number of cores that this process may use. It is 1 if the process may not start other processes."""
     if multiprocessing.current_process().daemon:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 PER_CORE = 2
-"""Processes of one thread for a core at most: one may wait for a disk or for its parent while another computes."""
+"""Largest number of single-threaded processes per core: one may wait for a disk or for its parent while another
+computes."""
 
 
 def useful(wanted: int, units: int) -> int:
-    """Return the number of useful processes: `PER_CORE`, and one per unit of work."""
+    """Return the number of useful processes: at most `PER_CORE` per core, and one per unit of work."""
     return max(1, min(wanted, units, PER_CORE * cores()))
 
 
 class Workers(Protocol):
-    """Processes that compute tasks: this one, forks of it, or ranks."""
+    """Processes that compute tasks: this process, forks of it, or ranks."""
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Results of a handler on every task, in the order of the tasks."""
+        """Yield a handler's result for every task, in the order of the tasks."""
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call, made in one place, that may read and write the rows of some clients."""
+        """Return the value of a call that runs in one place and may read and write the rows of some clients."""
         ...
 
 
@@ -72,16 +76,16 @@ class WorkerPool:
     """Runs handlers on chunks.
 
     Args:
-        handlers: the functions ``handler(shared, task)`` that `map` may be given. Forked processes know no others.
-        workers: forked processes, with 1, everything runs in this one.
-        down_bytes: room for what all chunks share.
-        up_bytes: room for what one chunk sends back.
-        ahead: give a worker its next task while it computes one, so that it need not wait for this process, for short
-            tasks of like length, without interruption.
-        nested: the workers may have workers of their own.
+        handlers: functions ``handler(shared, task)`` that `map` may use. Forked processes know only these functions.
+        workers: number of forked processes. With 1, everything runs in this process.
+        down_bytes: space for the data that all chunks share.
+        up_bytes: space for the result of one chunk.
+        ahead: True gives a worker its next task while it computes one, so it need not wait for this process. Use it for
+            short tasks of similar length without interruption.
+        nested: True if the workers may have workers themselves.
 
     Raises:
-        ConfigError: this process may have no others.
+        ConfigError: this process may not start other processes.
     """
 
     def __init__(
@@ -111,17 +115,17 @@ class WorkerPool:
         tasks: Sequence[T],
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[R]:
-        """Results of a handler on every task, in the order of the tasks, which are started in that order.
+        """Yield a handler's result for every task, in the order of the tasks, which start in that order.
 
         Args:
-            handler: one of the pool's.
-            shared: given to it with every task.
-            tasks: one call each.
-            interrupted: looked at every second. Once it is true, no task is started and those that run get an
-                interrupt signal.
+            handler: one of the pool's handlers.
+            shared: first argument of every call.
+            tasks: second arguments, one per call.
+            interrupted: checked every second. Once it is true, no task starts, and running tasks receive an interrupt
+                signal.
 
         Raises:
-            FedloomError: of a handler, or because a worker died.
+            FedloomError: a handler raised it, or a worker died.
         """
         if not self._workers:
             for task in tasks:
@@ -161,10 +165,10 @@ class WorkerPool:
     def _hand_out(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
-        """Start the last of the waiting tasks, all of a worker by one message, which begins with ``first``.
+        """Start the last of the waiting tasks, all of a worker by one message, which starts with ``first``.
 
-        Tasks are given ahead where everybody gets one, or where more are left than there are workers, so that all end
-        together.
+        Tasks are assigned ahead if every worker gets one, or if more tasks than workers are left, so that all workers
+        end together.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -180,7 +184,7 @@ class WorkerPool:
                 worker.send(batch)
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call made here."""
+        """Return the value of a call in this process."""
         return call()
 
     def close(self) -> None:
@@ -205,7 +209,7 @@ class _Silence:
         self._reported: set[_Worker] = set()
 
     def begin(self, workers: Iterable[_Worker]) -> None:
-        """Note which workers have tasks."""
+        """Record which workers have tasks."""
         now = time.monotonic()
         for worker in workers:
             self._since.setdefault(worker, now)
@@ -246,11 +250,11 @@ class _Worker:
 
     @property
     def pid(self) -> int:
-        """Number of its process."""
+        """Process id of the worker."""
         return self._process.pid or 0
 
     def is_stopped(self) -> bool:
-        """Whether a signal, or a debugger, has stopped its process."""
+        """Return whether a signal or a debugger has stopped its process."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -258,7 +262,7 @@ class _Worker:
         return text.rpartition(")")[2].split()[0] in "Tt"
 
     def send(self, orders: list[tuple[Any, ...]]) -> None:
-        """Give the worker something to do."""
+        """Send the worker a task."""
         try:
             self.pipe.send_bytes(packed(orders))
         except OSError as error:
@@ -276,7 +280,7 @@ class _Worker:
         return result
 
     def interrupt(self) -> None:
-        """Ask what it runs to stop."""
+        """Ask its running task to stop."""
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGINT)
 
@@ -322,7 +326,7 @@ def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: lis
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when the parent dies, however it dies (Linux)."""
+    """Let the kernel end this process when its parent dies, for any reason (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Parcel: a value that one rank sends to others as JSON and bytes of tensors. Nothing in it is ever executed.
+"""Parcel: a value that one rank sends to others, as JSON and bytes of tensors. Nothing in it is ever run as code.
 
-What travels: None, truth values, numbers, texts, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
-errors of `fedloom.errors`. A number comes back as it was, bit for bit.
+Allowed values: None, booleans, numbers, strings, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
+errors of `fedloom.errors`. Numbers are transmitted bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGNMENT_BYTES = 16
-"""Bytes to a multiple of which every tensor is padded."""
+"""Every tensor is padded to a multiple of this number of bytes."""
 
 DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
@@ -31,11 +31,11 @@ DTYPES_BY_NAME = {
 
 
 TUPLE_CLASSES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
-"""Named tuples that travel."""
+"""Named tuples that can be sent."""
 
 
 class Form(NamedTuple):
-    """A tensor's outside: ``place`` is the kind of device, "cpu" or "cuda"."""
+    """Description of a tensor. ``place`` is the kind of device, "cpu" or "cuda"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,12 +43,12 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor in a parcel."""
+        """Number of bytes of the tensor in a parcel."""
         return -(-prod(self.shape) * DTYPES_BY_NAME[self.dtype].itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def form(tensor: Tensor) -> Form:
-    """Return the form of a tensor."""
+    """Return the description of a tensor."""
     return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
@@ -65,7 +65,7 @@ def forms(text: bytes) -> list[Form]:
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Rebuild the value of `encode_value`."""
+    """Restore the value of `encode_value`."""
     return _read(json.loads(text)[0], tensors)
 
 
@@ -77,7 +77,7 @@ def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """Text and bytes of the tensors of what `pack` gave, any number of times, one after the other."""
+    """Read the texts and the bytes of tensors that `pack` wrote, any number of them in sequence."""
     while len(packed):
         length, size = packed[:ALIGNMENT_BYTES].view(torch.long).tolist()
         begin = ALIGNMENT_BYTES + length + -length % ALIGNMENT_BYTES
@@ -94,7 +94,7 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Cut the tensors of `fill` as views of its bytes."""
+    """Split the bytes of `fill` into views, one per tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]

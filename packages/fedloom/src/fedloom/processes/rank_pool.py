@@ -1,4 +1,4 @@
-"""RankPool: chunks of a round computed by all ranks. Every rank gets every result, in the order of the chunks."""
+"""RankPool: all ranks compute the chunks of a round. Every rank gets every result, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_HELD_BYTES = 1 << 28
-"""Bytes of results that a rank holds before they are exchanged."""
+"""Bytes of results that a rank collects before they are exchanged."""
 
 
 def owner(k: int, ranks: int) -> int:
-    """Return the rank of task ``k``: back and forth over the ranks, since tasks get shorter.
+    """Return the rank of task ``k``: forwards and backwards over the ranks, because tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
@@ -36,8 +36,8 @@ class RankPool:
 
     Args:
         ranks: the processes.
-        locations: where the rows of clients are.
-        up_bytes: what one chunk sends back.
+        locations: machines that have the rows of clients.
+        up_bytes: size of the result of one chunk.
     """
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:
@@ -45,12 +45,12 @@ class RankPool:
         self._wave = ranks.size * max(1, MAX_HELD_BYTES // up_bytes)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Results of a handler on every task, in the order of the tasks.
+        """Yield a handler's result for every task, in the order of the tasks.
 
         A task has ``ids [m]``, the clients whose rows the handler may read and write.
 
         Raises:
-            FedloomError: of a handler on any rank, or because a rank died.
+            FedloomError: a handler raised it on some rank, or a rank died.
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}
@@ -68,7 +68,7 @@ class RankPool:
                 yield self._unwrap(next(turns[owner(k, size)]), machines[owner(k, size)])
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call that rank 0 makes. It may read and write the rows of some clients."""
+        """Return the value of a call that rank 0 makes. The call may read and write the rows of some clients."""
         self._locations.fetch({0: ids})
         outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
         value: R = self._unwrap(self._ranks.share(outcome), 0)
@@ -89,7 +89,7 @@ class RankPool:
 
 
 def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
-    """Return the result, or the error that all ranks must raise."""
+    """Return the result, or raise the error on all ranks."""
     try:
         return handler(shared, task)
     except FedloomError as error:

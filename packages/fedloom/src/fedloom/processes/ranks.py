@@ -1,7 +1,7 @@
-"""Ranks: the processes that compute a run together, each of which goes through the whole program. Usually there is one.
+"""Ranks: processes that compute a run together. Each of them runs the whole program. Usually there is one rank.
 
-The state of a run is the same on every rank: whatever is random is derived from the seed, and what is computed in one
-place only is exchanged before any continues.
+The state of a run is the same on every rank: random numbers are derived from the seed, and a value that one rank
+computes is exchanged before any rank continues.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from fedloom.storage.memory import Memory
 
 Move = tuple[list[Tensor], int, int]
-"""Tensors, and the ranks that give and take them. This rank is one of the two."""
+"""Tensors, and the ranks that send and receive them. This rank is one of them."""
 
 
 class Ranks(Protocol):
-    """The operations of a run on its processes. Each method is called by all of them, in the same order."""
+    """The operations of a run on its processes. All ranks call each method, in the same order."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0. Rank 0 alone writes and prints."""
+        """Number of this process, from 0. Only rank 0 writes files and prints."""
         ...
 
     @property
@@ -32,16 +32,16 @@ class Ranks(Protocol):
 
     @property
     def machines(self) -> list[int]:
-        """``[size]`` the machine of every rank, from 0. Ranks of a machine are neighbours and share its rows."""
+        """``[size]`` machine of every rank, from 0. Ranks of a machine have consecutive numbers and share its rows."""
         ...
 
     @property
     def memory(self) -> Memory | None:
-        """Memory that the ranks of this machine share, or None if this process needs to share nothing."""
+        """Memory that the ranks of this machine share, or None if this process shares nothing."""
         ...
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether some rank has it set. Returns when all have come here."""
+        """Return for each flag whether some rank has set it. Return after all ranks have called this method."""
         ...
 
     def share(self, value: object) -> Any:
@@ -49,15 +49,18 @@ class Ranks(Protocol):
         ...
 
     def gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks in order. `fedloom.processes.rank_messages` lists what travels."""
+        """Return the values of all ranks, in order. `fedloom.processes.rank_messages` lists the allowed values."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """All at once, tensors of a source to a target, into tensors of the same shapes that the target gives."""
+        """Send the tensors of each source to its target at once, into tensors that the target provides."""
         ...
 
     def wait(self) -> None:
-        """Return when all ranks of this machine have come here: rows that they share and wrote can be read."""
+        """Return after all ranks of this machine have called this method.
+
+        They can then read shared rows that others wrote.
+        """
         ...
 
 

@@ -1,8 +1,9 @@
-"""Row locations: on which machines the latest row of every client lies, and how it comes to where it is needed.
+"""Row locations: the machines that have the latest row of every client, and moving rows to the machines that need them.
 
-Ranks of one machine share its stores, so that nothing moves. Between machines a row moves when its client is trained or
-evaluated elsewhere, when all need what the server keeps of it, and to the first machine when a checkpoint is written.
-The table is the same on every rank, since everything that changes it is.
+Ranks of one machine share its stores, so no row moves between them. Between machines a row moves if another machine
+trains or evaluates its client, if all machines need the server's stored rows, and to the first machine when a
+checkpoint is written.
+The table is the same on every rank, because every rank makes the same changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RowLocations:
     """The machines that have the latest rows of some stores.
 
     Args:
-        ranks: the processes, whose every rank makes the same calls.
+        ranks: the processes. Every rank makes the same calls.
         stores: by name.
     """
 
@@ -40,7 +41,7 @@ class RowLocations:
         self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}
 
     def begin(self) -> None:
-        """Note that the first machine has all rows."""
+        """Record that the first machine has all rows."""
         if self.machines > 1:
             for name, written_rows in self._ranks.share(
                 {name: store.occupied for name, store in self._stores.items()}
@@ -48,18 +49,18 @@ class RowLocations:
                 self._latest[name][1:] = ~written_rows
 
     def mark_written(self, ids: Tensor, machine: int) -> None:
-        """Note that a machine has new rows of clients."""
+        """Record that a machine has new rows of clients."""
         for latest in self._latest.values():
             latest[:, ids] = False
             latest[machine, ids] = True
 
     def fetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Move the rows of clients to machines: ids by machine."""
+        """Move rows of clients to machines: ids by machine."""
         for name in self._stores:
             self._fetch(name, wanted)
 
     def replicate(self, ids: Tensor) -> None:
-        """Move what the server keeps of clients to every machine."""
+        """Move the server's stored rows of clients to every machine."""
         for name in self._stores:
             if name in SERVER_STORES:
                 self._fetch(name, dict.fromkeys(range(self.machines), ids))
@@ -70,7 +71,7 @@ class RowLocations:
             self._fetch(name, {0: (~latest[0]).nonzero()[:, 0]})
 
     def _fetch(self, name: str, wanted: Mapping[int, Tensor]) -> None:
-        """All machines give and take at once: over a link the waiting counts, not the bytes alone."""
+        """All machines send and receive at once, since waiting for a link counts as much as its bytes."""
         latest, store, moves = self._latest[name], self._stores[name], []
         for target, ids in wanted.items():
             missing = ids[~latest[target, ids]].sort().values
@@ -84,7 +85,7 @@ class RowLocations:
             self._ranks.wait()
 
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
-        """Move rows of clients from the first rank of a machine to another machine's."""
+        """Move rows of clients from the first rank of a machine to another machine's first rank."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
         own_rows = [
             (ids, store.read(ids), first[source], first[target])

@@ -1,7 +1,7 @@
-"""Ctrl-C: the round at hand is finished and saved. A second one stops at once.
+"""Ctrl-C: finish and save the current round. A second Ctrl-C stops at once.
 
-What starts several processes, torchrun for one, passes the signal on that they have had already from the terminal: two
-within a second are one.
+Programs that start several processes, such as torchrun, forward a signal that the processes have already received from
+the terminal. Two signals within a second count once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REPEAT_SECONDS = 1.0
 
 
 class _StopRequest:
-    """Handler of the signal, and since when the user has been asking."""
+    """Handler of the signal, and the time since which the user has requested a stop."""
 
     since = math.inf
 
@@ -31,9 +31,11 @@ class _StopRequest:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is true once the user has requested a stop. An enclosing `interruptible` receives it too.
+    """Yield a function that returns True once the user has requested a stop.
 
-    Outside the main thread signals cannot be caught, and it is always false.
+    An enclosing `interruptible` also receives the request.
+
+    Outside the main thread signals cannot be caught, so the function always returns False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -1,1 +1,1 @@
-"""Rows: a model is a vector of R^d, a quantity of the clients is a tensor [m, d] with one row per client."""
+"""Models as vectors of R^d, and quantities of clients as tensors [m, d] with one row per client."""

@@ -1,4 +1,4 @@
-"""Algebra of rows [..., d] and of batches of matrices [..., r, c]. A per-row scalar is [..., 1]."""
+"""Algebra of rows [..., d] and of batches of matrices [..., r, c]. A scalar per row has the shape [..., 1]."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A number for all rows, or one per row [m, 1]."""
+"""A number for all rows, or one number per row [m, 1]."""
 
 
 def norm(rows: Tensor) -> Tensor:
-    """Euclidean norms [..., 1]."""
+    """Return Euclidean norms [..., 1]."""
     length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return length
 
 
 def soft(v: Tensor, t: Scalar) -> Tensor:
-    """Soft threshold sign(v) max(|v| - t, 0)."""
+    """Return the soft threshold sign(v) max(|v| - t, 0)."""
     return v.sign() * (v.abs() - t).clamp_min(0)
 
 
 def distances(rows: Tensor) -> Tensor:
-    """Euclidean distances [m, m] between rows [m, d], without the cancellation of the Gram form."""
+    """Return Euclidean distances [m, m] between rows [m, d], without the cancellation of the Gram form."""
     return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def total(terms: Tensor) -> Tensor:
-    """Sum of each row: [m, 1] of [m, .], a scalar of [.]."""
+    """Return the sum of each row: [m, 1] for [m, .], a scalar for [.]."""
     return terms.sum(-1, keepdim=terms.dim() > 1)
 
 
 def onto_simplex(v: Tensor, radius: Scalar) -> Tensor:
-    """Nearest points of {x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1). Sums in float64."""
+    """Project onto {x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1). Sums in float64."""
     u = v.double().sort(-1, descending=True).values
     excess = u.cumsum(-1) - radius
     k = torch.arange(1, v.shape[-1] + 1, dtype=torch.float64, device=v.device)
@@ -43,47 +43,59 @@ def onto_simplex(v: Tensor, radius: Scalar) -> Tensor:
 
 
 def onto_l1_ball(v: Tensor, radius: Scalar) -> Tensor:
-    """Nearest points of {||x||_1 <= radius}."""
+    """Project onto {||x||_1 <= radius}."""
     inside = v.abs().sum(-1, keepdim=True) <= radius
     return torch.where(inside, v, v.sign() * onto_simplex(v.abs(), radius))
 
 
 def spectrum(matrices: Tensor) -> Tensor:
-    """Singular values [..., min(r, c)], largest first, of matrices [..., r, c]. NaN where a matrix is not finite."""
+    """Return singular values [..., min(r, c)], largest first, of matrices [..., r, c].
+
+    NaN where a matrix is not finite.
+    """
     finite = matrices.isfinite().flatten(-2).all(-1, keepdim=True)
     s: Tensor = torch.linalg.svdvals(torch.where(finite.unsqueeze(-1), matrices, 0.0))
     return torch.where(finite, s, torch.nan)
 
 
 def map_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Matrices [..., r, c] with singular values change(s), s [..., min(r, c)]. NaN where a matrix is not finite."""
+    """Return matrices [..., r, c] with singular values change(s), s [..., min(r, c)].
+
+    NaN where a matrix is not finite.
+    """
     finite = matrices.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     u, s, vh = torch.linalg.svd(torch.where(finite, matrices, 0.0), full_matrices=False)
     return torch.where(finite, (u * change(s).unsqueeze(-2)) @ vh, torch.nan)
 
 
 def grid_value(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
-    """Value of the integers `codes` in -levels..levels on a grid of width `scale`, as a message carries it."""
+    """Return the values of the integers `codes` in -levels..levels on a message's grid of width `scale`."""
     return scale * (codes.to(scale.dtype) / levels)
 
 
 def lifted(cov: Tensor, least: float) -> Tensor:
-    """Return the nearest covariance ``[k k]`` with eigenvalues of at least ``least``. Unchanged if it has them."""
+    """Return the nearest covariance ``[k, k]`` with eigenvalues of at least ``least``.
+
+    A covariance that satisfies this bound does not change.
+    """
     square = cov.double().view(math.isqrt(len(cov)), -1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
     return cov if bool(values.min() >= least) else ((vectors * values.clamp(min=least)) @ vectors.mT).flatten().to(cov)
 
 
 def solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solutions ``[..., k, n]`` of a x = b for ``a [..., k, k]``, one by one.
+    """Solve a x = b for ``a [..., k, k]`` and x ``[..., k, n]``, one system at a time.
 
-    All in one call of torch 2.13 they are wrong on a CPU with several threads (oneMKL's LU of batches).
+    In torch 2.13, one call for all systems returns wrong results on a CPU with several threads (oneMKL's batched LU).
     """
     systems = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), strict=True)
     return torch.stack([torch.linalg.solve(*system) for system in systems]).view(b.shape)
 
 
 def ranks(matrices: Tensor) -> Tensor:
-    """Numerical ranks [...] int64: singular values above s_max * max(r, c) * eps. Full where a matrix is not finite."""
+    """Return numerical ranks [...] int64: the number of singular values above s_max * max(r, c) * eps.
+
+    Full where a matrix is not finite.
+    """
     s = spectrum(matrices)
     return (~(s <= s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps)).sum(-1)

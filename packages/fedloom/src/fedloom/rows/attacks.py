@@ -1,6 +1,6 @@
-"""Attacks: what Byzantine clients send instead of their model or activations, or train on instead of their labels.
+"""Attacks: Byzantine clients send forged models or activations, or train on forged labels.
 
-``ATTACKS`` has them by kind.
+``ATTACKS`` lists the attacks by kind.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fedloom.values import Value
 
 
 class Attack(Value, ABC):
-    """A kind of attack and how many clients attack. The same clients in every round."""
+    """A kind of attack, and the share of clients that attack. The attackers are the same clients in every round."""
 
     fraction: float = Field(0.2, ge=0, le=1, description="share of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
-    """Forges the activations by which clients are described, so that it needs a run in which they are."""
+    """True if the attack forges the activations that describe clients, so it needs a run that uses activations."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
-        """Ids of the round(fraction n) attackers of n clients, ascending."""
+        """Return the ids of the round(fraction n) attackers among n clients, ascending."""
         order = torch.randperm(n, generator=generator(seed, purpose="attackers"))
         return order[: round(self.fraction * n)].sort().values
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
-        """Return the activations that clients send for clustering, by default their true ones.
+        """Return the activations that clients send for clustering. The default is their true activations.
 
         Args:
-            activations: [m, k] mean activations of the clients, attackers among them.
-            ids: [m] the clients.
+            activations: [m, k] mean activations of the clients, including the attackers.
+            ids: [m] ids of the clients.
             attackers: [b] ids of all attackers, ascending.
 
         Returns:
@@ -47,7 +47,10 @@ class Attack(Value, ABC):
 
 
 class Poison(Attack, ABC):
-    """An attack on the labels that the attackers train on. All else they do is honest."""
+    """An attack that changes the labels on which the attackers train.
+
+    The attackers are honest in all other respects.
+    """
 
     @abstractmethod
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
@@ -59,16 +62,19 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """An attack that makes models in the place of trained ones. The method encodes them (`Algorithm.encode`)."""
+    """An attack that replaces trained models by forged models.
+
+    The method encodes the forged models (`Algorithm.encode`).
+    """
 
     sees_honest: ClassVar[bool] = False
-    """Reads the rows of the honest clients of the cohort (omniscient)."""
+    """True if the attack reads the rows of the cohort's honest clients (omniscient)."""
     trains: ClassVar[bool] = False
-    """Reads the rows that the attackers would send if they were honest."""
+    """True if the attack reads the rows that the attackers would send if they were honest."""
 
     @property
     def reads_own(self) -> bool:
-        """Whether the attackers train as these settings have it."""
+        """True if the attackers must train, with these settings."""
         return self.trains
 
     @abstractmethod
@@ -76,12 +82,12 @@ class Forgery(Attack, ABC):
         """Return the models that the attackers send.
 
         Args:
-            honest: [h, d] local models of the honest clients, as their uploads carry them. None where they are not
-                known: the attackers' own honest rows stand in for them then (as in Baruch et al., section 3).
+            honest: [h, d] local models of the honest clients, as their uploads carry them. None if they are not
+                known: the attackers' own honest rows then replace them (as in Baruch et al., section 3).
             base: [b, d] the models that the attackers received.
             benign: [b, d] the models that they would send if they were honest.
-            m: size of the cohort, attackers included.
-            gens: b generators, one per attacker.
+            m: size of the cohort, including the attackers.
+            gens: b generators, one for each attacker.
 
         Returns:
             [b, d] forged rows.
@@ -102,7 +108,7 @@ class RandomLabels(Poison):
 
 
 class FlippedLabels(Poison):
-    """Label c becomes C - 1 - c, of two classes, the other one (FLAME, VI-A; Biggio, Nelson and Laskov, ICML 2012)."""
+    """Label c becomes C - 1 - c (FLAME, VI-A; for two classes: Biggio, Nelson and Laskov, ICML 2012)."""
 
     kind: Literal["flipped-labels"] = "flipped-labels"
 
@@ -115,7 +121,7 @@ class FlippedLabels(Poison):
 
 
 class SameValue(Forgery):
-    """p 1 with one p ~ N(0, variance) per attacker and round (FLAME, V-D; Li et al., RSA, AAAI 2019)."""
+    """p times ones, with one p ~ N(0, variance) per attacker and round (FLAME, V-D; Li et al., RSA, AAAI 2019)."""
 
     kind: Literal["same-value"] = "same-value"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
@@ -146,7 +152,7 @@ class SignFlip(Forgery):
 
 
 class Gaussian(Forgery):
-    """A draw of N(0, variance I) (FLAME, V-D; Xu and Huang, 2022)."""
+    """A sample from N(0, variance I) (FLAME, V-D; Xu and Huang, 2022)."""
 
     kind: Literal["gaussian"] = "gaussian"
     variance: float = Field(0.1, gt=0, description="variance of every coordinate (FLAME, VI-A)")
@@ -156,7 +162,7 @@ class Gaussian(Forgery):
 
 
 class ModelReplacement(Forgery):
-    """x + scale (w - x), x received and w trained (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
+    """x + scale (w - x) with the received model x and the trained model w (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
 
     trains: ClassVar[bool] = True
     kind: Literal["model-replacement"] = "model-replacement"
@@ -167,10 +173,10 @@ class ModelReplacement(Forgery):
 
 
 class Sybils(Forgery):
-    """All attackers send one vector: the opposite of the model that the first of them received.
+    """All attackers send the same vector: the opposite of the model that the first attacker received.
 
-    Equal directions fill the quantile of an attention with their own cosines, which turns collaboration off.
-    ``mixer.copies`` counts them as one.
+    Their equal directions dominate the quantile of an attention mixer, which turns collaboration off.
+    ``mixer.copies`` counts such copies as one client.
     """
 
     kind: Literal["sybils"] = "sybils"
@@ -186,8 +192,9 @@ class Sybils(Forgery):
 class ALIE(Forgery):
     """A little is enough: mean + z std of the honest rows, per coordinate (Baruch et al., NeurIPS 2019, Algorithm 3).
 
-    z is the largest for which, among m clients with b attackers, s = m // 2 + 1 - b honest rows are likely farther out:
-    Phi(z) = (m - b - s) / (m - b), and 0 where that is below 1/2.
+    z is the largest value for which s = m // 2 + 1 - b honest rows, among m clients with b attackers, are likely
+    farther from the mean:
+    Phi(z) = (m - b - s) / (m - b), and z = 0 if this probability is below 1/2.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -200,7 +207,7 @@ class ALIE(Forgery):
         return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
-        """Return the z used among m clients of which b attack."""
+        """Return z for m clients with b attackers."""
         if self.z is not None:
             return self.z
         h = m - b
@@ -209,7 +216,7 @@ class ALIE(Forgery):
 
 
 class IPM(Forgery):
-    """Inner product manipulation: x - epsilon mean(w_i - x), w_i honest (Xie et al., UAI 2019, section 3)."""
+    """Inner product manipulation: x - epsilon mean(w_i - x) over the honest w_i (Xie et al., UAI 2019, section 3)."""
 
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
@@ -221,10 +228,10 @@ class IPM(Forgery):
 
 
 class MinMax(Forgery):
-    """mean - gamma p with the largest gamma that keeps the row no farther from any honest row than two of these can be.
+    """mean - gamma p, no farther from any honest row than two honest rows are from each other.
 
-    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7; gamma is the root of a quadratic per honest row instead of their
-    search.)
+    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here gamma is the root of a quadratic for each honest row, and the
+    paper searches for it.)
     """
 
     sees_honest: ClassVar[bool] = True
@@ -247,8 +254,8 @@ class MinMax(Forgery):
 class Mimic(Forgery):
     """All attackers send a copy of one honest row (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
 
-    The one that is farthest along the direction in which the honest rows vary most. The paper finds that direction over
-    rounds and then keeps one client. Here it is that of the round.
+    It is the row that lies farthest along the direction of largest variance of the honest rows. The paper finds this
+    direction over several rounds and then keeps one client. Here the direction is computed in each round.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -264,9 +271,9 @@ class Mimic(Forgery):
 
 
 class ForgedDirection(Forgery):
-    """All attackers send a long vector of the direction of one honest client's model, the first of the round.
+    """All attackers send a long vector in the direction of the round's first honest model.
 
-    Cosines do not read lengths: a mixer that compares directions gives it a place in that client's mixture.
+    Cosines ignore lengths: a mixer that compares directions includes the vector in that client's mixture.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -282,10 +289,11 @@ class ForgedDirection(Forgery):
 
 
 class ForgedActivations(Attack):
-    """Attackers train as they should, and send long vectors as the activations by which clusters are found.
+    """Attackers train honestly, and send long vectors as the activations that determine clusters.
 
-    Equitable-FL counts clusters alike (Eq. 7), so that a cluster of one's own is 1/C of the model. Attackers that send
-    the same are one cluster, those that send what no other does a cluster each, of as many as are sought.
+    Equitable-FL weights all clusters equally (Eq. 7), so a cluster of attackers has 1/C of the model. Attackers that
+    send equal vectors form one cluster. Attackers that send different vectors form one cluster each, up to the number
+    of clusters.
     """
 
     kind: Literal["forged-activations"] = "forged-activations"
@@ -326,13 +334,13 @@ ATTACKS: dict[str, type[Attack]] = {
 
 
 def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
-    """Draws [b, k] of N(0, variance), a generator per row."""
+    """Return samples [b, k] of N(0, variance), with one generator per row."""
     rows = [torch.randn(like.shape[1], generator=gen, dtype=like.dtype) for gen in gens]
     return torch.stack(rows).to(like.device) * float(variance**0.5)
 
 
 def _std(rows: Tensor) -> Tensor:
-    """Sample standard deviation [d] of rows [h, d]. 0 of a single row."""
+    """Return the sample standard deviation [d] of rows [h, d], which is 0 for a single row."""
     return rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
 
 

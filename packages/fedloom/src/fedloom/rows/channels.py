@@ -1,8 +1,10 @@
-"""Channels: what a client does to the concatenated differences it sends. ``CHANNELS`` by kind.
+"""Channels: transformations that a client applies to the concatenated differences before it sends them.
 
-Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps what the
-channel C did not send, e <- x + e - C(x + e), and adds it to its next difference, so that nothing is lost: over T
-rounds sum C = sum x - e_T. The state is e, [m, D]. It stays at the client.
+``CHANNELS`` by kind.
+
+Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps the part
+that the channel C did not send, e <- x + e - C(x + e), and adds it to its next difference. Nothing is lost: over T
+rounds sum C = sum x - e_T. The state is e, [m, D]. The state stays at the client.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from fedloom.values import Value
 
 
 class Channel(Value, ABC):
-    """A map of rows [m, D], each by itself."""
+    """A map of rows [m, D] that acts on each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
     """Encoding of the channel's output on the wire."""
     remembers: ClassVar[bool] = False
-    """May have error feedback, switched by the field `error_feedback`."""
+    """The field `error_feedback` turns error feedback on, if the channel supports it."""
 
     def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a new client's state row ``[D]``, or None if the channel has no memory."""
+        """Return the state row ``[D]`` of a new client, or None if the channel is stateless."""
         return torch.zeros(D, dtype=dtype) if getattr(self, "error_feedback", False) else None
 
     def field(self, D: int, dtype: torch.dtype) -> fields.Field:
-        """Return the message field of a row that has passed the channel."""
+        """Return the message field of a row that the channel has transformed."""
         return fields.Field((D,), dtype, self.encoding, levels=getattr(self, "levels", 1))
 
     def apply(self, state: Tensor | None, diff: Tensor, gens: Sequence[Generator]) -> tuple[Tensor, Tensor | None]:
-        """Transform differences for sending. Return them with the new state.
+        """Transform differences for sending. Return the transformed differences and the new state.
 
         Args:
-            state: [m, D] of the clients, or None (see `init`).
-            diff: [m, D] differences, all fields of a client side by side.
-            gens: m generators, one per client.
+            state: [m, D] state of the clients, or None (see `init`).
+            diff: [m, D] differences, with all fields of a client side by side.
+            gens: m generators, one for each client.
 
         Returns:
-            [m, D] and the new state.
+            The transformed differences [m, D] and the new state.
         """
         if not diff.shape[1]:
             return diff, state
@@ -57,7 +59,7 @@ class Channel(Value, ABC):
 
     @abstractmethod
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        """C(x), the channel without memory."""
+        """Return C(x), the channel without error feedback."""
 
 
 class Clip(Channel):
@@ -73,10 +75,10 @@ class Clip(Channel):
 class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
-    With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
-    client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum. A
-    simulation draws it from seeded generators, so it protects no client. A deployment has noise of its own
-    (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
+    If a delta is given, the run records the epsilon of the client with the most uploads (`fedloom.engine.privacy`).
+    Every client adds its own noise. This is local differential privacy, which costs far more accuracy than noise on a
+    sum. A simulation draws the noise from seeded generators, so the noise protects no client. A deployment draws its
+    own noise (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
@@ -122,8 +124,8 @@ class TopK(Channel):
 class RandomK(Channel):
     """k coordinates drawn without replacement, the others 0 (Stich et al., NeurIPS 2018, Definition 2.2).
 
-    Without error feedback they are scaled by D / k: unbiased, E ||C(x) - x||^2 = (D / k - 1) ||x||^2. With it they
-    are not, so that E ||x - C(x)||^2 = (1 - k / D) ||x||^2 is a contraction.
+    Without error feedback, the coordinates are scaled by D / k: unbiased, E ||C(x) - x||^2 = (D / k - 1) ||x||^2. With
+    error feedback they are not scaled, so the channel is a contraction: E ||x - C(x)||^2 = (1 - k / D) ||x||^2.
     """
 
     encoding: ClassVar[fields.Kind] = "sparse"
@@ -140,10 +142,10 @@ class RandomK(Channel):
 
 
 class QSGD(Channel):
-    """Every |x_j| / scale rounded to one of its two neighbours in {0, 1 / s, ..., 1} at random, unbiased.
+    """Every |x_j| / scale, rounded at random to one of its two neighbors in {0, 1 / s, ..., 1}, without bias.
 
-    (Alistarh et al., NeurIPS 2017, section 3.1, with the scale max|x| of their experiments instead of ||x||_2, which
-    makes the variance smaller.) E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
+    (Alistarh et al., NeurIPS 2017, section 3.1. The scale is max|x|, as in their experiments, instead of ||x||_2, so
+    the variance is smaller.) E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
     """
 
     encoding: ClassVar[fields.Kind] = "levels"
@@ -189,7 +191,7 @@ CHANNELS: dict[str, type[Channel]] = {
 
 
 def _each(gens: Sequence[Generator], draw: Callable[[Generator], Tensor], like: Tensor) -> Tensor:
-    """Draws [m, .] by the clients' own generators."""
+    """Return samples [m, .] from the clients' own generators."""
     return torch.stack([draw(gen) for gen in gens]).to(like.device)
 
 

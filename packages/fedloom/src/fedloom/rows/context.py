@@ -1,4 +1,4 @@
-"""The part of a round's context that rules on rows may use. The server's context has it."""
+"""The part of a round's context that rules on rows may read. The server's context contains it."""
 
 from __future__ import annotations
 

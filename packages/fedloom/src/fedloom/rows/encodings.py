@@ -1,6 +1,6 @@
-"""Encodings: how the numbers of one field of a message become bytes, and how long those are without making them.
+"""Encodings: convert the numbers of one field of a message to bytes, and compute the length without the conversion.
 
-All numbers are little-endian. `n` is the count of scalars that travel, `item` the bytes of one.
+All numbers are little-endian. `n` is the number of transmitted scalars, and `item` the bytes per scalar.
 
 | encoding | payload                                                              | bytes                       |
 |----------|----------------------------------------------------------------------|-----------------------------|
@@ -10,7 +10,7 @@ All numbers are little-endian. `n` is the count of scalars that travel, `item` t
 | levels   | the scale max|x|, then n integers of ceil(log2(2 levels + 1)) bits   | item + ceil(n bits / 8)     |
 | sign     | the scale max|x|, then n signs of one bit                            | item + ceil(n / 8)          |
 
-A field that may be sparse or of low rank travels dense when that is not longer.
+A field that may be sparse or of low rank is sent dense if that is not longer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
 
 
 class Encoding(Protocol):
-    """One way of writing the travelling scalars x [n] of a field."""
+    """One way to write the transmitted scalars x [n] of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Bytes of the payload of rows [..., n]: a number when it is the same for all, else [...]."""
+        """Return the bytes of the payload of rows [..., n]: one number if it is the same for all rows, else [...]."""
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the length in the papers' count: 4 bytes per floating-point number, plus packed integers."""
+        """Return the length as papers count it: 4 bytes per floating-point number, plus packed integers."""
         ...
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
@@ -44,21 +44,21 @@ class Encoding(Protocol):
         ...
 
     def admits(self, field: Field, length: int) -> bool:
-        """Whether a payload can have this length."""
+        """Return whether a payload can have this length."""
         ...
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
-        """Decode the row ``[n]`` of a payload of an admitted length."""
+        """Decode the row ``[n]`` of a payload of an admissible length."""
         ...
 
 
 def raw(x: Tensor) -> bytes:
-    """Bytes of a tensor, little-endian."""
+    """Return the bytes of a tensor, little-endian."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Copy bytes into a new tensor, where torch allocates it. Their number is a multiple of the item size."""
+    """Copy bytes into a new tensor that torch allocates. The number of bytes is a multiple of the item size."""
     return torch.frombuffer(bytearray(payload), dtype=dtype).clone() if len(payload) else torch.empty(0, dtype=dtype)
 
 
@@ -107,7 +107,7 @@ class _Sparse:
 
 
 class _LowRank:
-    """Two factors per matrix where they are smaller than the matrix. All other parameters as they are."""
+    """Two factors of each matrix, if they are smaller than the matrix. All other parameters are sent unchanged."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * len(field.matrices) + field.item * self._scalars(field, x, ranks)
@@ -179,7 +179,7 @@ class _LowRank:
 
 
 class _Packed:
-    """A scale and integers of a few bits: the grid of `levels`, or signs alone."""
+    """A scale and integers of a few bits: the grid of `levels`, or only signs."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int:
         return field.item + -(-field.n * field.bits // 8)
@@ -220,7 +220,7 @@ class _Packed:
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32, for LAPACK."""
+    """The type is at least float32, for LAPACK."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

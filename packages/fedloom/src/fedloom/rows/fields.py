@@ -1,4 +1,4 @@
-"""Fields: what a message may hold under one name."""
+"""Fields: the values that a message may contain under one name."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FIELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, tor
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """Form of a message's value under one name. Both ends must agree on it.
+    """Form of a value in a message. Both ends must agree on it.
 
     Attributes:
         shape: shape of one client's value: (d,) for a model, (1,) for a scalar.
         dtype: one of float64, float32, float16, bfloat16, int64.
-        encoding: the shortest form allowed, see the table of `fedloom.rows.encodings`.
-        mask: bool of that shape: only those scalars travel, the receiver has its own for the others.
+        encoding: the shortest allowed form. See the table in `fedloom.rows.encodings`.
+        mask: bool of the same shape: only these scalars are sent, and the receiver uses its own values for the others.
         levels: L of the grid {-L..L} scale / L of the encoding "levels".
-        layout: of the matrices of the encoding "lowrank".
+        layout: layout of the matrices of the encoding "lowrank".
 
     Raises:
-        ConfigError: a combination that cannot be encoded.
+        ConfigError: the combination cannot be encoded.
     """
 
     shape: tuple[int, ...]
@@ -89,6 +89,6 @@ class Field:
         return self.layout.matrix_shapes
 
     def travelling(self, rows: Tensor) -> Tensor:
-        """Return the scalars ``[..., n]`` that travel of values ``[..., *shape]``."""
+        """Return the transmitted scalars ``[..., n]`` of values ``[..., *shape]``."""
         flat = rows.reshape((*rows.shape[: rows.dim() - len(self.shape)], prod(self.shape)))
         return flat if self.mask is None else flat[..., self.mask.reshape(-1)]

@@ -1,4 +1,4 @@
-"""Layout: the only place with the shapes of an `nn.Module`. A model outside it is a row of R^d."""
+"""Layout: the only place that knows the shapes of an `nn.Module`. Elsewhere a model is a row of R^d."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 class Layout:
     """Names, shapes and offsets of the parameters of a model, in the order of `named_parameters()`.
 
-    A value: comparable, hashable, picklable, without reference to a module. `names`, `shapes` and `offsets` have one
+    A layout is a value: comparable, hashable and picklable, without a reference to a module. `names`, `shapes` and
+        `offsets` have one
     entry per parameter. Parameter k is `row[offsets[k] : offsets[k] + numel]`. `d` is the number of scalars.
 
     Raises:
-        LayoutError: no parameter at all, a name given twice, or as many shapes as names are not there.
+        LayoutError: there is no parameter, a name occurs twice, or the numbers of names and shapes differ.
     """
 
     names: tuple[str, ...]
@@ -53,12 +54,12 @@ class Layout:
 
     @classmethod
     def create(cls, module: nn.Module) -> Layout:
-        """Layout of the parameters that train, those with ``requires_grad``. Tied ones count once.
+        """Return the layout of the trainable parameters, which have ``requires_grad``. Tied parameters count once.
 
-        Frozen parameters and buffers are no part of a row: they exist once, in the module.
+        Frozen parameters and buffers are not part of a row: the module stores them once.
 
         Raises:
-            LayoutError: no parameter trains.
+            LayoutError: no parameter is trainable.
         """
         parameters = trainable(module)
         if not parameters and any(True for _ in module.parameters()):
@@ -69,13 +70,13 @@ class Layout:
 
     @classmethod
     def create_from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """Layout of named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
+        """Return the layout of named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
         return cls(tuple(shapes), tuple(Size(shape) for shape in shapes.values()))
 
     # ------------------------------------------------------------------------------------------------ module <-> row
 
     def vector(self, module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-        """Parameters of the module that train as a new row [d], without gradient."""
+        """Return the trainable parameters of the module as a new row [d], without gradient."""
         row = torch.cat([p.detach().reshape(-1) for p in self._parameters(module)])
         return row if dtype is None else row.to(dtype)
 
@@ -95,14 +96,14 @@ class Layout:
     # -------------------------------------------------------------------------------------------------- row <-> tree
 
     def tree(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return views {name: ``[..., *shape]``} of rows ``[..., d]``, without a copy whatever the rows' strides."""
+        """Return views {name: ``[..., *shape]``} of rows ``[..., d]``. Nothing is copied, whatever the strides are."""
         self.check(rows)
         lead = rows.shape[:-1]
         parts = torch.split(rows, self._sizes, dim=-1)
         return {name: part.view(lead + shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. The inverse of `tree`."""
+        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. It is the inverse of `tree`."""
         if set(tree) != set(self.names):
             raise LayoutError(f"flatten needs the parameters {list(self.names)}, got {list(tree)}")
         first = tree[self.names[0]].shape
@@ -117,7 +118,7 @@ class Layout:
         )
 
     def check(self, rows: Tensor) -> None:
-        """Refuse rows of another model.
+        """Raise if the rows belong to another model.
 
         Raises:
             LayoutError: the last dimension of the rows is not d.
@@ -130,13 +131,13 @@ class Layout:
         return [shape.numel() for shape in self.shapes]
 
     def mask(self, *prefixes: str) -> Tensor:
-        """Bool [d]: the scalars of the parameters under the prefixes, e.g. ``mask("fc2", "body.0")``.
+        """Return a bool mask [d] of the parameters that match the prefixes, e.g. ``mask("fc2", "body.0")``.
 
-        A prefix that is the dotted name of a module or parameter means that one alone ("fc1" is not "fc10"). Any other
-        means every parameter whose name starts so.
+        A prefix that is the dotted name of a module or parameter matches only that module or parameter ("fc1" is not
+        "fc10"). Any other prefix matches every parameter whose name starts with it.
 
         Raises:
-            LayoutError: a prefix that no parameter has. The message has the nearest one.
+            LayoutError: no parameter matches a prefix. The message names the nearest match.
         """
         chosen: set[str] = set()
         for prefix in prefixes:
@@ -156,7 +157,7 @@ class Layout:
 
     @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """{name: (r, c)} of the matrix view of every parameter with at least two dimensions."""
+        """Return {name: (r, c)} with the matrix shape of every parameter with at least two dimensions."""
         return {
             name: (s[0] * prod(s[2:3]), s[1] * prod(s[3:]))
             for name, s in zip(self.names, self.shapes, strict=True)
@@ -164,10 +165,10 @@ class Layout:
         }
 
     def matrices(self, rows: Tensor) -> dict[str, Tensor]:
-        """Matrix view [..., r, c] of every parameter with at least two dimensions of rows [..., d].
+        """Return the matrix view [..., r, c] of every parameter with at least two dimensions, from rows [..., d].
 
-        A linear weight [o, i] is itself (a view). A convolution [o, i, k, l] is [o*k, i*l] through swapaxes(1, 2)
-        (FedSLR, section 3). Parameters with fewer than two dimensions have none.
+        The view of a linear weight [o, i] is the weight itself. The view of a convolution [o, i, k, l] is [o*k, i*l]
+        through swapaxes(1, 2) (FedSLR, section 3). Parameters with fewer than two dimensions have no matrix view.
         """
         tree, lead = self.tree(rows), rows.shape[:-1]
         return {
@@ -175,12 +176,15 @@ class Layout:
         }
 
     def ranks(self, x: Tensor) -> Tensor:
-        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`. Full if not finite."""
+        """Return numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`.
+
+        Full if not finite.
+        """
         matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
     def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return new rows ``[..., d]`` with those matrices replaced. Other parameters stay the same."""
+        """Return new rows ``[..., d]`` in which these matrices are replaced. Other parameters do not change."""
         if extra := set(matrices) - set(self.matrix_shapes):
             raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")
         shapes, lead = dict(zip(self.names, self.shapes, strict=True)), rows.shape[:-1]
@@ -196,7 +200,7 @@ class Layout:
         return self.flatten(self.tree(rows) | back)
 
     def _swap(self, name: str, value: Tensor) -> Tensor:
-        """[..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix as it is."""
+        """Swap [..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix does not change."""
         s = self.shapes[self.names.index(name)]
         return value if len(s) == 2 else value.swapaxes(1 - len(s), 2 - len(s))
 
@@ -208,7 +212,7 @@ class Layout:
 
     @classmethod
     def read_header(cls, header: Mapping[str, str]) -> Layout:
-        """Layout of a `header()`.
+        """Read the layout from a `header()`.
 
         Raises:
             LayoutError: the header is missing or damaged.
@@ -226,7 +230,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that two layouts share only when they are equal."""
+        """Return 16 hexadecimal digits that identify the layout."""
         return blake2b(self.header()["layout"].encode(), digest_size=8).hexdigest()
 
 

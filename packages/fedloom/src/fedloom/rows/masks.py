@@ -1,4 +1,4 @@
-"""Parts of a model as masks: head and body, normalisation layers, sparse layers. All from the layout alone."""
+"""Masks of parts of a model: head and body, normalization layers, sparse layers. They depend only on the layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from fedloom.rows.layout import Layout
 
 
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Bool ``[d]``: the parameters under the prefixes, without any, the last layer that has a matrix (with its bias).
+    """Return a bool mask ``[d]`` of the parameters that match the prefixes.
+
+    The default is the last layer that has a matrix, with its bias.
 
     Raises:
-        Refused: no prefix is given, and no parameter has two dimensions.
-        LayoutError: a prefix that no parameter has.
+        LayoutError: no prefix is given, and no parameter has two dimensions.
+        LayoutError: no parameter matches a prefix.
     """
     if prefixes:
         return layout.mask(*prefixes)
@@ -30,7 +32,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a sentence if the head ``[d]`` is the whole model, with the method that results."""
+    """If the head ``[d]`` is the whole model, return a sentence that names the resulting method."""
     sentence = (
         f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
     )
@@ -38,9 +40,12 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Bool ``[d]``: the parameters under the prefixes, without any, weight and bias of the normalisation layers.
+    """Return a bool mask ``[d]`` of the parameters that match the prefixes.
 
-    Those are the layers whose weight has fewer than two dimensions, or the shape of the bias. There may be none.
+    The default is weight and bias of the normalization layers.
+
+    In a normalization layer the weight has fewer than two dimensions, or the shape of the bias. A model may have no
+    such layer.
 
     Raises:
         LayoutError: a prefix that no parameter has.
@@ -56,14 +61,17 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def spans(mask: Tensor) -> list[slice]:
-    """Return the runs of True of bool ``[d]``. A part has few runs, so slices cost less than the mask."""
+    """Return the runs of True in a bool mask ``[d]``.
+
+    A part consists of few runs, so slices cost less than the mask.
+    """
     edge = torch.zeros(1, dtype=torch.int8, device=mask.device)
     edges = torch.diff(mask.to(torch.int8), prepend=edge, append=edge).nonzero()[:, 0].tolist()
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
-    """Models ``[m, d]``: ``x [d]`` or ``[m, d]`` with the coordinates in ``mask [d]`` from ``personal [m, k]``."""
+    """Return ``x [d]`` or ``[m, d]`` as ``[m, d]``, with the coordinates in ``mask [d]`` from ``personal [m, k]``."""
     models = x.expand(len(personal), -1).clone()
     runs = spans(mask)
     for run, values in zip(runs, personal.split([run.stop - run.start for run in runs], -1), strict=True):
@@ -72,25 +80,25 @@ def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
 
 
 def part(models: Tensor, mask: Tensor) -> Tensor:
-    """Select the ``k`` coordinates in ``mask [d]`` of models ``[m, d]`` as ``[m, k]``. `joined` puts them back."""
+    """Select the ``k`` coordinates of models ``[m, d]`` in ``mask [d]``, as ``[m, k]``. `joined` is the inverse."""
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
 
 def only_(rows: Tensor, mask: Tensor) -> Tensor:
-    """``rows [m, d]`` with zeros written where ``mask [d]`` is False."""
+    """Set ``rows [m, d]`` to zero where ``mask [d]`` is False."""
     for run in spans(~mask):
         rows[:, run] = 0
     return rows
 
 
 def matrices(layout: Layout) -> Tensor:
-    """Bool ``[d]``: the parameters with at least two dimensions."""
+    """Return a bool mask ``[d]`` of the parameters with at least two dimensions."""
     sizes = torch.tensor([shape.numel() for shape in layout.shapes])
     return torch.tensor([len(shape) >= 2 for shape in layout.shapes]).repeat_interleave(sizes)
 
 
 def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
-    """Int64 ``[matrices]``: scalars that each matrix keeps when the share ``density`` of all of them is kept.
+    """Return how many scalars, int64 ``[matrices]``, each matrix keeps if the share ``density`` of all is kept.
 
     The density of a layer is proportional to the sum of its dimensions over their product, at most 1 (Evci et al. 2020,
     "Rigging the Lottery", Sec. 3).
@@ -108,7 +116,7 @@ def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
 
 
 def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
-    """Bool ``[..., d]``: the ``count [matrices]`` smallest of the scores ``[..., d]`` of each matrix, no other."""
+    """Mask the ``count [matrices]`` smallest of the scores ``[..., d]`` in each matrix, as bool ``[..., d]``."""
     chosen = torch.zeros_like(score, dtype=torch.bool)
     places = {name: (o, s.numel()) for name, o, s in zip(layout.names, layout.offsets, layout.shapes, strict=True)}
     for name, k in zip(layout.matrix_shapes, count.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Projection: a fixed random linear map to few dimensions, the same for all who know its key."""
+"""Projection: a fixed random linear map to few dimensions, determined by a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Projection(NamedTuple):
     matrix: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """P applied to rows ``[..., d]``: ``[..., k]``."""
+        """Apply P to rows ``[..., d]``: ``[..., k]``."""
         return rows if self.matrix is None else rows @ self.matrix.T
 
     def back(self, rows: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Projection(NamedTuple):
 
 
 def new_key(gen: torch.Generator) -> Tensor:
-    """Int64 ``[2]``: 128 bits that name a random projection."""
+    """Return int64 ``[2]``: 128 bits that identify a random projection."""
     return torch.randint(256, (16,), generator=gen, dtype=torch.uint8).view(torch.int64)
 
 
@@ -38,11 +38,11 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
     Args:
         key: of `new_key`.
         k: dimensions of the subspace.
-        like: ``[..., d]``. Its d, dtype and device are those of the projection.
-        matrix: ``[k, d]``, the matrix itself, in place of the key's.
+        like: ``[..., d]``. The projection has its d, dtype and device.
+        matrix: ``[k, d]``, used instead of the key's matrix.
 
     Raises:
-        ConfigError: the matrix has another shape, or there is none as k is None.
+        ConfigError: the matrix has another shape, or a matrix is given although k is None.
     """
     if matrix is not None:
         if k is None:
@@ -59,6 +59,6 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
 @lru_cache(maxsize=1)
 def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Drawn once for successive callers. Never written to."""
+    """Successive callers share one drawn matrix. Never written to."""
     p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

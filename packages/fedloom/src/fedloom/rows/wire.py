@@ -1,9 +1,10 @@
-"""Wire: the codec of every message, and its length without building it.
+"""Codec of messages, and the length of a message without building it.
 
 A message is the values of one client's named fields: a header (magic, version, number of fields, fingerprint of the
 layout, CRC-32 of all that follows), a descriptor per field (name, type, encoding, shape, bytes of the payload), then
-the payloads. `decode` checks the header, the descriptors and every length against what both ends agreed on before it
-allocates, so a message costs no more memory than a small multiple of the agreed fields. It executes nothing.
+the payloads. Before it allocates memory, `decode` checks the header, the descriptors and every length against the
+agreed layout. A message therefore needs at most a small multiple of the memory of the agreed fields. It executes
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ENCODING_CODES = {name: code for code, name in enumerate(ENCODINGS)}
 
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """Messages with these fields, in this order, about models of this layout.
+    """Codec of messages with these fields, in this order, for models of this layout.
 
     >>> codec = Codec(Layout.create_from_shapes({"fc": (2,)}), {"w": Field((2,)), "loss": Field((1,))})
     >>> message = codec.encode({"w": torch.ones(2), "loss": torch.zeros(1)})
@@ -57,10 +58,11 @@ class Codec:
 
         Args:
             values: {name: [*shape]} of exactly the fields, in their types.
-            ranks: {field: {matrix: rank}} of fields of low rank. Measured where not given.
+            ranks: {field: {matrix: rank}} of fields of low rank. Measured if not given.
 
         Raises:
-            WireError: a value is missing, unknown, or of another shape or type. Or off the grid of its encoding.
+            WireError: a value is missing, unknown, or of another shape or type. Or a value is off the grid of its
+                encoding.
         """
         self._names(values)
         descriptors, payloads = [], []
@@ -88,10 +90,11 @@ class Codec:
 
         Args:
             message: any bytes.
-            receiver: the receiver's values of fields with a mask, for entries that did not travel. Zeros without them.
+            receiver: the receiver's values of masked fields, for entries that the message does not contain. Zeros
+                without them.
 
         Raises:
-            WireError: the bytes are not a message of this experiment. No other error is possible.
+            WireError: the bytes are not a message of this experiment. No other error can occur.
         """
         data = memoryview(message).cast("B")
         if len(data) < WIRE_HEADER.size:
@@ -122,10 +125,11 @@ class Codec:
         return values
 
     def length(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
-        """`len(encode(row))` of every row, without building a message: int64 [m].
+        """Return `len(encode(row))` of every row, without building a message: int64 [m].
 
         Args:
-            values: {name: [m, *shape] or [*shape]}. One without rows is the same for all, and m = 1 if none has rows.
+            values: {name: [m, *shape] or [*shape]}. A field without rows is the same for all clients. m = 1 if no field
+                has rows.
             ranks: as for `encode`, each a number or [m].
 
         Raises:
@@ -134,7 +138,7 @@ class Codec:
         return self._headers + self._sum(values, ranks, "size")
 
     def paper_bytes(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
-        """Return the papers' count, int64 ``[m]``: 4 bytes x floats, no headers, indices or integers."""
+        """Return sizes as papers count them, int64 ``[m]``: 4 bytes per float, no headers, indices or integers."""
         return self._sum(values, ranks, "floats")
 
     def _sum(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None, count: str) -> Tensor:
@@ -160,7 +164,7 @@ class Codec:
 
     @cached_property
     def _headers(self) -> int:
-        """Bytes of a message that are no payload."""
+        """Bytes of a message other than the payload."""
         return WIRE_HEADER.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property
@@ -178,7 +182,10 @@ class Codec:
         return head + bytes((FIELD_DTYPES.index(field.dtype), ENCODING_CODES[kind], len(field.shape))) + shape
 
     def _read(self, data: memoryview, at: int, name: str, field: Field) -> tuple[str, int, int]:
-        """Read encoding and length of the field described at byte `at`. Return the byte after the description too."""
+        """Read encoding and length of the field that is described at byte `at`.
+
+        Return the byte after the description too.
+        """
         for kind in dict.fromkeys((field.encoding, "dense")):
             if kind == "dense" and field.encoding in ("levels", "sign"):
                 continue

@@ -1,4 +1,4 @@
-"""Devices: how fast a client computes and sends, and when it is there. ``DEVICES`` by kind."""
+"""Devices: how fast a client computes and communicates, and when it is present. ``DEVICES`` by kind."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
 Slow = Literal["drawn", "rare-labels"]
-"""Clients with the slow devices."""
+"""Clients that get the slow devices."""
 
 
 class Devices(Value, ABC):
-    """The devices of a run's clients. What is drawn comes from streams of the seed that nothing else uses."""
+    """Devices of a run's clients. They are drawn from streams of the seed that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -34,16 +34,16 @@ class Devices(Value, ABC):
         Args:
             n: clients.
             seed: of the run.
-            rarity: ``[n]`` how rare a client's labels are among all clients.
+            rarity: ``[n]`` how rare each client's labels are among all clients.
 
         Raises:
-            ConfigError: they cannot be those of n clients.
+            ConfigError: the devices do not fit n clients.
             DataError: a file cannot be read.
         """
 
 
 class Stated(Devices, ABC):
-    """Devices whose speed, rates and presence are stated."""
+    """Devices with given speeds, rates and presence."""
 
     speed: float = Field(100.0, gt=0, description="training samples per second of a typical device, measured or stated")
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
@@ -57,7 +57,7 @@ class Stated(Devices, ABC):
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
     ) -> Fleet:
-        """Return the fleet with speeds of ``factor [n]`` times the usual one."""
+        """Return the fleet with speeds of ``factor [n]`` times the typical speed."""
         n = len(factor)
         constant = torch.ones(n, dtype=torch.float64)
         member = torch.zeros(n, dtype=torch.long) if member is None else member
@@ -88,14 +88,17 @@ class Equal(Stated):
 
 
 class LogNormal(Stated):
-    """Speeds whose logarithms are normal: the usual speed times exp(spread z)."""
+    """Speeds with normal logarithms: the typical speed times exp(spread z)."""
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
     slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Client by client, or the slowest to whose labels are rarest. Classes are the thirds of the speeds."""
+        """Speeds are assigned at random, or the slowest speed goes to the client with the rarest labels.
+
+        Classes are the thirds of the speeds.
+        """
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
         if self.slow == "rare-labels":
@@ -131,7 +134,10 @@ class Classes(Devices):
         return classes
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Draw the classes: either half of the draw is equally likely. Rare labels get the slowest class."""
+        """Draw the classes.
+
+        The choice of halves is uniform. The slowest class goes to the clients with the rarest labels.
+        """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
         counts = exact.floor().long()
@@ -152,11 +158,12 @@ class Classes(Devices):
 
 
 class Trace(Devices):
-    """Devices of a file: Parquet or CSV with the columns client, speed, up and down, and perhaps more.
+    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and optional columns.
 
-    ``client`` counts from 0, ``speed`` is training samples a second (0: it never answers), ``up`` and ``down`` are
-    bytes a second. Optional are ``latency`` (seconds, 0 otherwise), ``class`` (a name), and ``start`` and ``end``: an
-    interval of presence in seconds. A client with several intervals has a row for each, without any it is there always.
+    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), ``up`` and
+    ``down`` are in bytes per second. Optional columns are ``latency`` (seconds, default 0), ``class`` (a name), and
+    ``start`` and ``end``: an interval of presence in seconds. A client with several intervals has one row per interval.
+    A client without intervals is always present.
     """
 
     kind: ClassVar[str] = "trace"
@@ -171,7 +178,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Give every client a device of the file."""
+        """Give every client its device from the file."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):

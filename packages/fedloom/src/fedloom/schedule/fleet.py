@@ -1,4 +1,4 @@
-"""Fleet: the devices of a run's clients, as numbers, and the seconds that work and messages take on them."""
+"""Fleet: the devices of a run's clients as numbers, and the seconds that computation and messages take."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from fedloom.schedule.presence import Presence
 
 FORWARD_COST = 1 / 3
-"""Cost of a forward-only sample, in samples of training: a backward pass takes twice a forward one."""
+"""Cost of a forward-only sample, relative to a training sample: a backward pass takes twice as long as a forward
+pass."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The devices of n clients.
+    """Devices of n clients.
 
     Attributes:
-        seconds: ``[n]`` seconds per training sample. Infinite of a device that never answers.
-        up: ``[n]`` bytes a second from the client to the server.
-        down: ``[n]`` bytes a second from the server to the client.
-        latency: ``[n]`` seconds before every message arrives.
+        seconds: ``[n]`` seconds per training sample. Infinite for a device that never answers.
+        up: ``[n]`` bytes per second from the client to the server.
+        down: ``[n]`` bytes per second from the server to the client.
+        latency: ``[n]`` seconds of delay of every message.
         names: device classes.
-        member: ``[n]`` place of every client's class among them.
-        presence: when clients are there. None: always.
+        member: ``[n]`` index of every client's class.
+        presence: times at which clients are present. None: always.
     """
 
     seconds: Tensor
@@ -53,11 +54,11 @@ class Fleet:
         return bool(self.seconds.isfinite().all())
 
     def busy(self, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds ``[m]`` that clients work and send.
+        """Return the seconds ``[m]`` that clients compute and communicate.
 
         Args:
             ids: ``[m]`` clients.
-            counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
+            counts: ``[m, .]`` backward samples, forward samples, steps, and bytes up and down, in this order.
         """
         backward, forward, _, up, down = counts[:, :5].T.astype(np.float64)
         seconds, rate_up, rate_down, latency = self._columns.take(ids, 0).T
@@ -71,29 +72,29 @@ class Fleet:
         return seconds_busy
 
     def ends(self, ids: NDArray[np.int64], start: float, busy: NDArray[np.float64]) -> NDArray[np.float64]:
-        """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds."""
+        """Return the times at which clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
         pairs = zip(ids.tolist(), busy.tolist(), strict=True)
         return np.array([self.presence.end(i, start, b) for i, b in pairs])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
-        """Seconds of presence between two times."""
+        """Return the seconds of presence between two times."""
         if self.presence is None:
             return end - start
         return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the first time from ``time`` on at which a client is present."""
+        """Return the earliest time from ``time`` on at which a client is present."""
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
-        """Seconds ``[n]`` from 0 to ``time`` in which clients are not there."""
+        """Return the seconds ``[n]`` from 0 to ``time`` in which each client is absent."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
 
     def permuted(self, order: Tensor) -> Fleet:
-        """Permute the fleet: client k gets the device of client ``order[k]``, without presence only."""
+        """Permute the fleet: client k gets the device of client ``order[k]``, or only its presence."""
         names = ("seconds", "up", "down", "latency", "member")
         return replace(self, presence=None, **{name: getattr(self, name)[order] for name in names})

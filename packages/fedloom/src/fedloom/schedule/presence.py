@@ -1,4 +1,7 @@
-"""Presence: when devices are there. A device works in its intervals of presence only, and pauses between them."""
+"""Presence: times at which devices are present.
+
+A device works in its intervals of presence only, and pauses between them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ class Presence:
     """Intervals of presence by client.
 
     Args:
-        intervals: of every client, [start, end) in seconds, within [0, period]. A client that has none is there always.
-        period: seconds after which the intervals begin again. infinite: no client is there after the last one.
+        intervals: intervals of each client, [start, end) in seconds, within [0, period]. A client without intervals is
+            always present.
+        period: seconds after which the intervals repeat. If infinite, no client is present after the last interval.
 
     Raises:
-        ConfigError: intervals that are empty, overlap or leave the period.
+        ConfigError: intervals are empty, overlap or exceed the period.
     """
 
     def __init__(self, intervals: Mapping[int, Sequence[tuple[float, float]]], period: float = math.inf) -> None:
@@ -39,7 +43,7 @@ class Presence:
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
     def presence_seconds(self, client: int, time: float) -> float:
-        """Seconds of presence from 0 to a time."""
+        """Return the seconds of presence from 0 to a time."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]
@@ -63,7 +67,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the first time from ``time`` on at which a client is present, or inf if never."""
+        """Return the earliest time from ``time`` on at which a client is present, or inf if there is no such time."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

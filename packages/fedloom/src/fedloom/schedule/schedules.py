@@ -1,4 +1,4 @@
-"""Schedules: which uploads make a step of the server. ``SCHEDULES`` by kind."""
+"""Schedules: which uploads make a server step. ``SCHEDULES`` by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Rule for the uploads of a server step."""
+    """Rule that chooses the uploads of a server step."""
 
     kind: ClassVar[str]
 
@@ -29,7 +29,7 @@ class Synchronous(Schedule):
 
 
 class Deadline(Schedule):
-    """A round ends after some seconds, or when all have answered. Late uploads are lost."""
+    """A round ends after a number of seconds, or when all clients have answered. Late uploads are lost."""
 
     kind: ClassVar[str] = "deadline"
     seconds: float = Field(gt=0, description="longest round, in simulated seconds")
@@ -39,21 +39,25 @@ class Deadline(Schedule):
 
 
 class OverSelection(Schedule):
-    """A round ends when enough of its clients have answered. The others stop (Bonawitz et al., MLSys 2019)."""
+    """A round ends when enough of its clients have answered.
+
+    The remaining clients stop (Bonawitz et al., MLSys 2019).
+    """
 
     kind: ClassVar[str] = "over-selection"
     factor: float = Field(1.3, ge=1, description="drawn clients per used upload")
 
     def enough(self, m: int) -> int:
-        """Return the number of uploads used of ``m`` clients."""
+        """Return the number of uploads that are used of ``m`` clients."""
         return max(round(m / self.factor), 1)
 
 
 class Stream(Schedule, ABC):
-    """Clients train all the time: who has answered is replaced at once, by a client that gets the newest model.
+    """Clients train continuously: a new client with the newest model replaces a client that has answered.
 
-    A step of the server takes the first uploads that arrive. An upload's staleness is the number of steps that the
-    server took while the client trained. What it changes is multiplied by a factor that falls with the staleness.
+    A server step takes the first uploads that arrive. An upload's staleness is the number of steps that the
+    server took while the client trained. The change of the upload is multiplied by a factor that decreases with its
+    staleness.
     """
 
     concurrency: int | None = Field(
@@ -72,16 +76,19 @@ class Stream(Schedule, ABC):
 
     @property
     def size(self) -> int:
-        """Uploads of a step."""
+        """Number of uploads of a step."""
         return 1
 
     @property
     def rate(self) -> float | None:
-        """Weight of a client's model in the mix with the server's. None: its change is added to the server's."""
+        """Weight of a client's model when it is mixed with the server's model.
+
+        None: its change is added to the server's.
+        """
         return None
 
     def factor(self, staleness: Tensor) -> Tensor:
-        """Return the factors in (0, 1] of uploads with these stalenesses."""
+        """Return factors in (0, 1] for uploads with these stalenesses."""
         s = staleness.double()
         if self.discount == "polynomial":
             return (1 + s) ** -self.power
@@ -91,7 +98,7 @@ class Stream(Schedule, ABC):
 
 
 class Buffered(Stream):
-    """FedBuff: a step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
+    """FedBuff: a server step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
     buffer: int = Field(10, ge=1, description="K, uploads of a step (default: at most all clients)")
@@ -102,7 +109,7 @@ class Buffered(Stream):
         return self.buffer
 
     def adapted(self, n: int) -> Self:
-        """Limit a buffer without a given size to all clients."""
+        """Limit the buffer to all clients, if its size is not given."""
         default = "buffer" not in self.model_fields_set
         return self.with_(buffer=n) if default and self.buffer > n else self
 
@@ -110,7 +117,8 @@ class Buffered(Stream):
 class Asynchronous(Stream):
     """FedAsync: every upload is a step that mixes the client's model into the server's (Xie et al., arXiv:1903.03934).
 
-    x <- (1 - a) x + a w with a = rate times the factor of the staleness. The paper's local problem has FedProx's term.
+    x <- (1 - a) x + a w, where a is rate times the factor of the staleness. The paper's local problem includes
+    FedProx's term.
     """
 
     kind: ClassVar[str] = "asynchronous"

@@ -1,4 +1,4 @@
-"""Traces: a file of devices, read and checked row by row."""
+"""Traces: files of devices, read and checked row by row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "late
 
 
 class DeviceRow(NamedTuple):
-    """A device of a trace: its speed, rates and latency, its class, and its intervals of presence. none: always."""
+    """A device of a trace: its speed, rates, latency, class, and intervals of presence (none: always present)."""
 
     speed: float
     up: float
@@ -30,14 +30,14 @@ class DeviceRow(NamedTuple):
 
 
 def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
-    """Read the devices of a trace by client, in ascending order.
+    """Read the devices of a trace, ordered by client.
 
     Args:
-        path: Parquet or CSV file, which gzip may compress.
-        period: seconds within which the intervals lie. Infinite for any.
+        path: Parquet or CSV file, possibly compressed by gzip.
+        period: seconds that contain the intervals. Infinite for any.
 
     Raises:
-        DataError: the file cannot be read, or a row is none. The sentence names file, row, value and cure.
+        DataError: the file cannot be read, or a row is invalid. The message names the file, row, value and fix.
     """
     columns, names = _columns(path)
     _check_rows(path, columns)
@@ -56,7 +56,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
 
 def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
-    """Read the columns as numbers, nan for an empty cell, and the class of every row."""
+    """Read the columns as numbers (NaN for an empty cell), and the class of every row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -102,7 +102,7 @@ def _refuse(path: Path, row: int, sentence: str) -> None:
 
 
 def _check_rows(path: Path, columns: dict[str, Column]) -> None:
-    """Refuse a cell that cannot be."""
+    """Raise if a cell is invalid."""
 
     def first(bad: NDArray[np.bool_]) -> int | None:
         return int(bad.argmax()) if bad.any() else None
@@ -121,7 +121,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
-    """Refuse rows of one client that are not intervals of one device."""
+    """Raise if the rows of a client are not intervals of one device."""
     clients = columns["client"][order]
     for place in np.flatnonzero(clients[1:] == clients[:-1]).tolist():
         before, k = order[place : place + 2].tolist()
@@ -136,7 +136,7 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
 
 
 def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Column], period: float) -> None:
-    """Refuse intervals that are empty, overlap or leave the period."""
+    """Raise if intervals are empty, overlap or exceed the period."""
     previous = (-1, 0.0)
     for k in order[~np.isnan(columns["start"][order])].tolist():
         client, start, end = int(columns["client"][k]), float(columns["start"][k]), float(columns["end"][k])

@@ -1,8 +1,10 @@
-"""Checkpoints: what a run needs to go on exactly, as safetensors and JSON. Nothing in them is ever executed.
+"""Checkpoints: everything that a run needs to resume exactly, as safetensors and JSON.
 
-A generation is ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which holds the checksum of the former and of
-itself. The JSON is renamed last, so that a generation exists only when all of it does. Rows of a store in files belong
-to the generation through the store's journal.
+Nothing in them is ever run as code.
+
+A generation consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which contains the checksums of both.
+The JSON file is renamed last, so a generation exists only if it is complete. Rows of a store in files belong to the
+generation by the store's journal.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = ["Checkpoints", "Loaded", "check_file_digest", "save_tensors"]
 _CHECKPOINT_FORMAT = 1
 _DIGEST_KEY, _BLANK_DIGEST = "sha256", "0" * 64
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as the safetensors library has it."""
+"""Number of bytes, set by the safetensors library."""
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,13 +54,13 @@ _DTYPE_NAMES = {
 
 
 class Loaded(NamedTuple):
-    """A generation read back.
+    """A loaded generation.
 
     Attributes:
         generation: its number.
-        tensors: as saved, bit for bit. Those of the stores left out by `Checkpoints.resume`.
-        meta: as saved, through JSON.
-        warnings: sentences on newer generations that could not be used.
+        tensors: the saved tensors, bit for bit, without the tensors of the stores if `Checkpoints.resume` loads them.
+        meta: the saved metadata, converted through JSON.
+        warnings: messages about newer generations that could not be used.
     """
 
     generation: int
@@ -68,18 +70,18 @@ class Loaded(NamedTuple):
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Render a safetensors file atomically, one tensor in memory at a time.
+    """Write a safetensors file atomically, with one tensor in memory at a time.
 
     Args:
         path: the file.
-        tensors: by name, of any shape, on any device.
-        metadata: texts for the header, which then has the file's SHA-256 too, see `check_file_digest`.
+        tensors: tensors by name, of any shape, on any device.
+        metadata: texts for the header. The header then also contains the file's SHA-256, see `check_file_digest`.
 
     Returns:
-        SHA-256 of the file, as hexadecimal digits. Zeros stand in the place of the digest in its header.
+        SHA-256 of the file, as hexadecimal digits. It is computed with zeros in place of the digest.
 
     Raises:
-        CheckpointError: the disk is full or refuses.
+        CheckpointError: the disk is full or rejects the write.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {_DIGEST_KEY: _BLANK_DIGEST, **metadata}} if metadata else {}
@@ -116,10 +118,12 @@ def has_digest(path: Path) -> bool:
 
 
 def check_file_digest(path: Path) -> None:
-    """Refuse a safetensors file that is not what `save_tensors` wrote with metadata. One without a digest passes.
+    """Raise if a safetensors file differs from the file that `save_tensors` wrote with metadata.
+
+    A file without a digest passes.
 
     Raises:
-        LayoutError: it is damaged, or no such file.
+        LayoutError: the file is damaged, or is not a safetensors file.
     """
     with suppress(OSError, ValueError, AttributeError, RecursionError), regular(path).open("rb") as file:
         length = file.read(8)
@@ -139,10 +143,10 @@ def check_file_digest(path: Path) -> None:
 
 
 class Checkpoints:
-    """The generations in a folder.
+    """Generations in a folder.
 
     Args:
-        folder: created by the first `save`.
+        folder: the first `save` creates it.
         keep: number of generations kept.
     """
 
@@ -150,7 +154,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def generations(self) -> list[int]:
-        """List the generations, damaged ones too, from the oldest."""
+        """List the generations from the oldest, including damaged ones."""
         names = [p.stem.removeprefix("checkpoint-") for p in self.folder.glob("checkpoint-*.json")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -163,17 +167,17 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
     ) -> None:
-        """Store a generation durably with the rows of the stores, and delete those beyond `keep`.
+        """Store a generation durably together with the rows of the stores, and delete old generations beyond `keep`.
 
         Args:
-            generation: greater than the newest one.
+            generation: number greater than the newest generation.
             tensors: by name.
-            meta: what JSON can hold.
+            meta: metadata that JSON can represent.
             fingerprint: of the experiment.
             stores: by name.
 
         Raises:
-            CheckpointError: the disk is full or refuses. The generations before are intact.
+            CheckpointError: the disk is full or rejects the write. The earlier generations are intact.
         """
         stores, generations = stores or {}, self.generations()
         assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
@@ -206,12 +210,13 @@ class Checkpoints:
         """Load the newest intact generation, or None if there is none. Nothing is changed.
 
         Args:
-            fingerprint: of the experiment.
-            numbers: the experiment by dotted key, to name what differs from the ``numbers`` in the generation's meta.
+            fingerprint: fingerprint of the experiment.
+            numbers: the experiment's values by dotted key. An error names the values that differ from ``numbers`` in
+                the generation's metadata.
 
         Raises:
             DamagedCheckpoint: every generation is damaged.
-            RunDirError: the generation is of another experiment, or another version wrote it.
+            RunDirError: the generation belongs to another experiment, or another version wrote it.
         """
         warnings: list[str] = []
         for generation in reversed(self.generations()):
@@ -236,7 +241,10 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """Read the description of the newest generation without its tensors. Safe while another process saves."""
+        """Read the description of the newest generation without its tensors.
+
+        This is safe while another process saves.
+        """
         while True:
             generations = self.generations()
             for generation in reversed(generations):
@@ -256,13 +264,13 @@ class Checkpoints:
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
-        """`load`, and brings the stores back to that generation (or to no row). Newer ones are forgotten.
+        """`load`, and restore the stores to that generation (or to no row). Newer rows are discarded.
 
-        The tensors lie in memory as torch places new ones, not as the file has them.
+        The tensors have torch's alignment in memory, and not the file's.
 
         Raises:
-            DamagedCheckpoint: every generation is damaged, or the rows of a store are.
-            RunDirError: the generation is of another experiment.
+            DamagedCheckpoint: every generation is damaged, or the rows of a store are damaged.
+            RunDirError: the generation belongs to another experiment.
         """
         stores = stores or {}
         loaded = self.load(fingerprint, numbers)
@@ -281,7 +289,7 @@ class Checkpoints:
         return loaded._replace(tensors=placed)
 
     def copy_newest(self, folder: Path) -> None:
-        """Copy the newest intact generation into another folder, also while a process saves newer ones."""
+        """Copy the newest intact generation into another folder, even while a process saves newer ones."""
         for generation in reversed(self.generations()):
             make_folder(folder)
             copy = Checkpoints(folder)
@@ -297,7 +305,7 @@ class Checkpoints:
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
     def _read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Body and tensors of a generation, None when either is damaged."""
+        """Return body and tensors of a generation, or None if either is damaged."""
         data, text = self._paths(generation)
         try:
             content: dict[str, Any] = json.loads(regular(text).read_bytes())

@@ -1,9 +1,9 @@
-"""Claims: units of work that any number of processes and machines take from one folder, without locks or clocks.
+"""Claims: any number of processes and machines take units of work from one folder, without locks or clocks.
 
-A unit has a folder, and each attempt at it a folder of its own in there, numbered from 1. Who creates the folder has
-the attempt: creating a folder is atomic on every disk. The attempt's counter grows while its process lives. If an
-observer has seen one value for `EXPIRY_SECONDS` by its own clock, or knows that the process has ended, the next attempt
-may be taken. What a unit gives is published by a rename. The first one stays.
+Each unit has a folder, and each attempt at it has a subfolder, numbered from 1. The process that creates the subfolder
+owns the attempt: creating a folder is atomic on every disk. The attempt's counter increases while its process lives. If
+    an observer has seen the same value for `EXPIRY_SECONDS` by its own clock, or knows that the process has ended,
+    another process may take the next attempt. A rename publishes the result of a unit. The first result stays.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
 PULSE_SECONDS = 5.0
-"""Seconds between two values of a counter."""
+"""Seconds between two increments of a counter."""
 EXPIRY_SECONDS = 60.0
-"""Seconds without a new value after which a claim is thought to be of a process that has ended."""
+"""Seconds without an increment after which the process of a claim is considered dead."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
 class Claimant(NamedTuple):
-    """Who has a claim, and how far the work is.
+    """Owner of a claim, and the progress of its work.
 
     Attributes:
         host: name of the machine.
-        pid: number of the process there.
-        progress: how far it is, in words.
-        ended: whether the claimant has let go of the unit, or is known to have died.
+        pid: process id on this machine.
+        progress: progress in words.
+        ended: True if the owner released the unit, or is known to have died.
     """
 
     host: str
@@ -46,17 +46,17 @@ class Claimant(NamedTuple):
 
 
 class UnitClaim:
-    """A unit that this process works on. Another thread keeps its counter growing until `release`.
+    """A unit that this process works on. Another thread increments its counter until `release`.
 
     Args:
-        folder: of the attempt, which this process has created.
-        before: the attempt before, whose claimant has ended. None for the first attempt.
-        dead: whether that claimant is known to have ended, so that nothing is written there any more.
+        folder: folder of the attempt, created by this process.
+        before: the previous attempt, whose owner has ended. None for the first attempt.
+        dead: True if that owner is known to have ended, so it cannot write there any more.
 
     Attributes:
-        state: folder for the work. A checkpoint of the attempt before lies there.
-        earlier: the state of the attempt before, as far as it has not been moved. None for the first attempt.
-        progress: how far the work is, in words, for others.
+        state: folder for the work. It contains a checkpoint of the previous attempt, if there is one.
+        earlier: the previous attempt's state, if it has not been moved. None for the first attempt.
+        progress: progress in words, for other processes.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
@@ -70,19 +70,19 @@ class UnitClaim:
             _take_over(self.earlier, self.state, dead=dead)
 
     def release(self) -> None:
-        """Let go of the unit, whose state others may use from now on."""
+        """Release the unit. Other processes may then use its state."""
         self._stop()
         with suppress(OSError):
             self._write(released=True)
 
     def publish(self, target: Path) -> bool:
-        """Rename the state to its place for good.
+        """Rename the state to its final place.
 
         Returns:
-            Whether this attempt was the first. Another one's result stays.
+            True if this attempt was the first to finish. Otherwise the earlier result stays.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk rejects the write.
         """
         self._stop()
         return publish(self.state, target)
@@ -107,10 +107,10 @@ class UnitClaim:
 
 
 class Claims:
-    """The claims of a folder, as one process sees them.
+    """Claims in a folder, as one process sees them.
 
     Args:
-        folder: has a folder for every unit that was ever claimed.
+        folder: contains a folder for every unit that was ever claimed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,13 +118,13 @@ class Claims:
         self._seen: dict[Path, tuple[object, float]] = {}
 
     def take(self, unit: str) -> UnitClaim | None:
-        """Claim a unit. None where another process has it.
+        """Claim a unit. None if another process has claimed it.
 
         Args:
-            unit: its name, which a folder can have.
+            unit: its name, which must be a valid folder name.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk rejects the write.
         """
         place, newest = self.folder / unit, self._newest(unit)
         before = None if newest == 0 else place / str(newest)
@@ -143,7 +143,7 @@ class Claims:
             return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
-        """Who has a unit, or had it last. None where nobody ever claimed it."""
+        """Return the current or last owner of a unit. None if nobody ever claimed it."""
         newest = self._newest(unit)
         pulse = _read(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
@@ -151,23 +151,23 @@ class Claims:
         return Claimant(str(pulse["host"]), int(pulse["pid"]), str(pulse["progress"]), _has_ended(pulse))
 
     def units(self) -> list[str]:
-        """Names of the units that were ever claimed."""
+        """Return the names of the units that were ever claimed."""
         with suppress(FileNotFoundError):
             return sorted(path.name for path in self.folder.iterdir() if path.is_dir())
         return []
 
     def left_behind(self, unit: str) -> Path | None:
-        """The state of a unit whose claimant is known to have ended. None without one."""
+        """Return the state of a unit whose owner is known to have ended. None without one."""
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE_KEY
         return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
 
     def check_ended(self) -> None:
-        """Refuse to go on alone while another process may still work on a unit.
+        """Raise if another process may still work on a unit.
 
         Raises:
-            RunDirError: a claimant has not let go, and is not known to have ended.
+            RunDirError: an owner has not released its unit, and is not known to have ended.
         """
         for unit in self.units():
             holder = self.claimant(unit)
@@ -178,7 +178,7 @@ class Claims:
                 )
 
     def forget(self) -> None:
-        """Delete all claims at once, when nothing is left to do."""
+        """Delete all claims at once after the last unit."""
         waste = self.folder.with_name(f"{self.folder.name}-{socket.gethostname()}-{os.getpid()}")
         with suppress(OSError):
             self.folder.rename(waste)
@@ -190,7 +190,7 @@ class Claims:
         return 0
 
     def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
-        """Whether the counter of an attempt has stood still for long, by the clock of this process."""
+        """Return whether the counter of an attempt has stopped for long, by the clock of this process."""
         counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
         if value != counter:
@@ -200,13 +200,13 @@ class Claims:
 
 
 def publish(source: Path, target: Path) -> bool:
-    """Rename a folder to its place for good, unless something is there already.
+    """Rename a folder to its final place, unless the place is taken.
 
     Returns:
-        Whether it was renamed.
+        True if it was renamed.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the disk rejects the write.
     """
     make_folder(target.parent)
     with explained(target):
@@ -222,7 +222,7 @@ def publish(source: Path, target: Path) -> bool:
 
 
 def _take_over(before: Path, state: Path, *, dead: bool) -> None:
-    """Go on where an attempt ended: with all its files if nobody writes there, else with its newest checkpoint."""
+    """Continue an ended attempt: with all its files if no process writes there, else with its newest checkpoint."""
     if dead:
         with suppress(OSError):
             before.rename(state)
@@ -235,7 +235,7 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 
 
 def _read(attempt: Path) -> dict[str, Any] | None:
-    """What a claimant wrote last. None before it has written anything."""
+    """Return the owner's last record. None before its first record."""
     with suppress(OSError, ValueError):
         pulse: dict[str, Any] = json.loads((attempt / PULSE_FILE).read_text())
         return pulse
@@ -243,7 +243,7 @@ def _read(attempt: Path) -> dict[str, Any] | None:
 
 
 def _has_ended(pulse: dict[str, Any] | None) -> bool:
-    """Whether a claimant has let go, or was a process of this system that has ended."""
+    """Return whether an owner released its unit, or was a process of this system that has ended."""
     if pulse is None:
         return False
     here = pulse["place"] is not None and pulse["place"] == _place()
@@ -251,7 +251,7 @@ def _has_ended(pulse: dict[str, Any] | None) -> bool:
 
 
 def _place() -> str | None:
-    """Identify the system whose process numbers this process sees: a boot of a machine, or a container on it."""
+    """Identify the system to which this process's process ids belong: a boot of a machine, or a container on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -260,7 +260,7 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """When a process of this system began, as the kernel counts. None where it has ended."""
+    """Return the start time of a process of this system, as the kernel counts. None if it has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Primitives of the disk: every change of a run directory is one of them.
+"""Disk primitives: every change of a run directory uses one of them.
 
-They are create, write, fsync, rename, truncate and unlink, and each first calls `hook`, so that a test can stop the
-process there. A write is then cut in two, with the step ``"tear"`` between the halves. A process started with
-``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
+They are create, write, fsync, rename, truncate and unlink. Each calls `hook` first, so a test can stop the process
+there. A write is then split in two, with the step ``"tear"`` between the halves. A process started with
+``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive, as if it were killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 hook: Callable[[str, Path], None] | None = None
-"""Called before each primitive with its name and path, for tests."""
+"""Called before each primitive with its name and path. Tests use it."""
 
 _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
@@ -36,15 +36,15 @@ def step(op: str, path: Path) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a test may stop the process at a primitive."""
+    """Return whether a test may stop the process at a primitive."""
     return hook is not None or _crash_at > 0
 
 
 def regular(path: Path) -> Path:
-    """Check that a path is a regular file or does not exist. Return it.
+    """Check that a path is a regular file, or does not exist. Return it.
 
     Raises:
-        OSError: it is a pipe, a socket, a device or a folder: to open a pipe would wait for who writes to it.
+        OSError: it is a pipe, a socket, a device or a folder. Opening a pipe would wait for a writer.
     """
     try:
         mode = os.stat(path).st_mode
@@ -56,14 +56,14 @@ def regular(path: Path) -> Path:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file, but through no link: it may lead to any file of the user."""
+    """Open a regular file without following a link, which could lead to any file of the user."""
     if flags & os.O_CREAT:
         step("create", path)
     return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    """Write bytes from a position on. None: where the file stands."""
+    """Write bytes from a position on. None: the current position of the file."""
     torn = len(data) > 1 and is_watched()
     cut = len(data) // 2 if torn else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):
@@ -76,13 +76,13 @@ def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
 
 
 def fsync(fd: int, path: Path) -> None:
-    """Wait until what is written is on the disk."""
+    """Wait until the written bytes are on the disk."""
     step("fsync", path)
     os.fsync(fd)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names of a folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd, folder)

@@ -1,4 +1,4 @@
-"""Files of a run directory, written by the primitives of `fedloom.storage.disk` only."""
+"""Files of a run directory. Only the primitives of `fedloom.storage.disk` write them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_BUFFERS_PER_CALL = 1024
-"""Most buffers that a system reads or writes in one call."""
+"""Largest number of buffers that a system reads or writes in one call."""
 MAX_OPEN_ATTEMPTS = 100
-"""Attempts to open a draft that seems to be another file. Some disks change the numbers of open files."""
+"""Number of attempts to open a draft that appears to be another file. Some disks change the numbers of open files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Turn the disk's refusal to write a file into a `CheckpointError` within the block."""
+    """Within the block, convert a failed write into a `CheckpointError`."""
     return explain_os_error(path, "what was saved before is", "run the same command again to go on")
 
 
 class Sink(io.RawIOBase):
-    """The file-like object that a writer of `write_atomic` fills from start to end."""
+    """File-like object that a writer of `write_atomic` fills from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd, self._path, self._length = fd, path, 0
@@ -57,7 +57,7 @@ class Sink(io.RawIOBase):
         return self._length
 
     def replace(self, data: Buffer, at: int) -> None:
-        """Other bytes in the place of those from byte ``at`` on."""
+        """Replace the bytes from byte ``at`` on by other bytes."""
         disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
@@ -66,11 +66,11 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
     Args:
         path: the file.
-        what: what it is called in the message, e.g. ``"the site file"``.
-        cure: what to do, the end of the message.
+        what: name of the content in the message, e.g. ``"the site file"``.
+        cure: end of the message, which says what to do.
 
     Raises:
-        ConfigError: it is missing, no regular file, or cannot be read.
+        ConfigError: the file is missing, is not a regular file, or cannot be read.
     """
     try:
         return disk.regular(path).read_bytes()
@@ -82,8 +82,8 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     """Create a folder and its parents with a mode, durably.
 
     Raises:
-        RunDirError: it can be no folder.
-        CheckpointError: the disk refuses.
+        RunDirError: the path cannot be a folder.
+        CheckpointError: the disk rejects the write.
     """
     check_folder(folder)
     if folder.exists():
@@ -97,16 +97,19 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder is missing, or has nothing but hidden files. A `RunDirError` if it can be none."""
+    """Return whether a folder is missing, or contains only hidden files.
+
+    Raise `RunDirError` if it cannot be a folder.
+    """
     check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuses folders of these names, and folders in them, that are links: all in them may be replaced and deleted.
+    """Raise if folders with these names, or folders in them, are links: their content may be replaced and deleted.
 
     Raises:
-        RunDirError: the first of them.
+        RunDirError: a folder is a link. The message names the first one.
     """
     for place in (folder / name for name in names):
         inside = () if place.is_symlink() else sorted(place.glob("*"))
@@ -119,17 +122,17 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
-    """Replace a whole file: after a crash at any moment it has its old content or the new one.
+    """Replace a whole file: after a crash at any moment it has its old or its new content.
 
-    Several processes may write one file: each writes a whole one, one after the other.
+    Several processes may write the same file: each writes a complete one, one after the other.
 
     Args:
         path: the file. Its folder exists.
-        content: the bytes, or a function that writes them to the file-like object it is given.
+        content: the bytes, or a function that writes them to a file-like object.
 
     Raises:
-        CheckpointError: it is a folder, or the disk is full or refuses. The old file is intact and no temporary file
-            is left.
+        CheckpointError: the path is a folder, or the disk is full or rejects the write. The old file is then intact,
+            and no temporary file remains.
     """
     with explained(path):
         if path.is_dir():
@@ -148,7 +151,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
-    """Open a temporary file for one writer at a time, in any process. The next writer waits."""
+    """Open a temporary file for one writer at a time, over all processes. The next writer waits."""
     for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -179,7 +182,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether a path leads to an open file."""
+    """Return whether a path leads to an open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -187,14 +190,14 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Create an empty file if it is missing. A `CheckpointError` if the disk refuses."""
+    """Create an empty file if it is missing. Raise `CheckpointError` if the disk rejects the write."""
     if not path.exists():
         with explained(path):
             os.close(disk.open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
 def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
-    """Append to an existing file and fsync it once.
+    """Append to an existing file, with a single fsync.
 
     Args:
         path: the file.
@@ -204,7 +207,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
         The file's new length in bytes.
 
     Raises:
-        CheckpointError: the disk is full or refuses. The file has its former length again.
+        CheckpointError: the disk is full or rejects the write. The file then has its previous length.
     """
     with explained(path):
         fd = disk.open_file(path, os.O_WRONLY)
@@ -224,10 +227,10 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line as `append_synced` does. It begins on a new line after one that a crash cut short.
+    """Append a line as `append_synced` does. If a crash truncated the last line, the new line starts on a new line.
 
     Raises:
-        CheckpointError: the disk is full or refuses. The file has its former length again.
+        CheckpointError: the disk is full or rejects the write. The file then has its previous length.
     """
     with explained(path), disk.regular(path).open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
@@ -236,10 +239,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def discard(*paths: Path) -> None:
-    """Delete files in order. None comes back once the next is gone, since the folder is fsynced.
+    """Delete files in order. The folder is fsynced, so a deleted file cannot reappear once the next one is gone.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the disk rejects the deletion.
     """
     for path in paths:
         with explained(path), suppress(FileNotFoundError):
@@ -254,10 +257,10 @@ class RowFile:
     Args:
         path: the file.
         length: bytes.
-        new: the file is created, or made anew, with zeros. Else it must be there with this length.
+        new: True creates the file, or replaces it, with zeros. Otherwise it must exist with this length.
 
     Raises:
-        CheckpointError: (any method) the disk is full or refuses, or the file is missing or cut short.
+        CheckpointError: (any method) the disk is full or rejects the write, or the file is missing or truncated.
     """
 
     def __init__(self, path: Path, length: int, new: bool) -> None:
@@ -281,7 +284,7 @@ class RowFile:
             into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
-        """Write up to `MAX_BUFFERS_PER_CALL` buffers per piece from a byte on. Durable only after `sync`."""
+        """Write up to `MAX_BUFFERS_PER_CALL` buffers per part from a byte on. They are durable only after `sync`."""
         with explained(self.path):
             for data, at in pieces:
                 if not disk.is_watched():
@@ -291,17 +294,17 @@ class RowFile:
                     disk.write_bytes(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
-        """Wait until everything written, by any process, is on the disk."""
+        """Wait until all writes, by any process, are on the disk."""
         with explained(self.path):
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:
-        """Close the file in this process, as the end of this object does."""
+        """Close the file in this process. Deleting this object also closes it."""
         self._close()
 
 
 def _remaining_buffers(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the rest of non-empty buffers after a number of bytes."""
+    """Return the remaining non-empty buffers after a number of bytes."""
     for k, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[k + 1 :]]

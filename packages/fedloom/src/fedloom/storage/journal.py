@@ -1,11 +1,11 @@
-"""Undo journal of rows kept in a file: what a row was at a checkpoint, written before the row is overwritten.
+"""Undo journal of rows in a file: it stores a row's old content before the row is overwritten.
 
-``journal-G`` begins at checkpoint G. Its header has the clients with rows at that point and how long the journal
-before it was. Its records hold the old bytes of the seen rows first touched since. Applying the journals from the
-newest to the oldest brings back the rows of any checkpoint whose journal is kept.
+``journal-G`` starts at checkpoint G. Its header lists the clients with rows at that point, and the length of the
+previous journal. Its records contain the old bytes of the rows that were changed since. Applying the journals from the
+newest to the oldest restores the rows of any checkpoint with a journal.
 
-Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of it all.
-A record that a crash tore is the last one, and its rows had not been overwritten: it is left out.
+Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of the record.
+Only the last record can be torn by a crash. Its rows had not been overwritten, so it is ignored.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _CRC_STRUCT = struct.Struct("<I")
 
 
 class Header(NamedTuple):
-    """Beginning of a journal file.
+    """Header of a journal file.
 
     Attributes:
-        generation: the checkpoint it begins at.
-        previous: generation of the journal before, -1 for the first.
-        sealed: length in bytes of that journal when this one began.
-        tag: begins every record.
+        generation: the checkpoint at which it starts.
+        previous: generation of the previous journal, or -1 for the first.
+        sealed: length in bytes of the previous journal when this one started.
+        tag: first bytes of every record.
         occupied: bool [n], clients with a row at the checkpoint.
-        length: bytes of the header.
+        length: length of the header in bytes.
     """
 
     generation: int
@@ -65,7 +65,7 @@ class _Record(NamedTuple):
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, shared with it."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     assert tensor.is_contiguous()
@@ -73,12 +73,12 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 class Journal:
-    """The journals of one store.
+    """Journals of one store.
 
     Args:
-        folder: where ``journal-G`` files are.
+        folder: folder of the ``journal-G`` files.
         layout: text that names the fields, shapes and types of the rows.
-        width: bytes of a row.
+        width: number of bytes per row.
     """
 
     def __init__(self, folder: Path, layout: str, width: int) -> None:
@@ -87,26 +87,26 @@ class Journal:
         self._length = 0
 
     def path(self, generation: int) -> Path:
-        """File of the journal of a checkpoint's generation."""
+        """Return the journal file of a checkpoint's generation."""
         return self._folder / f"journal-{generation}"
 
     def exists(self) -> bool:
-        """Whether a journal is there.
+        """Return whether a journal exists.
 
         Raises:
-            RunDirError: it is of other clients or another model.
-            DamagedCheckpoint: it is damaged.
+            RunDirError: the journal belongs to other clients or another model.
+            DamagedCheckpoint: the journal is damaged.
         """
         newest = self.generations()[-1:]
         return bool([self._header(g) for g in newest])
 
     def generations(self) -> list[int]:
-        """Checkpoints with a journal, from the oldest."""
+        """Return the checkpoints with a journal, from the oldest."""
         names = [p.name.removeprefix("journal-") for p in self._folder.glob("journal-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def start(self, generation: int, occupied: Tensor, previous: int, sealed: int) -> None:
-        """Begins (or begins anew) the journal of a checkpoint, in one atomic step."""
+        """Start the journal of a checkpoint, or replace it, in one atomic step."""
         tag = os.urandom(16)
         text = json.dumps(
             {
@@ -124,7 +124,7 @@ class Journal:
         self._length = len(content)
 
     def next(self, generation: int, occupied: Tensor) -> None:
-        """Begins the journal of a new checkpoint after the open one. Nothing when no row changed since."""
+        """Start the journal of a new checkpoint after the open one. Does nothing if no row has changed since."""
         assert self._open is not None
         if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
             occupied
@@ -134,11 +134,11 @@ class Journal:
         self.start(generation, occupied, self._open.generation, self._length)
 
     def append(self, ids: Tensor, old: Callable[[Tensor], Tensor]) -> None:
-        """Append one record, fsynced once.
+        """Append one record, with a single fsync.
 
         Args:
             ids: [k] int64.
-            old: ids -> [len(ids), bytes of a row] uint8, the rows as they are now.
+            old: ids -> [len(ids), bytes per row] uint8, the current rows.
         """
         assert self._open is not None
         tag = self._open.tag
@@ -156,11 +156,11 @@ class Journal:
         self._length = append_synced(self.path(self._open.generation), pieces())
 
     def chain(self, generation: int) -> list[Header]:
-        """Headers from a checkpoint's journal to the newest.
+        """Return headers from a checkpoint's journal to the newest.
 
         Raises:
-            DamagedCheckpoint: a journal on the way is missing or damaged.
-            RunDirError: the journals are of other clients or another model.
+            DamagedCheckpoint: one of these journals is missing or damaged.
+            RunDirError: the journals belong to other clients or another model.
         """
         headers = [self._header(g) for g in self.generations() if g >= generation]
         linked = all(b.previous == a.generation for a, b in pairwise(headers))
@@ -172,14 +172,14 @@ class Journal:
         return headers
 
     def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Old rows, the last record first, in pieces.
+        """Yield old rows in parts, the last record first.
 
         Args:
             header: whose records.
-            sealed: the length that the file must have. None for the newest journal, whose end may be torn.
+            sealed: the required length of the file. None for the newest journal, whose end may be torn.
 
         Yields:
-            Ids [k] and rows [k, bytes of a row] uint8.
+            Ids [k] and rows [k, bytes per row] uint8.
 
         Raises:
             DamagedCheckpoint: the journal is damaged.
@@ -244,7 +244,7 @@ class Journal:
         )
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
-        """Read the whole record that begins at a byte, or None if there is none."""
+        """Read the complete record that starts at a byte, or return None if there is none."""
         begin, rows = _RECORD_STRUCT.unpack(os.pread(fd, _RECORD_STRUCT.size, at).ljust(_RECORD_STRUCT.size, b"\0"))
         size = self._size(rows)
         if begin != tag or at + size > os.fstat(fd).st_size:
@@ -260,6 +260,6 @@ class Journal:
 
 
 def _holds(fd: int, tag: bytes, start: int) -> bool:
-    """Whether a record begins after a byte."""
+    """Return whether a record starts after a byte."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         return content.find(tag, start) >= 0

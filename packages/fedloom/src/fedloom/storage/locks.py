@@ -1,4 +1,4 @@
-"""Locks of run directories: one process at a time, and forked ones with their parent."""
+"""Locks of run directories: only one process, with its forks, may use a directory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedloom.storage.files import explained, make_folder
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Keep every other process out of a run directory. The lock of a dead process is free.
+    """Exclude every other process from a run directory. The lock of a dead process is free.
 
-    Forked processes hold the lock with their parent, so that no other process enters while one of them may still write.
+    Forked processes share the lock of their parent, so no other process enters while one of them may still write.
 
     Args:
         folder: the run directory. Created when missing.
-        wait: seconds to wait for what a dead process leaves behind (its workers) to end.
-        joins: work beside other processes that join, and need no lock where the disk has none.
+        wait: seconds to wait for the workers of a dead process to end.
+        joins: work beside other processes that join. No lock is needed if the disk does not support locks.
 
     Raises:
-        RunDirError: another process works there, or the disk has no file locks.
+        RunDirError: another process uses the directory, or the disk does not support file locks.
     """
     make_folder(folder)
     path, me = folder / LOCK_FILE, os.getpid()
@@ -52,15 +52,16 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
     """Take the exclusive lock of an open file.
 
     Args:
-        fd: the descriptor of the file.
-        path: the file, for the message.
-        wait: wait for the process that holds the lock.
+        fd: file descriptor.
+        path: path of the file, for the message.
+        wait: True waits for the process that has the lock.
 
     Returns:
-        False: another process holds the lock.
+        False if another process has the lock.
 
     Raises:
-        RunDirError: the disk has no file locks, as NFS without its lock service: two processes could write at once.
+        RunDirError: the disk does not support file locks, as NFS without its lock service. Two processes could write at
+            once.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -75,15 +76,17 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
 
 
 def release(fd: int) -> None:
-    """Give up the lock of an open file. A disk without file locks has none to give up."""
+    """Release the lock of an open file. A disk without file locks has nothing to release."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process, or one that it forked, holds the lock of a run directory: the kernel's, which ends with them.
+    """Return whether a process or one of its forks has the lock of a run directory.
 
-    The number in the file is not asked: after a reboot it may be that of any process.
+    The kernel's locks end with their processes.
+
+    The process id in the file is not used: after a reboot it may belong to any process.
     """
     try:
         fd = disk.open_file(folder / LOCK_FILE, os.O_RDONLY)
@@ -117,7 +120,7 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
 
 
 def _share(fd: int) -> bool:
-    """Share the lock with others that join. False where a process has the directory for itself."""
+    """Share the lock with other processes that join. Return False if a process has exclusive use of the directory."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +131,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Whether a process works in the directory. `is_in_use`, which only looks, shares the lock for a moment."""
+    """Return whether a process uses the directory. `is_in_use`, which only looks, shares the lock for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

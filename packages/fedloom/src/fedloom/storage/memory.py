@@ -1,4 +1,4 @@
-"""Memory: how several processes come to share the rows of a store."""
+"""Memory: lets several processes share the rows of a store."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Shared rows of processes: each process makes the same stores in the same order."""
+    """Shared rows of processes: each process creates the same stores in the same order."""
 
     @property
     def leads(self) -> bool:
-        """This process makes the files and keeps the journal. There is one."""
+        """True if this process creates the files and keeps the journal. There is one."""
         ...
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
-        """Zeros that all share.
+        """Return zeros that all processes share.
 
         Args:
-            size: bytes, at least 1.
-            large: they belong to rows that are beyond the budget of memory.
+            size: number of bytes, at least 1.
+            large: True if they belong to rows beyond the memory budget.
         """
         ...
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Return after every process has called this method."""
         ...
 
 
 class Forked:
-    """Rows shared with processes that are forked after the store is made. Those leave its files alone."""
+    """Rows shared with processes that are forked after the store is created. These processes do not touch its files."""
 
     leads = True
 
@@ -45,7 +45,7 @@ class Forked:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, memory: Memory | None, large: bool = False) -> Tensor:
-    """Memory that costs nothing before it is written. Zeros when processes share it."""
+    """Memory that costs nothing until it is written. Return zeros if processes share it."""
     size = prod(shape) * dtype.itemsize
     if memory is None or not size:
         return torch.empty(shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Store: the rows that every client keeps from round to round, in memory or, beyond a budget, in a file.
+"""Store: the rows that every client keeps between rounds, in memory or, above a budget, in a file.
 
-A client that was never written has the template's row. In files, a row is read and written at its place, so that
-anonymous memory grows with the cohort only, and an undo journal brings back the rows of the last checkpoints:
+A client that was never written has the template's row. In files, a row is read and written in place, so memory grows
+only with the cohort, and an undo journal restores the rows of the last checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
     store.write(ids, rows)  # by any process that shares the rows
@@ -61,7 +61,7 @@ class _InMemory:
 
 
 class _InFile:
-    """All fields of a client side by side, so that its row is one visit to the disk."""
+    """A file stores all fields of a client side by side, so reading a row takes one access."""
 
     def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
         self.file, self.width = RowFile(path, n * width, new), width
@@ -76,7 +76,7 @@ class _InFile:
         self.file.write(self._pieces(ids, [field.contiguous() for field in fields], torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
-        """Rows [k, bytes] uint8."""
+        """Rows [k, bytes per row] uint8."""
         out = torch.empty(len(ids), self.width, dtype=torch.uint8)
         self.read(ids, [out], torch.arange(len(ids)))
         return out
@@ -84,7 +84,7 @@ class _InFile:
     def _pieces(
         self, ids: Tensor, fields: Sequence[Tensor], places: Tensor
     ) -> Iterator[tuple[Sequence[memoryview], int]]:
-        """Buffers of neighbours, and the byte where they begin in the file."""
+        """Buffers of neighboring rows, and the byte at which they start in the file."""
         views = [(raw(field), field[0].numel() * field.element_size()) for field in fields if field.numel()]
         if len(views) == 1:
             (view, w), *_ = views
@@ -103,7 +103,7 @@ def _neighbours(ids: Tensor) -> bool:
 
 
 def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Neighbours in file and memory together: (first id, its place, count), in the order of the ids."""
+    """Rows that are neighbors in both file and memory: (first id, its index, count), in the order of the ids."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -118,18 +118,19 @@ class Store(Generic[T]):
 
     Args:
         n: number of clients.
-        template: NamedTuple of tensors [w] (each field its own w and type), the row of a client never written.
-        path: folder of the file and its journal. None keeps the rows in memory whatever their size.
-        budget: bytes. Up to there the rows are kept in memory.
-        memory: how other processes read and write the same rows, if there are any.
+        template: NamedTuple of tensors [w] (each field with its own w and type), the row of a client that was never
+            written.
+        path: folder of the file and its journal. None keeps the rows in memory, whatever their size.
+        budget: bytes. Rows up to this size stay in memory.
+        memory: lets other processes read and write the same rows.
 
     Attributes:
-        occupied: bool [n], clients that have been written. Shared like the rows.
-        in_files: the rows are kept in files. A store whose folder has a journal already must be rolled back to a
-            checkpoint, or reset, before anything else.
+        occupied: bool [n], clients that have been written. It is shared like the rows.
+        in_files: True if the rows are in files. A store whose folder already contains a journal must first be rolled
+            back to a checkpoint, or reset.
 
     Raises:
-        CheckpointError: (any method) the disk is full or refuses, or files are damaged.
+        CheckpointError: (any method) the disk is full or rejects the write, or files are damaged.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Store(Generic[T]):
         """Rows of clients.
 
         Args:
-            ids: [m] int64. Sorted ids are read fastest.
+            ids: [m] int64. Sorted ids are fastest.
 
         Returns:
             The template's NamedTuple with fields [m, w], a copy.
@@ -189,14 +190,14 @@ class Store(Generic[T]):
         return cast(T, cast(Any, type(self.template))(*fields))
 
     def write(self, ids: Tensor, rows: T) -> None:
-        """Replace rows, in files, call `touch` first.
+        """Replace rows. For rows in files, call `touch` first.
 
         Args:
             ids: [m] int64, each once.
             rows: fields [m, w].
 
         Raises:
-            LayoutError: a field has another shape or type than the template's.
+            LayoutError: a field's shape or type differs from the template's.
         """
         self._check(ids)
         assert len(ids.unique()) == len(ids), "an id occurs twice"
@@ -215,7 +216,7 @@ class Store(Generic[T]):
         self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
-        """Save the rows of the last checkpoint before they are overwritten, at most one fsync.
+        """Save the rows of the last checkpoint before they are overwritten, with at most one fsync.
 
         Args:
             ids: [m] int64, all clients of the round.
@@ -229,10 +230,10 @@ class Store(Generic[T]):
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:
-        """Make the current rows a generation. `rollback` returns to it.
+        """Turn the current rows into a generation. `rollback` restores it.
 
         Args:
-            generation: greater than the one before.
+            generation: number greater than the previous generation.
         """
         assert self._ready
         if self.in_files:
@@ -246,9 +247,9 @@ class Store(Generic[T]):
             self._journal.prune(oldest)
 
     def rollback(self, generation: int) -> None:
-        """Brings back the rows of a generation bit for bit. Newer generations are given up.
+        """Restore the rows of a generation bit for bit. Newer generations are discarded.
 
-        A crash on the way is followed by the same call. In memory there is nothing to do: see `load_state`.
+        After a crash on the way, call it again. Rows in memory need nothing here: see `load_state`.
 
         Raises:
             CheckpointError: the journal of this generation or of a newer one is missing or damaged.
@@ -266,7 +267,7 @@ class Store(Generic[T]):
         self._begin(chain[0].occupied)
 
     def reset(self) -> None:
-        """Forgets every row and generation. Generation 0 is the store without a row."""
+        """Discard every row and generation. Generation 0 is the empty store."""
         unseen = torch.zeros(self.n, dtype=torch.bool)
         if self.in_files:
             self._journal.clear()
@@ -274,9 +275,9 @@ class Store(Generic[T]):
         self._begin(unseen)
 
     def state(self) -> dict[str, Tensor]:
-        """Rows kept in memory, for the checkpoint file: ``seen`` and the seen rows of every field, in files, nothing.
+        """Rows in memory, for the checkpoint file: ``seen`` and the seen rows of every field. Empty for rows in files.
 
-        The tensors may be the store's own: they are to be written before the next `write`.
+        The tensors may be the store's own, so write them before the next `write`.
         """
         if self.in_files:
             return {}
@@ -287,10 +288,10 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the rows by those of `state`.
+        """Replace the rows by the rows of `state`.
 
         Raises:
-            CheckpointError: the state is of other clients or fields, or of a store in files.
+            CheckpointError: the state belongs to other clients or fields, or to a store in files.
         """
         expected = {} if self.in_files else self._expected(state.get("seen"))
         got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}

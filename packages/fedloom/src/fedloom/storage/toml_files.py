@@ -1,4 +1,4 @@
-"""TOML files: read as documents, with one sentence where that cannot be."""
+"""TOML files, read as documents, with clear errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
 MAX_TOML_DEPTH = 32
-"""Tables and arrays of a TOML file within one another."""
+"""Largest nesting depth of tables and arrays in a TOML file."""
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -20,10 +20,10 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        what: what it is called in messages, e.g. ``"experiment file"``.
+        what: name of the document in messages, e.g. ``"experiment file"``.
 
     Raises:
-        ConfigError: it is missing, unreadable or not TOML.
+        ConfigError: the file is missing, unreadable or not TOML.
     """
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
@@ -54,13 +54,13 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _repeated(heading: re.Match[str]) -> str:
-    """Describe the error of a table with two headings, and its repair."""
+    """Describe the error of a table with two headings, and its fix."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice; write all its keys under one heading"
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
-    """Whether tables and arrays lie in one another at most `MAX_TOML_DEPTH` times."""
+    """Return whether tables and arrays are nested at most `MAX_TOML_DEPTH` levels deep."""
     level: list[Any] = [document]
     for _ in range(MAX_TOML_DEPTH):
         inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]

@@ -319,7 +319,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
-    """Whether sums can be of rows in [-1, 1] with weights of at most 1, each within an error."""
+    """Return whether sums can be of rows in [-1, 1] with weights of at most 1, each within an error."""
     bounded = all(
         bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())
         for zero, one, two in (sums.risk, sums.tied)

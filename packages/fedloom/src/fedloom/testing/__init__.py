@@ -1,4 +1,4 @@
-"""For tests of your own parts: laws, problems with known optima, and a plain run to compare with."""
+"""Tests for your own parts: laws, problems with known optima, and a plain run for comparison."""
 
 from fedloom.lazy import lister
 from fedloom.local.rows import name_tensors

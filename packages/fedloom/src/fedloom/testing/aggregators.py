@@ -1,4 +1,4 @@
-"""Laws of aggregators: rules that make one vector from the rows of a cohort."""
+"""Laws of aggregators: rules that combine the rows of a cohort into one vector."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
 from fedloom.testing.trees import reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
-"""Fields of the laws' uploads, the primary one first, with their lengths."""
+"""Fields of the laws' uploads and their lengths, the primary field first."""
 MOST_ROWS = 30
-"""Largest cohort that is tried in search of one that the rule takes. `bulyan` takes 4 f + 3 rows or more."""
+"""Largest cohort that is tried to find one that the rule accepts. `bulyan` needs at least 4 f + 3 rows."""
 
 
 class LawCohort(NamedTuple):
@@ -33,7 +33,7 @@ class LawCohort(NamedTuple):
 
 
 class LawUploads(NamedTuple):
-    """Object of a law: a rule, and the uploads of a cohort of m clients."""
+    """Subject of a law: a rule, and the uploads of a cohort of m clients."""
 
     rule: Aggregator
     rows: dict[str, Tensor]
@@ -42,7 +42,7 @@ class LawUploads(NamedTuple):
 
     @classmethod
     def create(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
-        """Random rows of m clients, apart from each other and from zero."""
+        """Random rows of m clients, different from each other and from zero."""
         g = generator(m, purpose="laws of aggregators")
         rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in UPLOAD_WIDTHS.items()}
         weights = torch.rand(m, 1, generator=g, dtype=torch.float64) + 0.5
@@ -65,7 +65,7 @@ def runs(s: LawUploads) -> None:
 
 
 def shapes(s: LawUploads) -> None:
-    """One finite vector per field, in the dtype of the rows. The state is a dict of tensors."""
+    """The result is one finite vector per field, in the dtype of the rows. The state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()
@@ -84,7 +84,7 @@ def shapes(s: LawUploads) -> None:
 
 
 def arguments_unmodified(s: LawUploads) -> None:
-    """Neither rows, weights nor the state that is given are changed."""
+    """The rule does not change the given rows, weights or state."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
     before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
@@ -95,7 +95,7 @@ def arguments_unmodified(s: LawUploads) -> None:
 
 
 def repeatable(s: LawUploads) -> None:
-    """Equal calls give equal results to the last bit, and the value stays as it is."""
+    """Equal calls give equal results to the last bit, and the value does not change."""
     before = s.rule.model_dump()
     with generators_untouched():
         first, state = s.combined()
@@ -106,7 +106,7 @@ def repeatable(s: LawUploads) -> None:
 
 
 def resume(s: LawUploads) -> None:
-    """A state that comes from a checkpoint gives the same round, to the last bit."""
+    """A state that is loaded from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
@@ -121,20 +121,20 @@ def permutation(s: LawUploads) -> None:
 
 
 def weighted(s: LawUploads) -> None:
-    """A rule that is `weighted` reads weights up to a factor. Another rule does not read them."""
+    """A rule that is `weighted` reads weights up to a factor. Other rules do not read weights."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
-    """Where all clients send the same, the aggregate is that."""
+    """If all clients send equal rows, the aggregate equals them."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
-    """A rule that is `linear` is the weighted mean."""
+    """A `linear` rule is the weighted mean."""
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
@@ -142,13 +142,13 @@ def linear(s: LawUploads) -> None:
 
 
 def precision(s: LawUploads) -> None:
-    """Rows in float32 give what rows in float64 give, to 1e-4."""
+    """Rows in float32 give the same result as in float64, up to 1e-4."""
     single = LawUploads.create(s.rule, len(s.ids), torch.float32).combined()[0]
     agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
 
 
 def small_cohorts(s: LawUploads) -> None:
-    """A cohort is refused by `require`, or combined."""
+    """A cohort is either rejected by `require`, or combined."""
     for m in range(1, len(s.ids)):
         few = LawUploads.create(s.rule, m)
         try:
@@ -174,21 +174,21 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
     small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
 }
-"""Every law of an aggregator, with the cure of what usually breaks it."""
+"""Every law of an aggregator, with the usual fix."""
 
 
 @default_to_cpu()
 def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> None:
-    """Hold an aggregator to every law, on random rows of two fields.
+    """Check that an aggregator satisfies every law, on random rows of two fields.
 
     Args:
         aggregator: the rule.
-        without: names of laws that the rule breaks on purpose.
+        without: names of laws that the rule violates on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, rule, what is wrong, and a cure. Of a crash: the function,
-            the error, file and line.
-        ConfigError: it is no aggregator, takes no cohort of up to 30 rows, or there is no such law.
+        AssertionError: the first violated law: law, rule, problem, and fix. For a crash: the function, the error, file
+            and line.
+        ConfigError: the value is not an aggregator, accepts no cohort of up to 30 rows, or a law does not exist.
     """
     check_arguments(aggregator, Aggregator, "fl.aggregators.Median()", AGGREGATOR_LAWS, without)
     hold(AGGREGATOR_LAWS, LawUploads.create(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
@@ -200,7 +200,7 @@ def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _enough(rule: Aggregator) -> int:
-    """Rows of a cohort that the rule takes: two more than the fewest, and at least 5."""
+    """Number of rows of a cohort that the rule accepts: the minimum plus two, at least 5."""
     refusal = ""
     for m in range(1, MOST_ROWS + 1):
         try:

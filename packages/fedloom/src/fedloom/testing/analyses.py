@@ -1,4 +1,4 @@
-"""Laws of analyses: an answer is a sum over rows, its bounds are public, and sums are all that a result depends on."""
+"""Laws of analyses: an answer is a sum over rows, its bounds are public, and the result depends only on sums."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SUM_TOLERANCE = 1e-9
-"""Relative distance of two orders of summation in float64."""
+"""Relative difference between two orders of summation in float64."""
 
 
 class Killed(Exception):
-    """An end between two sums."""
+    """An interruption between two sums."""
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisScene:
-    """An analysis with the rows that its laws are checked on."""
+    """An analysis with the rows on which its laws are checked."""
 
     analysis: Analysis
     clients: tuple[ClientRows, ...]
@@ -79,7 +79,7 @@ class AnalysisScene:
         return answer_question(self.analysis, question, client, terms, bounds, "a client")
 
     def answers(self, clients: Sequence[ClientRows]) -> Iterator[tuple[Question, list[Tensor | None]]]:
-        """Yield every question with the clients' own answers, before bounds."""
+        """Yield every question with the clients' own answers, before bounds apply."""
         for question, _, _ in self.log:
             yield question, [self.analysis.answer(question, client, self.terms) for client in clients]
 
@@ -91,7 +91,7 @@ def finishes(s: AnalysisScene) -> None:
 
 
 def declared(s: AnalysisScene) -> None:
-    """Every question has its declared form, and survives the way over bytes."""
+    """Every question has its declared form, and can be converted to bytes and back."""
     for question, _, _ in s.log:
         form = s.analysis.questions.get(question.name)
         got = {name: value.ndim for name, value in question.values.items()}
@@ -103,7 +103,7 @@ def declared(s: AnalysisScene) -> None:
 
 
 def union(s: AnalysisScene) -> None:
-    """The answer of two clients' rows together is the sum of their answers."""
+    """The answer for two clients' rows together is the sum of their answers."""
     first, second = s.clients[0], s.clients[1]
     for question, (one, two, both) in s.answers([first, second, join_clients(first, second)]):
         if one is None or two is None or both is None:
@@ -112,7 +112,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """The order of a client's rows changes nothing but rounding."""
+    """The order of a client's rows only affects rounding."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):
@@ -121,7 +121,7 @@ def rows_in_any_order(s: AnalysisScene) -> None:
 
 
 def clients_in_any_order(s: AnalysisScene) -> None:
-    """The order of clients changes no bit of the result."""
+    """The order of clients does not change the result, bit for bit."""
     turned = replace(s.terms, sizes=s.terms.sizes.flip(0), published=s.terms.published[::-1])
     other = s.analysis.result(s.run(turned, s.clients[::-1])[0])
     demand(other.equals(s.table), "the order of clients changes the result")
@@ -137,7 +137,7 @@ def nothing_of_no_rows(s: AnalysisScene) -> None:
 
 
 def within_bounds(s: AnalysisScene) -> None:
-    """Every answer lies within bounds that depend on public numbers alone."""
+    """Every answer lies within bounds that depend only on public numbers."""
     for question, answers in s.answers(s.clients):
         bounds = s.analysis.bounds(question, s.terms)
         demand(
@@ -157,7 +157,7 @@ def within_bounds(s: AnalysisScene) -> None:
 
 
 def pure(s: AnalysisScene) -> None:
-    """Answers change no argument, draw from no global generator, and come out equal a second time."""
+    """An answer does not change its arguments or use a global generator, and a second call gives the same answer."""
     for client in s.clients:
         before = (client.x.clone(), client.y.clone())
         with generators_untouched():
@@ -171,7 +171,7 @@ def pure(s: AnalysisScene) -> None:
 
 
 def resumes(s: AnalysisScene) -> None:
-    """A kill between two sums loses no sum: the analysis goes on with the next question, to the same result."""
+    """A kill between two sums loses no sum: the analysis continues and reaches the same result."""
     for most in range(len(s.log)):
         with TemporaryDirectory() as place:
             with suppress(Killed):
@@ -210,24 +210,24 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""Every law of an analysis by sums, with the cure of what usually breaks it."""
+"""Every law of an analysis by sums, with the usual fix."""
 
 
 @default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Hold an analysis by sums to every law, on some clients.
+    """Check that an analysis by sums satisfies every law, on some clients.
 
     Args:
         analysis: the value.
-        clients: two clients at least, as `fl.analyze` takes them.
-        rules: what the clients agree on.
-        without: names of laws that the analysis breaks on purpose.
+        clients: at least two clients, as for `fl.analyze`.
+        rules: the clients' agreement.
+        without: names of laws that the analysis violates on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, analysis, what is wrong, and a cure.
-        ConfigError: it is no analysis by sums, there are fewer than two clients, or there is no such law.
+        AssertionError: the first violated law: law, analysis, problem, and fix.
+        ConfigError: the value is not an analysis by sums, there are fewer than two clients, or a law does not exist.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
@@ -240,7 +240,7 @@ def check_analysis(
 
 
 def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
-    """Return the rows of two clients as one client's."""
+    """Return the rows of two clients as the rows of one client."""
     cut = len(first)
 
     def fetch(rows: Tensor) -> Tensor:

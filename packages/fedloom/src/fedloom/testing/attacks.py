@@ -18,7 +18,7 @@ CLIENT_COUNT, CLASS_COUNT, ATTACK_SEED, ROW_WIDTH = 10, 4, 0, 6
 
 
 class AttackScene(NamedTuple):
-    """Object of a law: an attack, and the models of a round as `Forgery.forge` gets them."""
+    """Subject of a law: an attack, and the models of a round that `Forgery.forge` receives."""
 
     attack: Attack
     honest: Tensor
@@ -28,7 +28,7 @@ class AttackScene(NamedTuple):
 
     @classmethod
     def create(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
-        """Models of h honest clients and b attackers, which all received one model."""
+        """Models of h honest clients and b attackers that all received the same model."""
         g = generator(0, purpose="laws of attacks")
         base = torch.randn(1, ROW_WIDTH, generator=g, dtype=torch.float64)
         trained = base + torch.randn(h + b, ROW_WIDTH, generator=g, dtype=torch.float64)
@@ -54,7 +54,7 @@ class AttackScene(NamedTuple):
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
     def results(self) -> tuple[Tensor, ...]:
-        """All that the attack makes of the scene."""
+        """Return all results of the attack on the scene."""
         forged = (self.forged(), self.forged(informed=False)) if isinstance(self.attack, Forgery) else ()
         poisoned = self.poisoned()[1:] if isinstance(self.attack, Poison) else ()
         return (*forged, *poisoned, self.disguised()[2])
@@ -64,13 +64,13 @@ class AttackScene(NamedTuple):
 
 
 def runs(s: AttackScene) -> None:
-    """The attack runs where honest models are known. Where they are not, and with a single client of each kind."""
+    """The attack runs if honest models are known, if they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
 
 
 def attackers(s: AttackScene) -> None:
-    """The same clients attack in every round: ids of clients, ascending, drawn from the seed."""
+    """The same clients attack in every round: ids, ascending, drawn from the seed."""
     got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
@@ -100,7 +100,7 @@ def shapes(s: AttackScene) -> None:
 
 
 def arguments_unmodified(s: AttackScene) -> None:
-    """No argument is changed, and none shares memory with the result."""
+    """No argument changes or shares memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
         result.add_(1)
@@ -109,7 +109,7 @@ def arguments_unmodified(s: AttackScene) -> None:
 
 
 def repeatable(s: AttackScene) -> None:
-    """Equal generators give equal results to the last bit, and the value stays as it is."""
+    """Equal generators give equal results to the last bit, and the value does not change."""
     before = s.attack.model_dump()
     with generators_untouched():
         first = s.results()
@@ -119,7 +119,7 @@ def repeatable(s: AttackScene) -> None:
 
 
 def knowledge(s: AttackScene) -> None:
-    """An attack reads what it declares: honest models with `sees_honest`, its own training with `trains`."""
+    """An attack reads only what it declares: honest models with `sees_honest`, its own training with `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
@@ -139,21 +139,21 @@ ATTACK_LAWS: dict[Callable[[Any], None], str] = {
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
-"""Every law of an attack, with the cure of what usually breaks it."""
+"""Every law of an attack, with the usual fix."""
 
 
 @default_to_cpu()
 def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
-    """Hold an attack to every law, on random models, labels and activations.
+    """Check that an attack satisfies every law, on random models, labels and activations.
 
     Args:
         attack: a `Forgery`, a `Poison`, or an `Attack` that disguises activations.
-        without: names of laws that the attack breaks on purpose.
+        without: names of laws that the attack violates on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, attack, what is wrong, and a cure. Of a crash: the
-            function, the error, file and line.
-        ConfigError: it is no attack, or there is no such law.
+        AssertionError: the first violated law: law, attack, problem, and fix. For a crash: the function, the error,
+            file and line.
+        ConfigError: the value is not an attack, or a law does not exist.
     """
     check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", ATTACK_LAWS, without)
     hold(ATTACK_LAWS, AttackScene.create(attack), attack, Attack, without)

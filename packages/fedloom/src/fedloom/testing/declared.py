@@ -1,4 +1,4 @@
-"""Laws on a method's functions: they run, fields are as declared, and each reads no more than it may."""
+"""Laws of a method's functions: they run, fields match their declaration, and each function reads only what it may."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedloom.testing.scene import (
 from fedloom.testing.trees import locate_difference, picked, plus
 
 METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
-"""Functions of a method in which a crash is reported as its own, not as a fault that the law found."""
+"""Functions of a method in which a crash is reported as the method's own error, and not as a violated law."""
 
 
 def runs(s: Subject) -> None:
@@ -43,7 +43,7 @@ def runs(s: Subject) -> None:
 
 
 def declarations(s: Subject) -> None:
-    """One field carries the model, bases and parts exist, and what the server keeps is what the upload declares."""
+    """One field contains the model, bases and parts exist, and the server stores the declared fields."""
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
@@ -69,7 +69,7 @@ def declarations(s: Subject) -> None:
 
 
 def shapes(s: Subject) -> None:
-    """Every field is [d], [m, .] or a row per client as documented, finite, and of the model's dtype."""
+    """Every field is [d], [m, .] or a row per client as documented, finite, and in the model's dtype."""
     scene = Scene(s)
     a, m, d = s.algorithm, len(scene.ids), scene.problem.d
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -105,7 +105,10 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is new - old of its base. What accumulates beside the model adds up to the mean by shares of all."""
+    """A difference is the new value minus the old value of its base.
+
+    What accumulates beside the model adds up to the mean by shares of all.
+    """
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -138,7 +141,7 @@ def bases(s: Subject) -> None:
 
 
 def parts(s: Subject) -> None:
-    """Coordinates outside a field's part do not travel, so the server does not read them."""
+    """Coordinates outside a field's part are not sent, so the server does not read them."""
     scene = Scene(s)
     up = scene.aggregate(s.algorithm.client(scene.down, scene.rows, scene.work())[0])
     want = s.algorithm.server(scene.state.server, up, scene.ctx())
@@ -151,7 +154,7 @@ def parts(s: Subject) -> None:
 
 
 def kept_rows(s: Subject) -> None:
-    """Only a method with ``mixes`` looks at the cohort's kept rows."""
+    """Only a method with ``mixes`` reads the cohort's stored rows."""
     scene = Scene(s)
     if not s.algorithm.mixes:
         garbage = map_rows(lambda t: torch.full_like(t, torch.nan), scene.state.kept)
@@ -160,7 +163,7 @@ def kept_rows(s: Subject) -> None:
 
 
 def idle_is_finite(s: Subject) -> None:
-    """A client that takes no step gives a finite answer."""
+    """A client that takes no step returns a finite answer."""
     scene = Scene(s)
     for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
         demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
@@ -176,7 +179,7 @@ def idle_is_zero(s: Subject) -> None:
 
 
 def encoding(s: Subject) -> None:
-    """What `Algorithm.encode` makes of the model that an upload carries (`Algorithm.decode`) is that upload."""
+    """`Algorithm.encode` is the inverse of `Algorithm.decode`: it returns the upload that contains the model."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     if not fields:
@@ -200,7 +203,7 @@ def encoding(s: Subject) -> None:
 
 
 def translation(s: Subject) -> None:
-    """Seen from another origin, models and absolute messages move with it. Differences, duals and variates stay."""
+    """If the origin moves, models and absolute messages move with it. Differences, duals and variates do not change."""
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""federate: what a run must compute, written as plainly as possible. The engine and the laws are compared with it.
+"""federate: a reference implementation of a run, as plain as possible. The engine and the laws are compared with it.
 
-One list of clients per round, every client by itself if asked, sums in Python, no chunks, no store, no files.
+It has one list of clients per round, calls every client separately if asked, sums in Python, and has no chunks, store
+or files.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
     from fedloom.testing.problems import Problem
 
 Schedule = Callable[[int], Collection[int]] | Sequence[Collection[int]]
-"""Client ids of a round, as a function of the round (from 1) or one entry per round."""
+"""Client ids of a round: a function of the round (from 1), or one entry per round."""
 
 
 class ReferenceState(NamedTuple):
-    """Everything that a run is between two rounds.
+    """Complete state of a run between two rounds.
 
     Attributes:
         round: rounds done.
         server: the algorithm's server state.
         rows: states of all n clients.
-        kept: what the server keeps of all n clients, or None.
+        kept: stored rows of all n clients at the server, or None.
         weigher: state of the weigher, or None.
     """
 
@@ -50,7 +51,7 @@ class ReferenceState(NamedTuple):
 
 
 class ReferenceFederation(NamedTuple):
-    """Constant parts of the rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
+    """Constants of the rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
 
     oracle: Oracle
     weight: Tensor
@@ -64,7 +65,7 @@ class ReferenceFederation(NamedTuple):
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
-        """Return what the server may know with the cohort ``ids``."""
+        """Return the server's knowledge in a round with the cohort ``ids``."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
@@ -88,7 +89,7 @@ class ReferenceFederation(NamedTuple):
 
 
 def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
-    """Return the kept rows that a cohort's download mixes: its own, or all clients', or None without mixing."""
+    """Return the stored rows that a cohort's download mixes: the cohort's, all clients', or None without mixing."""
     if not algorithm.mixes:
         return None
     return kept if algorithm.mixes_all else picked(kept, ids)
@@ -123,9 +124,9 @@ def play(
         fed: the local problems.
         state: the state before the round. Not modified.
         cohort: ids of the clients that train.
-        dropped: those of them whose upload is lost.
-        weigher: by the clients' shares when None.
-        alone: every client is called by itself, as in deployment. Else the cohort at once.
+        dropped: ids of clients in the cohort whose upload is lost.
+        weigher: None weights by the clients' shares.
+        alone: True calls every client separately, as in deployment. False calls the cohort at once.
     """
     algorithm = algorithm.derive_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
@@ -202,20 +203,21 @@ def federate(
 
     Args:
         algorithm: the method.
-        problem: quadratics. A small network. Or an oracle, the initial model ``[d]`` and the shares ``[n, 1]``.
-        rounds: how many more.
+        problem: quadratics. A small network. Alternatively an oracle, the initial model ``[d]`` and the shares ``[n,
+            1]``.
+        rounds: number of further rounds.
         local: settings of local training.
-        solve: local problems of quadratics are solved exactly.
-        noise: the samples of quadratics differ.
-        cohorts: who trains. All clients when None.
-        dropped: whose upload is lost. None when None.
-        weigher: by the clients' shares when None.
-        alone: every client is called by itself.
+        solve: True solves local problems of quadratics exactly.
+        noise: spread of the samples of quadratics.
+        cohorts: who trains. None: all clients.
+        dropped: clients whose upload is lost. None when None.
+        weigher: None weights by the clients' shares.
+        alone: True calls every client separately.
         seed: seed of the run.
-        start: go on from this state.
+        start: state from which the run continues.
 
     Returns:
-        The states before the first of these rounds and after each.
+        The states before the first of these rounds and after each round.
     """
     if isinstance(problem, tuple):
         oracle, x0, weight = problem
@@ -236,11 +238,11 @@ def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: Refer
 
     Args:
         algorithm: the method.
-        fed: its local problems.
-        state: of the run after the round, as `federate` gives it.
+        fed: the federation with its local problems.
+        state: state after the round, as `federate` returns it.
 
     Returns:
-        ``[n, d]``. None of a method without personal models.
+        ``[n, d]``. None for a method without personal models.
     """
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))
@@ -252,7 +254,7 @@ def _entry(schedule: Schedule, round: int) -> Collection[int]:
 
 
 def _replace_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
-    """``tree`` with new rows at ``ids``, everything else as it was."""
+    """Return ``tree`` with new rows at ``ids`` and all other rows unchanged."""
     if isinstance(tree, Tensor):
         new = tree.clone()
         for i, row in zip(ids, rows, strict=True):

@@ -1,6 +1,6 @@
-"""The laws that every algorithm obeys, each a function that raises `AssertionError` with a sentence when it is broken.
+"""Laws of algorithms: each function raises `AssertionError` with a sentence if its law is violated.
 
-They run on random heterogeneous quadratics and on a small network, with ragged clients whose samples differ, from a
+They run on random heterogeneous quadratics and on a small network, with clients of different sizes and samples, from a
 state in the middle of a run: some clients have trained twice, some once, one never. ``check_algorithm(MyAlgorithm())``
 runs all of them.
 """
@@ -52,7 +52,7 @@ from fedloom.testing.trees import distance, locate_difference, picked, received_
 
 
 def row_independence(s: Subject) -> None:
-    """A client's upload and state do not depend on who else trains beside it."""
+    """A client's upload and state do not depend on the other clients that train."""
     scene = Scene(s)
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
@@ -66,7 +66,7 @@ def row_independence(s: Subject) -> None:
 
 
 def permutation(s: Subject) -> None:
-    """Another order of the cohort gives the same rows in that order, and the same server."""
+    """Permuting the cohort permutes the rows, and does not change the server's state."""
     scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
     ids = [scene.ids[k] for k in order]
 
@@ -81,7 +81,7 @@ def permutation(s: Subject) -> None:
 
 
 def arguments_unmodified(s: Subject) -> None:
-    """No function changes what it is given, nor the rows of the clients that do not take part."""
+    """No function changes its arguments, or the rows of clients that do not take part."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
     kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """The value stays equal, and equal calls give equal results to the last bit, without any global generator."""
+    """The value does not change, and equal calls give equal results to the last bit, without any global generator."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -134,7 +134,7 @@ def no_state(s: Subject) -> None:
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
-    """A client whose upload is lost keeps its rows, and no mean counts it."""
+    """A client whose upload is lost keeps its rows, and no mean includes it."""
     scene = Scene(s)
     lost = scene.ids[1]
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
@@ -155,10 +155,10 @@ def dropped_is_not_sampled(s: Subject) -> None:
 
 
 def precision(s: Subject) -> None:
-    """float32 stays float32 and agrees with float64, in which no number passes through torch's default dtype.
+    """float32 stays float32 and agrees with float64, and no number passes through torch's default dtype.
 
-    The two agree to 1e-4. A network that magnifies rounding, as BatchNorm does on two samples that are nearly equal,
-    may differ by 300 times what changes of its initial model by 1e-6 of each entry bring, at most.
+    The two agree to 1e-4. A network that amplifies rounding, as BatchNorm does for two nearly equal samples, may differ
+    by at most 300 times the effect of changing each entry of its initial model by 1e-6.
     """
     problems = (s.problem.to(dtype) for dtype in (torch.float32, torch.float64))
     single, double = (s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1] for p in problems)
@@ -184,7 +184,7 @@ def precision(s: Subject) -> None:
 
 
 def resume(s: Subject) -> None:
-    """A run that resumes from its checkpoint ends as one that was never interrupted, to the last bit."""
+    """A run that resumes from its checkpoint ends like an uninterrupted run, to the last bit."""
     rounds = [*COHORT_HISTORY, SCENE_COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
@@ -225,11 +225,11 @@ LAW_HINTS = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
-"""Usual repair of a broken law. The end of its message."""
+"""Usual fix of a violated law. It ends the law's message."""
 
 
 LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
-"""Usual repair of an error by the laws' problems."""
+"""Usual fix of an error that the laws' problems cause."""
 
 
 @default_to_cpu()
@@ -241,17 +241,17 @@ def check_law(
     *,
     on: Classifier | None = None,
 ) -> None:
-    """Hold one method to one law.
+    """Check one method against one law.
 
     Args:
         law: a name in `METHOD_LAWS`.
-        algorithm: a method, or what a preset stands for.
-        weigher: the weigher of the runs. A composition's own when None.
-        layout: names and shapes of the parameters of the quadratics.
-        on: a network in the place of quadratics.
+        algorithm: a method, or the method of a preset.
+        weigher: weigher of the runs. None: the method's own weigher, or the clients' shares.
+        layout: names and shapes of the quadratics' parameters.
+        on: a network that replaces the quadratics.
 
     Raises:
-        AssertionError: law, method and what differed.
+        AssertionError: law, method and difference.
     """
     method, own_weigher = (
         (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
@@ -275,21 +275,22 @@ def check_algorithm(
     layout: Layout | nn.Module | None = None,
     shape: Sequence[int] | None = None,
 ) -> None:
-    """Hold a method to every law, on quadratics and on a small network.
+    """Check that a method satisfies every law, on quadratics and on a small network.
 
     Args:
         algorithm: the method.
-        weigher: the weigher of the runs, by the clients' shares when None.
-        without: laws that the method breaks on purpose. ``translation`` is left out for composite methods, whose
-            regulariser refers to the origin.
-        layout: for a method that names layers: names and shapes of the parameters, or a module that has them. The
-            network is this module, if ``shape`` is given. Else the laws are checked on quadratics only.
-        shape: of one sample that the module takes. It gives a number for each of at least two classes.
+        weigher: weigher of the runs. None weights by the clients' shares.
+        without: laws that the method violates on purpose. ``translation`` is always left out for composite methods,
+            because their regularizer refers to the origin.
+        layout: for a method that names layers: names and shapes of the parameters, or a module with these layers. The
+            network is this module if ``shape`` is given. Otherwise the laws are checked only on quadratics.
+        shape: shape of one sample that the module accepts. The module must return one number for each of at least two
+            classes.
 
     Raises:
-        AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it. Of a
-            crash: the function of the method (client, server, ...), the error, file and line.
-        ConfigError: there is no method, or the module does not take such samples, or ``shape`` comes without a module.
+        AssertionError: the first violated law: law, method, difference, and usual fix. Of a
+            For a crash: the function of the method (client, server, ...), the error, file and line.
+        ConfigError: the value is not a method, the module rejects such samples, or ``shape`` is given without a module.
     """
     if not isinstance(algorithm, Algorithm | Composition):
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
@@ -307,7 +308,7 @@ def check_algorithm(
 def check_network(
     algorithm: Algorithm | Composition, weigher: Weigher | None, without: Collection[str], network: Classifier
 ) -> None:
-    """Hold a method to the laws on a network: all but ``translation``, since the origin matters to a network."""
+    """Check a method against the laws on a network. ``translation`` is left out, as the origin matters to a network."""
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
 
@@ -316,7 +317,7 @@ def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -
     """Name the laws of `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: a method, or what a preset stands for.
+        algorithm: a method, or the method of a preset.
         without: laws to leave out, by name.
     """
     method = algorithm.algorithm if isinstance(algorithm, Composition) else algorithm

@@ -1,4 +1,4 @@
-"""A small network on five clients whose classes differ: local problems of the laws that are not convex."""
+"""A small network on five clients with different classes: nonconvex local problems for the laws."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedloom.seeds import as_global, generator
 from fedloom.tasks import task_of
 
 CLIENT_SIZES = (5, 2, 7, 4, 6)
-"""Training samples of the clients."""
+"""Numbers of training samples of the clients."""
 INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A federation of a network that separates classes, in the place of `fedloom.testing.Problem` in the laws.
+    """A federation of a network that classifies, in place of `fedloom.testing.Problem` in the laws.
 
     Attributes:
         module: the network. Its parameters are the initial model.
-        x: features ``[N, *shape]``. Client by client, `CLIENT_SIZES` each.
+        x: features ``[N, *shape]``. Client by client, `CLIENT_SIZES` samples each.
         y: classes ``[N]``.
-        classes: how many there are.
+        classes: number of classes.
         dtype: float64 or float32.
     """
 
@@ -44,14 +44,14 @@ class Classifier:
 
     @classmethod
     def create(cls, module: nn.Module | None = None, shape: Sequence[int] = INPUT_SHAPE) -> Classifier:
-        """Make samples for a module, without one, a body and a head with three classes.
+        """Create samples for a module. The default module has a body and a head with three classes.
 
         Args:
-            module: takes ``[b, *shape]``, gives a number for each of at least two classes, ``[b, c]``.
-            shape: of one sample.
+            module: takes ``[b, *shape]`` and returns a number for each of at least two classes, ``[b, c]``.
+            shape: shape of one sample.
 
         Raises:
-            ConfigError: the module does not take such samples, or gives something else.
+            ConfigError: the module rejects such samples, or returns something else.
         """
         g = generator(0, purpose="samples")
         x = torch.randn(sum(CLIENT_SIZES), *shape, generator=g, dtype=torch.float64)
@@ -97,7 +97,7 @@ class Classifier:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that no method may change."""
+        """Tensors that a method must not change."""
         return self.x, self.y, self.x0
 
     def to(self, dtype: torch.dtype) -> Classifier:

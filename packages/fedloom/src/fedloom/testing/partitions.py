@@ -1,4 +1,4 @@
-"""Laws of partitions: what a draw may contain, and that every sample of a part is prepared as its client's own."""
+"""Laws of partitions: what a draw may contain, and how a client's training part prepares its samples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SAMPLE_COUNT, TEST_SAMPLE_COUNT, DATA_CLASS_COUNT, USER_COUNT = 1200, 200, 10, 12
-"""Sizes of the laws' data: as many classes as the built-in `clusters` needs, and 100 samples or more of each."""
+"""Sizes of the laws' data: as many classes as the built-in `clusters` needs, with at least 100 samples each."""
 PARTITION_SEED = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """Object of a law: a partition and a data set."""
+    """Subject of a law: a partition and a data set."""
 
     partition: Partition
     data: Dataset
@@ -45,18 +45,18 @@ class Case:
 
     @cached_property
     def fed(self) -> Federation:
-        """The federation of the same seed."""
+        """The federation for the same seed."""
         return self.partition(self.data, PARTITION_SEED)
 
 
 def runs(s: Case) -> None:
-    """The partition draws clients, and a federation comes of it."""
+    """The partition draws clients, and a federation can be built from them."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 
 
 def declared(s: Case) -> None:
-    """Everything in a draw has an entry per client, of the documented type."""
+    """Every field of a draw has an entry per client, of the documented type."""
     drawn, n, classes = s.drawn, len(s.drawn.dealt.offsets) - 1, len(s.data.classes)
     for name, dealt in _lists(drawn).items():
         for what, values in zip(("index", "offsets"), dealt, strict=True):
@@ -76,7 +76,7 @@ def declared(s: Case) -> None:
 
 
 def pool_only(s: Case) -> None:
-    """Training samples come from the pool, whichever part of the data set it is. Test samples may be official ones."""
+    """Training samples come from the pool, for every part of the data set. Test samples may be official ones."""
     half = numpy_generator(PARTITION_SEED, purpose="half").random(len(s.pool)) < 0.5
     some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
     pools = [("the pool", s.pool, s.drawn)]
@@ -94,7 +94,7 @@ def pool_only(s: Case) -> None:
 
 
 def disjoint(s: Case) -> None:
-    """No sample is dealt twice."""
+    """No sample belongs to two clients."""
     for name, dealt in _lists(s.drawn).items():
         samples, counts = np.unique(dealt.index, return_counts=True)
         twice = samples[counts > 1]
@@ -102,14 +102,14 @@ def disjoint(s: Case) -> None:
 
 
 def tested_apart(s: Case) -> None:
-    """No client trains on a sample that a client is tested on."""
+    """No client trains on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
     demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
 
 
 def seeded(s: Case) -> None:
-    """Equal seeds give equal draws, from the generators of the seed alone. The partition stays as it is."""
+    """Equal seeds give equal draws, and only the seed's generators are used. The partition does not change."""
     before = s.partition.model_dump()
     with generators_untouched():
         again = s.partition.draw(s.pool, PARTITION_SEED)
@@ -121,7 +121,7 @@ def seeded(s: Case) -> None:
 
 
 def arguments_unmodified(s: Case) -> None:
-    """Drawing changes neither the pool nor the data set."""
+    """Drawing does not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
     s.partition.draw(pool, PARTITION_SEED)
@@ -135,7 +135,7 @@ def arguments_unmodified(s: Case) -> None:
 
 
 def prepared(s: Case) -> None:
-    """Every sample of a part is there, and is what its client's own training part makes of it."""
+    """Every sample of a part exists, and is prepared by its client's own training part."""
     for part in DATA_PARTS:
         index = s.fed.parts[part].index
         x = s.fed.fetch(index)
@@ -165,23 +165,23 @@ PARTITION_LAWS: dict[Callable[[Any], None], str] = {
     arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
-"""Every law of a partition, with the cure of what usually breaks it."""
+"""Every law of a partition, with the usual fix."""
 
 
 @default_to_cpu()
 def check_partition(partition: Partition, data: object = None, without: Collection[str] = ()) -> None:
-    """Hold a partition to every law, on a table and on images with an official test set.
+    """Check that a partition satisfies every law, on a table and on images with an official test set.
 
     Args:
         partition: the partition.
-        data: a data set that it takes, or what `fl.Dataset.create` makes one of, in the place of the laws' own. These
-            have ten classes, twelve users, and the columns ``site`` and ``time``.
-        without: names of laws that the partition breaks on purpose.
+        data: a data set that the partition accepts, or an argument of `fl.Dataset.create`, in place of the laws' own
+            data. The laws' own data have ten classes, twelve users, and the columns ``site`` and ``time``.
+        without: names of laws that the partition violates on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, partition, what is wrong, and a cure. Of a crash: the
-            function, the error, file and line.
-        ConfigError: it is no partition, the partition refuses every data set, or there is no such law.
+        AssertionError: the first violated law: law, partition, problem, and fix. For a crash: the function, the error,
+            file and line.
+        ConfigError: the value is not a partition, it rejects every data set, or a law does not exist.
     """
     check_arguments(partition, Partition, "fl.partitions.iid(clients=10)", PARTITION_LAWS, without)
     cases = _data() if data is None else {"the data": Dataset.create(data)}

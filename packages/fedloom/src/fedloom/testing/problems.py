@@ -1,7 +1,7 @@
-"""Problems: heterogeneous quadratics whose optima are known, for tests of algorithms.
+"""Problems: heterogeneous quadratics with known optima, for tests of algorithms.
 
-Client i has f_i(w) = 1/2 (w - c_i)' A_i (w - c_i) with a symmetric positive definite A_i of its own. Every optimum
-below is a closed form or the end of a reference solver that shares no code with the algorithms.
+Client i has f_i(w) = 1/2 (w - c_i)' A_i (w - c_i) with its own symmetric positive definite A_i. Every optimum below is
+a closed form, or the result of a reference solver that shares no code with the algorithms.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fedloom.local.oracles.base import Oracle
 
 TOY_LAYOUT = Layout.create_from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
-"""Seven scalars in three named blocks, so that masks of a body or a head mean something."""
+"""Seven scalars in three named blocks, so that masks of a body or a head are meaningful."""
 
 Penalty = Literal["l1", "nuclear"]
 
 
 class Moreau(NamedTuple):
-    """Minimiser of sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w||^2): w ``[d]``, theta ``[n, d]``."""
+    """Minimizer of sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w||^2): w ``[d]``, theta ``[n, d]``."""
 
     w: Tensor
     theta: Tensor
@@ -40,8 +40,8 @@ class Problem:
     Attributes:
         hessian: A ``[n, d, d]``.
         minimiser: c ``[n, d]``.
-        sizes: ``[n]`` training samples that the clients pretend to have.
-        alpha: ``[n, 1]`` the clients' shares, summing to 1.
+        sizes: ``[n]`` simulated numbers of training samples.
+        alpha: ``[n, 1]`` the clients' shares, with sum 1.
         x0: ``[d]`` the initial model.
         layout: names and shapes.
     """
@@ -64,14 +64,14 @@ class Problem:
         same_curvature: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> Problem:
-        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers apart from each other and from zero.
+        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers different from each other and from zero.
 
         Args:
-            seed: names the problem.
+            seed: identifies the problem.
             n: clients.
-            layout: its d is the dimension.
+            layout: its d is the dimension of the problem.
             weights: uniform shares, or shares by samples.
-            same_curvature: every A_i is b times the identity with one b.
+            same_curvature: True makes every A_i the same multiple of the identity.
             dtype: float64 or float32.
         """
         d, g = layout.d, generator(seed, purpose="quadratics")
@@ -100,7 +100,7 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that no method may change."""
+        """Tensors that a method must not change."""
         return self.x0, self.minimiser
 
     def altered(self, client: int) -> Problem:
@@ -115,11 +115,11 @@ class Problem:
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
     def moved(self, t: Tensor) -> Problem:
-        """Move minimizers and initial model by t ``[d]``: the same problem from another origin."""
+        """Move minimizers and initial model by t ``[d]``: the same problem with another origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 
     def pooled(self) -> Problem:
-        """One client that has the weighted mean of all f_i (up to a constant) and all samples."""
+        """Return one client with the weighted mean of all f_i (up to a constant) and all samples."""
         a = (self.alpha[:, :, None] * self.hessian).sum(0, keepdim=True)
         one = torch.ones(1, 1, dtype=self.alpha.dtype)
         return replace(self, hessian=a, minimiser=self.consensus()[None], sizes=self.sizes.sum()[None], alpha=one)
@@ -128,38 +128,38 @@ class Problem:
         """Return the local problems for `Work`.
 
         Args:
-            solve: `descend` returns the exact minimiser of its problem.
-            noise: standard deviation of the samples' minimisers around c_i. 0 gives the same gradient on every batch.
+            solve: `descend` returns the exact minimizer of its problem.
+            noise: standard deviation of the samples' minimizers around c_i. 0 gives the same gradient for every batch.
         """
         if noise and not solve:
             return Sampled(self, noise)
         return Quadratic(self.hessian, self.minimiser, self.sizes, solve=solve, layout=self.layout)
 
     def gradient(self, w: Tensor) -> Tensor:
-        """Gradients of all f_i ``[n, d]`` at w ``[d]`` or ``[n, d]``."""
+        """Return gradients of all f_i ``[n, d]`` at w ``[d]`` or ``[n, d]``."""
         return torch.einsum("nij,nj->ni", self.hessian, w - self.minimiser)
 
     def consensus(self, share: Tensor | None = None) -> Tensor:
-        """Argmin of sum_i share_i f_i, ``[d]``. ``share [n, 1]`` is alpha when None."""
+        """Return argmin of sum_i share_i f_i, ``[d]``. ``share [n, 1]`` defaults to alpha."""
         p = (self.alpha if share is None else share)[:, :, None]
         right = (p * self.hessian @ self.minimiser[:, :, None]).sum(0)
         return _solve((p * self.hessian).sum(0), right)[:, 0]
 
     def proximal(self, lam: float, w: Tensor) -> Tensor:
-        """Argmin over v_i of f_i(v_i) + lam/2 ||v_i - w_i||^2, ``[n, d]``. w ``[d]`` or ``[n, d]``."""
+        """Return argmin over v_i of f_i(v_i) + lam/2 ||v_i - w_i||^2, ``[n, d]``. w ``[d]`` or ``[n, d]``."""
         eye = torch.eye(self.d, dtype=w.dtype)
         right = (self.hessian @ self.minimiser[:, :, None])[:, :, 0] + lam * w
         return _solve(self.hessian + lam * eye, right)
 
     def moreau(self, lam: float) -> Moreau:
-        """Minimiser of the sum of Moreau envelopes sum_i alpha_i min_v (f_i(v) + lam/2 ||v - w||^2)."""
+        """Return the minimizer of the sum of Moreau envelopes sum_i alpha_i min_v (f_i(v) + lam/2 ||v - w||^2)."""
         eye = torch.eye(self.d, dtype=self.x0.dtype)
         envelope = lam * _solve(self.hessian + lam * eye, self.hessian)
         w = replace(self, hessian=envelope).consensus()
         return Moreau(w, self.proximal(lam, w))
 
     def descent(self, w: Tensor, steps: Tensor, lr: float, mu: float = 0.0, x: Tensor | None = None) -> Tensor:
-        """Return the end of ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w, ``[n, d]``."""
+        """Return the last point of ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w, ``[n, d]``."""
         eye = torch.eye(self.d, dtype=w.dtype)
         end = self.proximal(mu, w if x is None else x)
         factor = eye - lr * (self.hessian + mu * eye)
@@ -168,13 +168,13 @@ class Problem:
         return end + torch.einsum("nij,nj->ni", shrink, w - end)
 
     def drifted(self, steps: Tensor, lr: float, mu: float = 0.0, share: Tensor | None = None) -> Tensor:
-        """Return the known bias of local descent: the x ``[d]`` that is the mean of `descent` from x pulled to x.
+        """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x pulled to x.
 
         Args:
             steps: ``[n, 1]``.
             lr: step size.
             mu: strength of the pull to x (FedProx).
-            share: ``[n, 1]`` weights of the mean, alpha when None.
+            share: ``[n, 1]`` weights of the mean. None: alpha.
         """
         share = self.alpha if share is None else share
         eye = torch.eye(self.d, dtype=self.x0.dtype)
@@ -183,7 +183,7 @@ class Problem:
         return _solve(eye - matrix, columns[0])
 
     def composite(self, penalty: Penalty, strength: float) -> Tensor:
-        """Argmin of sum_i alpha_i f_i(x) + strength ||x||, ``[d]``, to 1e-12.
+        """Return argmin of sum_i alpha_i f_i(x) + strength ||x||, ``[d]``, to 1e-12.
 
         The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the matrices of the layout.
         """
@@ -199,7 +199,7 @@ class Problem:
 
 
 def shrunk(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Tensor:
-    """Proximal point of t times the penalty at x ``[d]``, written from its definition."""
+    """Return the proximal point of t times the penalty at x ``[d]``, computed from its definition."""
     if penalty == "l1":
         return torch.where(x > t, x - t, torch.where(x < -t, x + t, torch.zeros_like(x)))
     matrices = {}
@@ -215,7 +215,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Sampled(Quadratic):
-    """Quadratics whose samples differ: sample s of client i has the minimiser c_i + o_is, with mean o_is = 0."""
+    """Quadratics whose samples differ: sample s of client i has the minimizer c_i + o_is, with mean o_is = 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:
         super().__init__(problem.hessian, problem.minimiser, problem.sizes, layout=problem.layout)
@@ -231,13 +231,13 @@ class Sampled(Quadratic):
         return torch.where(valid, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), valid
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
-        """Mean of A_i (w - c_i - o_is) over the samples of the batch."""
+        """Return the mean of A_i (w - c_i - o_is) over the samples of the batch."""
         mean = self._offsets(batch)[0].sum(1) / batch.total
         share = batch.count.to(w) / batch.total
         return share * self._gradient(w, batch.ids) - torch.einsum("mij,mj->mi", self.hessian[batch.ids], mean)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Mean loss of the samples of the batch, ``[m, 1]``."""
+        """Return the mean loss of the samples of the batch, ``[m, 1]``."""
         offset, valid = self._offsets(batch)
         gap = torch.where(valid, (w - self.minimiser[batch.ids])[:, None, :] - offset, 0.0)
         square = torch.einsum("mbi,mij,mbj->m", gap, self.hessian[batch.ids], gap)

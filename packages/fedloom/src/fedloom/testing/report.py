@@ -1,4 +1,4 @@
-"""Reports of laws: the law, the part, the place in its code, and a cure."""
+"""Reports of laws: the law, the part, the place in its code, and a fix."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Name the function of a part in which an error arose: the outermost one that its author wrote. None outside.
+    """Return the function of a part in which an error arose: the outermost one that its author wrote. None outside.
 
     Args:
-        error: caught, with its traceback.
+        error: the caught error, with its traceback.
         part: base class of the part.
         stages: functions of the part that its author may write.
     """
@@ -41,22 +41,22 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
 
 
 def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str | None:
-    """Name the function of a class that a code is of, whatever it was called where it was written."""
+    """Return the function of a class to which a code object belongs, whatever its original name."""
     if code.co_name in stages:
         return code.co_name
     return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
-    """Return the error of a law that is broken.
+    """Return the error of a violated law.
 
     Args:
         law: its name.
-        part: which breaks it.
-        error: what it was caught as. The law's own sentence is an `AssertionError`.
-        stage: the function of the part that crashed. None where the law itself found the fault.
-        cure: what to do about it.
-        where: on which problem the law was checked, with a blank before it.
+        part: the part that violates it.
+        error: the caught error. The law's own message is an `AssertionError`.
+        stage: function of the part that crashed. None if the law itself found the fault.
+        cure: fix.
+        where: problem on which the law was checked, with a leading blank.
     """
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
     what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
@@ -71,19 +71,19 @@ def hold(
     without: Collection[str] = (),
     where: str = "",
 ) -> None:
-    """Hold a part to laws, one after the other.
+    """Check a part against laws, one after the other.
 
     Args:
-        laws: every law with the cure of what usually breaks it.
-        subject: what the laws are called with.
-        part: the value that the laws are about.
-        base: its base class.
+        laws: every law with its usual fix.
+        subject: argument of the laws.
+        part: the value that is checked.
+        base: base class of the part.
         without: names of laws to leave out.
-        where: on which problem the laws are checked, with a blank before it.
+        where: problem on which the laws are checked, with a leading blank.
 
     Raises:
-        AssertionError: at the first law that is broken: law, part, what is wrong (of a crash the function, the error,
-            file and line), and a cure.
+        AssertionError: the first violated law: law, part, problem (for a crash the function, the error, file and line),
+            and fix.
     """
     stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():
@@ -98,10 +98,10 @@ def hold(
 def check_arguments(
     part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
 ) -> None:
-    """Refuse a part of another kind, and names of laws that do not exist.
+    """Raise if the part has another kind, or if names of laws do not exist.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: one of these is the case.
     """
     if not isinstance(part, base):
         raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
@@ -113,7 +113,7 @@ def check_arguments(
 
 @contextmanager
 def generators_untouched() -> Iterator[None]:
-    """Raise if what is done within draws from a global generator."""
+    """Raise if the block draws from a global generator."""
     before = _global_states()
     yield
     for name, state in _global_states().items():
@@ -130,7 +130,7 @@ def _global_states() -> dict[str, Any]:
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:
-    """Say what a method that crashes must know of the model that it crashed on, a network of ``classes`` if any."""
+    """Return the facts about the model on which a method crashed, a network of ``classes`` if any."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
     if classes is not None:

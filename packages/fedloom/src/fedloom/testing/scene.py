@@ -1,4 +1,4 @@
-"""The scene of the laws: the middle of a short run, for one method."""
+"""Scene of the laws: the middle of a short run of one method."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TIGHT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """Object of a law: a method, its weigher if it has one, and local problems."""
+    """Subject of a law: a method, its weigher if it has one, and local problems."""
 
     algorithm: Algorithm
     weigher: Weigher | None
     problem: Problem | Classifier
 
     def derive_options(self) -> Subject:
-        """Derive the options that are not given, on the laws' problem."""
+        """Set the options that are not given, for the laws' problem."""
         problem = self.problem
         fed = ReferenceFederation(problem.oracle(), problem.alpha, LOCAL_SETTINGS)
         return replace(self, algorithm=self.algorithm.derive_options(fed.ctx(0, range(fed.n))))
@@ -69,7 +69,7 @@ class Scene:
         return self.fed.work(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids, steps)
 
     def aggregate(self, up: Any) -> Any:
-        """Return some upload as the server gets it: uniform means, or rows."""
+        """Return an upload in the server's form: uniform means, or rows."""
         fields = upload_fields(type(self.a))
         means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))
@@ -77,12 +77,12 @@ class Scene:
 
 @cache
 def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
-    """Return the quadratics of the laws: five ragged clients, shares by samples."""
+    """Return the laws' quadratics: five clients of different sizes, with shares by samples."""
     return Problem.random(7, layout=layout, weights="samples")
 
 
 def demand(holds: object, sentence: str) -> None:
-    """Raise with the sentence if something does not hold."""
+    """Raise an error with the sentence if something does not hold."""
     if not holds:
         raise AssertionError(sentence)
 
@@ -92,6 +92,6 @@ def _parts(tree: object) -> Any:
 
 
 def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ. The message names them."""
+    """Raise if two states differ. The message names the differences."""
     phrase = locate_difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

@@ -1,7 +1,7 @@
-"""Laws of virtual time, each a function that raises `AssertionError` with a sentence when a method breaks it.
+"""Laws of virtual time: each function raises `AssertionError` with a sentence if a method violates its law.
 
-They run short federations of eight clients with two features and three classes, whose sizes differ. What a schedule
-refuses of a method, with its reason, breaks no law.
+They run short federations of eight clients of different sizes, with two features and three classes. If a schedule
+rejects a method and states the reason, no law is violated.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
 class Speeds(Devices):
-    """Devices of stated speeds, in training samples a second. 0 never answers."""
+    """Devices with given speeds, in training samples per second. Speed 0 never answers."""
 
     kind: ClassVar[str] = "speeds"
     speeds: tuple[float, ...]
     scale: float = 1.0
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Messages of 1e6 bytes a second, without latency."""
+        """Messages travel at 1e6 bytes per second, without latency."""
         rate = torch.full((n,), 1e6 / self.scale, dtype=torch.float64)
         seconds = self.scale / torch.tensor(self.speeds, dtype=torch.float64)
         return Fleet(seconds, rate, rate, 0 * rate, ("all",), torch.zeros(n, dtype=torch.long))
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """Return the clients of the laws in some order. Client ``other`` has other labels."""
+    """Return the clients of the laws in a given order. Client ``other`` has other labels."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
@@ -91,10 +91,10 @@ def federation(order: Collection[int] = range(N), other: int | None = None) -> F
 def run_rounds(
     method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any
 ) -> Result:
-    """Run a method for some rounds without an evaluation in between.
+    """Run a method for some rounds without evaluation.
 
     Raises:
-        Refused: the method pools the clients' data, or the schedule makes no sense with it.
+        ConfigError: the method pools the clients' data, or the schedule does not support it.
     """
     choices: dict[str, Any] = {"rounds": LAW_ROUNDS, "local": LOCAL_SETTINGS, "evaluate": {"every": 100}, **more}
     setting = Setting.create(method, devices=devices, schedule=schedule, local=LOCAL_SETTINGS)
@@ -110,7 +110,7 @@ def clock_of(result: Result) -> Clock:
 
 
 def same_models(one: Result, other: Result, sentence: str) -> None:
-    """Raise if the servers or the clients' states of two runs differ in a bit."""
+    """Raise if the server's or the clients' states of two runs differ in any bit."""
     pairs = [*zip(one.state.server, other.state.server, strict=True)]
     pairs += [*zip(*(result.job.clients.read(torch.arange(N)) for result in (one, other)), strict=True)]
     pairs += [*zip(*(result.job.kept.read(torch.arange(N)) for result in (one, other)), strict=True)]
@@ -118,7 +118,7 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 
 
 def a_clock_changes_no_bit(method: object) -> None:
-    """A synchronous run has the same models with devices and without."""
+    """A synchronous run gives the same models with and without devices."""
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
@@ -127,7 +127,10 @@ def a_clock_changes_no_bit(method: object) -> None:
 
 
 def whole_cohort(method: object) -> None:
-    """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit. So is a late deadline."""
+    """Equal devices and a buffer of the whole cohort give the synchronous run, bit for bit.
+
+    A late deadline does too.
+    """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
         same_models(
@@ -136,7 +139,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """No upload uses anything that came later than its dispatch: other labels of a client change none before."""
+    """An upload uses nothing that came after its dispatch: changing a client's labels changes no earlier upload."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -166,7 +169,10 @@ def nothing_later(method: object) -> None:
 
 
 def conservation(method: object) -> None:
-    """Busy, idle and absent seconds are all of a client's time. Samples and bytes over rates are its busy seconds."""
+    """Busy, idle and absent seconds add up to all of a client's time.
+
+    Samples and bytes over rates are its busy seconds.
+    """
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
     result = run_rounds(method, devices, Synchronous())
     totals = dict(zip(CLIENT_COUNTS, result.state.totals.tolist(), strict=False))
@@ -195,7 +201,7 @@ def conservation(method: object) -> None:
 
 
 def permutation_of_devices(method: object) -> None:
-    """Permuting the clients with their devices permutes the log, where all of them take part."""
+    """Permuting the clients together with their devices permutes the log, if all of them take part."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
         plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
@@ -210,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Four times slower devices, messages and deadlines take four times as long, and change no model."""
+    """If devices, messages and deadlines are four times slower, so is the run, and its models do not change."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
@@ -219,7 +225,7 @@ def scale_of_time(method: object) -> None:
 
 
 def silence(method: object) -> None:
-    """A device that never answers holds its place until the time-out, and changes no upload of others."""
+    """A device that never answers occupies its place until the time-out, and does not change other uploads."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())
@@ -240,18 +246,18 @@ TIME_LAWS: dict[str, Callable[[Any], None]] = {
         silence,
     )
 }  # fmt: skip
-"""Every law of virtual time by name."""
+"""Laws of virtual time by name."""
 
 
 def check_timing(method: Algorithm | Composition | str, without: Collection[str] = ()) -> None:
-    """Hold a method to the laws of virtual time.
+    """Check a method against the laws of virtual time.
 
     Args:
         method: the method, or its name.
-        without: laws that the method breaks on purpose.
+        without: laws that the method violates on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, method, what differed and a cure.
+        AssertionError: the first violated law: law, method, difference and fix.
     """
     for name, law in TIME_LAWS.items():
         if name in without:

@@ -1,4 +1,4 @@
-"""States as named tensors: compared, copied, and sent through what a checkpoint holds."""
+"""States as named tensors: compare them, copy them, and convert them as a checkpoint does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def picked(tree: object, clients: Index) -> Any:
 
 
 def received_by(down: object, clients: Index) -> Any:
-    """Return a download for the clients at ``clients`` of the cohort: their rows, and whole what all share."""
+    """Return a download for the clients at ``clients`` of the cohort: their rows, and the complete shared fields."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
 def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """``tree`` with the tensors of the same names."""
+    """Return ``tree`` with the tensors of the same names."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
     if not isinstance(tree, tuple):
@@ -35,12 +35,12 @@ def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> An
 
 
 def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
-    """``tree`` with ``other`` added by name. Fields without a name there stay."""
+    """Return ``tree`` plus the tensors of the same name in ``other``. Fields that ``other`` lacks do not change."""
     return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
 
 def reload_from_checkpoint(tree: object) -> Any:
-    """Read a state back from the bytes of a safetensors file. Other types are taken from ``tree``."""
+    """Read a state back from the bytes of a safetensors file. Values of other types come from ``tree``."""
     tensors = {name: value.contiguous().clone() for name, value in name_tensors(tree).items()}
     return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
@@ -49,12 +49,12 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
     """Locate the first difference between two trees of tensors, as a phrase. None without one.
 
     Args:
-        got: a tensor, a NamedTuple, or a dict of them, as `name_tensors` takes it.
-        want: the like with the same names.
-        tol: the largest difference that is none, at least 0 and relative to the tensors' size. 0: bit for bit.
+        got: a tensor, a NamedTuple, or a dict of them, as for `name_tensors`.
+        want: the same structure with the same names.
+        tol: largest tolerated difference, at least 0, relative to the tensors' size. 0: bit for bit.
 
     Raises:
-        AssertionError: something that is no tensor is in one of them.
+        AssertionError: one of them contains something other than tensors.
     """
     a, b = name_tensors(got), name_tensors(want)
     if a.keys() != b.keys():
@@ -69,7 +69,7 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """Measure the largest difference of two tensors of one shape, over 1 plus the largest entry of ``y``."""
+    """Return the largest difference of two tensors of one shape, divided by 1 plus the largest entry of ``y``."""
     if not x.numel():
         return 0.0
     return ((x.double() - y.double()).abs().max() / (1 + y.double().abs().max())).item()

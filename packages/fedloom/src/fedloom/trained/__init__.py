@@ -1,1 +1,1 @@
-"""Trained models: evaluated, adapted to a new client, saved, exported."""
+"""Trained models: evaluation, adaptation to a new client, saving, export."""

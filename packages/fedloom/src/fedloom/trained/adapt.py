@@ -1,4 +1,4 @@
-"""A personal model for a client that no round has seen: the method's own client step, the server's state fixed."""
+"""A personal model for a client that took part in no round: the method's own client step, with a fixed server state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedloom.trained.model import ModelRecipe
 
 
 class ServerSide(NamedTuple):
-    """State of a run for clients that come later.
+    """State of a run that later clients need.
 
     Attributes:
         algorithm: the method.
         local: settings of local training.
         server: the server's state after the last round.
-        kept: ``[n, .]`` what the server keeps of every client, for a method that mixes it. Else None.
+        kept: ``[n, .]`` the server's stored rows of every client, for a method that mixes them. Else None.
         weight: ``[n, 1]`` shares of the objective.
         sizes: ``[n, 1]`` training samples.
         round: rounds done.
@@ -45,26 +45,26 @@ class ServerSide(NamedTuple):
 
 
 def has_personal(algorithm: Algorithm) -> bool:
-    """Whether a method has personal models."""
+    """Return whether a method has personal models."""
     return type(algorithm).personal is not Algorithm.personal
 
 
 def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
-    """Train the personal model ``[d]`` of a new client. Return it with its local problem.
+    """Train the personal model ``[d]`` of a new client. Return the model and its local problem.
 
-    The client joins the n others with the share of an average one. Its state is the method's template at the global
-    model (the initial one if there is none). It does the method's client step in ``rounds`` rounds, to each of which
-    the server, whose state stays, makes a download. Then the method's `personal`.
+    The client joins the n others with an average share. Its state is the method's template at the global model (or at
+    the initial model if there is none). It runs the method's client step in ``rounds`` rounds. For each the server
+    creates a download without changing its state. The method's `personal` follows.
 
     Args:
         side: the run.
-        recipe: of its models.
-        fed: the new client, alone.
-        rounds: client steps, at least 1.
+        recipe: recipe of the method's models.
+        fed: federation of the new client alone.
+        rounds: number of client steps, at least 1.
 
     Raises:
-        ConfigError: the method has no personal models, rounds out of range, or the step size is 0 by now.
-        ClientError: code of the method failed, or the model is not finite.
+        ConfigError: the method has no personal models, rounds is out of range, or the step size has reached 0.
+        ClientError: the method's code failed, or the model is not finite.
     """
     algorithm, t, n = side.algorithm, side.round, len(side.weight)
     if not has_personal(algorithm):
@@ -113,7 +113,7 @@ def _one(template: Any) -> Any:
 
 
 def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
-    """Return the download of the new client, the last of all clients if the server mixes what it keeps of them."""
+    """Return the download of the new client, as the last of all clients if the server mixes its stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
     wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1
@@ -122,5 +122,5 @@ def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
 
 
 def _server_row(algorithm: Algorithm, up: object, state: object) -> Any:
-    """Return what the server would keep of the new client after its upload."""
+    """Return the rows that the server would store of the new client after its upload."""
     return type(state)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

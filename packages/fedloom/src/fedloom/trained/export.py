@@ -1,4 +1,4 @@
-"""Export: a model as a file for programs that know nothing of fedloom."""
+"""Export: a model as a file for programs that do not use fedloom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
-"""Code of a text that is missing or unknown, within a graph."""
+"""Code of a missing or unknown text within a graph."""
 
 
 def export_model(
@@ -46,35 +46,35 @@ def export_model(
 ) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
-    ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes
-    (``facts``). ``onnx`` and ``torch`` hold imputation, scaling and levels too, and give ``probabilities``
-    ``[batch, C]`` or ``values`` ``[batch, k]``:
+    ``safetensors`` contains the state dict, with adapters added to their layers, and its metadata describes the
+    module's input (``facts``). ``onnx`` and ``torch`` also contain imputation, scaling and levels, and return
+    ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
-    - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64, NaN or a marker of the training where missing, and
-      ``texts`` ``[batch, .]`` strings. The metadata ``columns`` has the names of both, in order. A missing or unknown
-      text is filled as in training. It gives ``class`` ``[batch]`` too, by name.
-    - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes. `load` does that.
-    - of sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position give
-      ``probabilities`` ``[batch, L, C]``; the vocabulary stands in ``facts``.
-    - of other data, both take ``samples`` ``[batch, *shape]`` of one type, since a graph cannot choose by type: uint8,
-      which it divides by 255, of a model trained on bytes; else float32, taken as they are.
+    - for a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64, with NaN or a marker of the training for missing
+      cells, and ``texts`` ``[batch, .]`` strings. The metadata ``columns`` lists the names of both, in order. A missing
+      or unknown text is imputed as in training. The graph also returns ``class`` ``[batch]``, by name.
+    - for a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, with texts as codes. `load` does that.
+    - for sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position
+      return ``probabilities`` ``[batch, L, C]``; ``facts`` contains the vocabulary.
+    - for other data, both take ``samples`` ``[batch, *shape]`` of one type, since a graph cannot choose by type: uint8,
+      which it divides by 255, for a model trained on bytes; else float32, used as they are.
 
     Args:
-        model: what to write.
-        path: the file. A model that fedloom wrote is replaced.
+        model: the model to write.
+        path: the file. A file that fedloom wrote is replaced.
         format: one of `EXPORT_FORMATS`.
-        factorised: two thin layers in the place of every layer of low rank, where they have fewer numbers (FedSLR).
-        threshold: of ``onnx``, probability of the second of two classes from which ``class`` is that one. None: 1/2.
-        force: replace a file of another kind too.
+        factorised: two thin layers replace every layer of low rank, if they have fewer numbers (FedSLR).
+        threshold: for ``onnx``, the probability of the second of two classes from which ``class`` is the second. None:
+            1/2.
+        force: True also replaces a file of another kind.
 
     Returns:
-        The ranks of the layers that were replaced, by name. `fedloom.models.thin` builds a module with these.
+        The ranks of the replaced layers, by name. `fedloom.models.thin` builds a module with these layers.
 
     Raises:
-        ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no
-            graph, a table whose scaling is not known, a threshold that decides nothing, or a path that must not be
-            written.
-        CheckpointError: the disk is full or refuses.
+        ConfigError: the format is unknown, the packages of the extra ``export`` are missing, the module cannot become a
+            graph, the scaling of a table is unknown, the threshold has no effect, or the path must not be written.
+        CheckpointError: the disk is full or rejects the write.
     """
     if format not in EXPORT_FORMATS:
         raise unknown("format", format, EXPORT_FORMATS)
@@ -101,7 +101,7 @@ def export_model(
 
 
 def decision(model: Model, format: str, threshold: float | None) -> str:
-    """Render how an exported graph decides the class, or "" without a choice."""
+    """Return a sentence on how an exported graph decides the class, or "" if it has no class."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
@@ -110,12 +110,12 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
 
 
 def units(model: Model, factors: Factors | None) -> str:
-    """Render which columns must be converted before a file takes them, or "" without any.
+    """Return a sentence on the columns that must be converted before a file takes them, or "" if there are none.
 
     Args:
-        model: that was exported.
-        factors: of the data that it was trained on, see `fedloom.data.sources.tabular.TableSource`. None: those that
-            the model has with it.
+        model: the exported model.
+        factors: factors of the training data, see `fedloom.data.sources.tabular.TableSource`. None: the factors stored
+            with the model.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
     columns, parts = set[str]() if table is None else {column.name for column in table.columns}, list[str]()
@@ -128,14 +128,14 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """A model that was exported for torch: no code of its architecture is needed, and none of the file's is run.
+    """A model that was exported for torch: it needs no code of its architecture, and no code of the file runs.
 
     Attributes:
-        facts: of the data that it takes.
-        module: raw samples in, probabilities or values out, see `fedloom.trained.raw.RawModel`.
+        facts: facts of the model's input data.
+        module: maps raw samples to probabilities or values, see `fedloom.trained.raw.RawModel`.
 
     Raises:
-        LayoutError: the file is no model that was exported for torch.
+        LayoutError: the file is not a model that was exported for torch.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -153,8 +153,7 @@ class Program:
         """Return probabilities ``[N, C]`` or values ``[N, k]``, see `fedloom.data.new_rows.new_rows` for the rows.
 
         Raises:
-            DataError: rows that the model does not take. Or floats, though it was trained on bytes, which alone its
-                graph takes.
+            DataError: the model does not accept the rows, for instance floats although its graph takes only bytes.
         """
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
@@ -166,7 +165,7 @@ class Program:
         return outputs
 
     def predict(self, rows: object) -> NDArray[Any]:
-        """Names of classes ``[N]``, or values."""
+        """Return names of classes ``[N]``, or values."""
         return labels_of(self.facts, self.scores(rows))
 
 
@@ -174,7 +173,7 @@ def load(path: Path | str) -> Program:
     """Load a model that was exported with ``format = "torch"``.
 
     Raises:
-        LayoutError: it is no such file.
+        LayoutError: the file is not such a model.
     """
     return Program(path)
 
@@ -191,7 +190,7 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the exporters' own output. A failure is one sentence."""
+    """Silence the exporters' own output. A failure becomes one sentence."""
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
@@ -254,7 +253,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
 
 
 def _translations() -> dict[Any, Any]:
-    """Operators of kNN-Per that torch's exporter lacks: distances, and a stable sort, as ONNX breaks ties by place."""
+    """Operators of kNN-Per that torch's exporter lacks: distances, and a stable sort (ONNX breaks ties by position)."""
     from onnxscript import opset18 as op
 
     def cdist(x: Any, keys: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
@@ -271,7 +270,7 @@ def _translations() -> dict[Any, Any]:
 
 
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
-    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``. Return the columns of each by name."""
+    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``. Return the names of the columns in each."""
     node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
     texts = [k for k, c in enumerate(table.columns) if c.names]
     del graph.input[:]
@@ -318,7 +317,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:
-    """Add the output ``class``: the most probable class, or of two the one that a threshold decides."""
+    """Add the output ``class``: the most probable class, or for two classes the one that a threshold decides."""
     text, node, tensor = [name.encode() for name in facts.classes], onnx.helper.make_node, onnx.helper.make_tensor
     graph.initializer.append(tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
     if threshold is None:

@@ -1,4 +1,4 @@
-"""Check where a file of a model may be written."""
+"""Check whether a model file may be written to a path."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fedloom.storage.checkpoint import has_digest
 FACTS_FILE = "facts.json"
 """Facts of the model's data in a torch program."""
 FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
-"""FileKind of a file, by the name of its format."""
+"""Kind of a file, by the name of its format."""
 IN_ONNX = b"\x0a\x05facts\x12"
-"""The entry ``facts`` among the metadata of an ONNX model, as Protocol Buffers write it."""
+"""Entry ``facts`` in the metadata of an ONNX model, as Protocol Buffers write it."""
 
 
 def check_model_file(
     path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
 ) -> Path:
-    """Refuse a file that a model must not be written to. Adapted models may lie in ``RUN/adapted``.
+    """Raise if a model must not be written to a file. Adapted models may be in ``RUN/adapted``.
 
     Args:
         path: the file.
-        format: one of `fedloom.trained.export.FORMATS`. Another name is refused there.
-        inputs: what the same call reads.
-        force: replace a file of another kind.
+        format: one of `fedloom.trained.export.FORMATS`. That module rejects other names.
+        inputs: files that the same call reads.
+        force: True allows to replace a file of another kind.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.

@@ -1,4 +1,4 @@
-"""Model: one trained model in hand, away from the data and the run that it comes from."""
+"""Model: one trained model, independent of the data and the run from which it comes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fedloom.trained.raw import RawModel, labels_of
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
-"""Beginning of the names of a model's state before training, in a file of one model."""
+"""Prefix of the names of a model's state before training, in a file of one model."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class ModelRecipe:
 
     Attributes:
         spec: the architecture.
-        facts: of the data that the run was trained on.
-        seed: of the initial values.
-        dtype: of parameters and samples.
-        objective: what they were trained for and are scored by, beside what follows from the targets.
-        base: the state dict before training, as it was saved, where rows do not hold all of a model or it began with a
-            file of weights, see `start`.
+        facts: facts of the data on which the run was trained.
+        seed: seed of the initial values.
+        dtype: dtype of parameters and samples.
+        objective: training objective and metrics, beyond the defaults of the targets.
+        base: saved state dict before training, if rows do not contain the whole model or training started from a weight
+            file, see `start`.
     """
 
     spec: ModelSpec
@@ -70,7 +70,7 @@ class ModelRecipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """Tensors saved once beside the rows: the state dict before training where no seed gives it, else none."""
+        """Tensors saved once beside the rows: the state dict before training if no seed determines it, else none."""
         module = self.build()
         own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
         if self.spec.weights is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
@@ -92,12 +92,12 @@ class Model:
     """One model.
 
     Attributes:
-        recipe: how it is built.
-        row: ``[d]`` its parameters.
-        statistics: ``[b]`` means and variances of its batch normalisation. Empty without any.
-        fitted: ``[p, .]`` what the columns of a table were fitted to at its client. None where that is not known.
-        about: method, algorithm, seed, kind, client and round, as far as they are known.
-        calibration: ``[2]`` slope and intercept that recalibrate its logits. None: they stay as they are.
+        recipe: how the model is built.
+        row: ``[d]`` parameters.
+        statistics: ``[b]`` means and variances of its batch normalization. Empty without any.
+        fitted: ``[p, .]`` preparation of a table's columns at its client. None if it is unknown.
+        about: method, algorithm, seed, kind, client and round, as far as known.
+        calibration: ``[2]`` slope and intercept that recalibrate its logits. None: the logits do not change.
     """
 
     recipe: ModelRecipe
@@ -123,7 +123,7 @@ class Model:
         """Return the module, or another one, with its input and output steps: see `RawModel`.
 
         Raises:
-            ConfigError: nothing is known of the scaling of the table's columns.
+            ConfigError: the scaling of the table's columns is unknown.
         """
         facts = self.recipe.facts
         if facts.table is not None and self.fitted is None:
@@ -135,28 +135,28 @@ class Model:
         ).eval()
 
     def predict(self, rows: object) -> NDArray[Any]:
-        """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
+        """Return names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
 
-        With a label per position ``[N, L]``, of the places of padding too.
+        With a label per position ``[N, L]``, including padding.
 
         Args:
-            rows: without labels, as `fedloom.data.new_rows.new_rows` takes them. The factors of the training's
-                ``[data]`` multiply their columns. Those by client need the column that names the client of a row.
+            rows: rows without labels, as for `fedloom.data.new_rows.new_rows`. The factors of the training's ``[data]``
+                multiply their columns. Factors by client need the column that names each row's client.
 
         Raises:
-            DataError: other columns or shape, and what the training did not take. Or factors by client, and no column
-                of clients.
-            ConfigError: nothing is known of the scaling of the table's columns.
+            DataError: columns, shape or values differ from the training, or there are factors by client but no client
+                column.
+            ConfigError: the scaling of the table's columns is unknown.
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`.
+        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`.
 
         With a label per position ``[N, L, C]``.
 
         Raises:
-            ConfigError: of a task without classes too.
+            ConfigError: also for a task without classes.
         """
         facts = self.recipe.facts
         if not facts.classed:
@@ -164,7 +164,7 @@ class Model:
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
-        """Rows without labels as raw samples, in the units of the training."""
+        """Return rows without labels as raw samples, in the units of the training."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = conversion.get("users"), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors)
@@ -175,28 +175,28 @@ class Model:
     @default_to_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Compute outputs ``[N, k]`` (``[N, L, k]`` with a label per position) on raw samples, see `RawModel`."""
+        """Return outputs ``[N, k]`` (``[N, L, k]`` with a label per position) for raw samples, see `RawModel`."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
 
     @default_to_cpu()
     def scores(self, x: Tensor) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
+        """Return probabilities ``[N, C]`` or values ``[N, k]`` for raw samples."""
         decisions: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
         return decisions
 
     @default_to_cpu()
     def score(self, data: Dataset) -> dict[str, float]:
-        """Compute the task's metrics on all samples of new data, with the model's predictions.
+        """Compute the task's metrics of the model's predictions on all samples of new data.
 
         Args:
-            data: with the columns and classes that the model was trained on, any number of the latter. A data set, or
-                what `Dataset.create` makes one of, such as arrays ``(x, y)``.
+            data: data with the columns and classes of the training. Some classes may be missing. It is a data set, or
+                an argument of `Dataset.create` such as arrays ``(x, y)``.
 
         Raises:
-            DataError: other columns, classes or shape.
-            ConfigError: nothing is known of the scaling of the table's columns.
+            DataError: columns, classes or shape differ from the training.
+            ConfigError: the scaling of the table's columns is unknown.
         """
         facts = self.recipe.facts
         data = facts.labelled(data)
@@ -204,7 +204,7 @@ class Model:
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
-        """Scale the columns on all rows of a table, as a client with these rows for training would.
+        """Scale the columns by all rows of a table, as a client that trains on these rows would do.
 
         Raises:
             DataError: other columns.
@@ -217,12 +217,12 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences on columns ``[N, p]`` far from the training's, see `Table.strange`."""
+        """Return sentences on columns ``[N, p]`` far from the training data, see `Table.strange`."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """Compute the metrics on a part of one client of a federation, or {} without samples."""
+        """Compute the metrics on a part of one client, or {} without samples."""
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
@@ -231,7 +231,7 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
-        """Slope and intercept ``[2]`` of its outputs by a part of one client of a federation, see `Objective.line`."""
+        """Return slope and intercept ``[2]`` of its outputs on a part of one client, see `Objective.line`."""
         return self.recipe.objective.line(*self._part_outputs(fed, part, client), 1)[0]
 
     def _part_outputs(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,12 +245,12 @@ class Model:
         """Write a safetensors file with ``rows [d]`` and the layout in its header, see `load`.
 
         Args:
-            path: the file. A model that fedloom wrote is replaced.
-            force: replace a file of another kind too.
+            path: the file. A file that fedloom wrote is replaced.
+            force: True also replaces a file of another kind.
 
         Raises:
             ConfigError: the path must not be written, see `fedloom.outputs.check_output_file`.
-            CheckpointError: the disk is full or refuses.
+            CheckpointError: the disk is full or rejects the write.
         """
         path = check_model_file(path, force=force)
         make_folder(path.parent)
@@ -267,12 +267,12 @@ class Model:
 
         Args:
             path: the file.
-            spec: the architecture, which no file of a model can choose. Or the name of one, or a user's own model.
-            objective: what it is scored by.
+            spec: the architecture, which a model file cannot choose, or its name, or a user's own model.
+            objective: determines the metrics.
 
         Raises:
-            LayoutError: no file of a model, or of another architecture.
-            ConfigError: the architecture is none.
+            LayoutError: the file is not a model, or contains another architecture.
+            ConfigError: the architecture is invalid.
         """
         if not isinstance(spec, ModelSpec):
             spec = spec_of(spec) if isinstance(spec, str) else wrap_model(spec)
@@ -301,7 +301,7 @@ class Model:
 
 
 def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
-    """Compute the task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on all targets of new data together."""
+    """Compute the task's metrics from outputs ``[N, k]`` or ``[N, L, k]`` for all targets of new data together."""
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
     owner = torch.zeros(len(inputs), dtype=torch.long)
@@ -311,7 +311,10 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
 
 @torch.no_grad()
 def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Compute outputs ``[b, k]`` of a module on samples of a federation. ``[b L, k]`` with a label per position."""
+    """Return outputs ``[b, k]`` of a module for samples of a federation.
+
+    The shape is ``[b L, k]`` with a label per position.
+    """
     together = evaluated_together(module, fed.fetch(index[:1]))
     return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
@@ -323,7 +326,7 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
 
 
 def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
-    """Put a model's running statistics, one vector, into a module that has any."""
+    """Set a module's running statistics from one vector, if it has any."""
     places = running_statistics(module)
     values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
     for place, value in zip(places, values, strict=True):
@@ -334,7 +337,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
     """Open a safetensors file.
 
     Raises:
-        LayoutError: there is none, or it is damaged.
+        LayoutError: the file does not exist, or is damaged.
     """
     try:
         file = safe_open(regular(path), "pt")
@@ -351,7 +354,7 @@ def file_layout(path: Path | str) -> Layout:
     """Read the layout in a file's header.
 
     Raises:
-        LayoutError: the header has none.
+        LayoutError: the header has no layout.
     """
     with open_tensors(Path(path), check=False) as file:
         return Layout.read_header(file.metadata() or {})
@@ -361,7 +364,7 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
     """Read the facts on data and models in a file's header.
 
     Raises:
-        LayoutError: the header has none, or none that is readable.
+        LayoutError: the header has no readable facts.
     """
     header = file.metadata() or {}
     try:
@@ -371,10 +374,10 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
-    """Refuse models of another architecture.
+    """Raise if models have another architecture.
 
     Raises:
-        LayoutError: the layouts differ. The message has the first difference.
+        LayoutError: the layouts differ. The message names the first difference.
     """
     if layout == wanted:
         return

@@ -1,4 +1,4 @@
-"""Source: where the models of a run come from: a run in memory, or the files of its directory."""
+"""Source of a run's models: a run in memory, or the files of its directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
 MODEL_CHOICES = ("global", "personal", "hybrid")
-"""The models that a method may have. The hybrid is, for every client, the better of the other two."""
+"""Kinds of models that a method may have. For every client, the hybrid model is the better of the other two."""
 
 
 class ModelSource(Protocol):
@@ -50,16 +50,16 @@ class ModelSource(Protocol):
         ...
 
     def calibration(self, kind: str) -> Tensor | None:
-        """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at every client.
+        """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at each client.
 
-        None: the run did not ask for it. Nan where a client's validation part has one class only.
+        None: the run did not recalibrate. NaN if a client's validation part has only one class.
         """
         ...
 
     def takes_global(self) -> Tensor:
-        """Clients whose hybrid model is the global one, bool ``[n]``."""
+        """Clients whose hybrid model is the global model, bool ``[n]``."""
         ...
 
     def server(self) -> ServerSide:
-        """Return what new clients need."""
+        """Return the data that new clients need."""
         ...

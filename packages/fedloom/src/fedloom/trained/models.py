@@ -1,4 +1,4 @@
-"""The models of a run, whether it has just ended or was read from its directory: rows, modules, scores, new clients."""
+"""Models of a run that has just ended or was read from its directory: rows, modules, scores, new clients."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from fedloom.trained.model_source import ModelSource
 from fedloom.trained.saved import files, write_models
 
 MAX_NAMED_CLIENTS = 20
-"""Most clients that a message names."""
+"""Largest number of clients that a message names."""
 MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
-"""Order of preference of a client's models: the first that the method has."""
+"""Preference among a client's models: the first that the method has."""
 
 
 class Models:
     """The models of a run.
 
-    ``models["global"]`` is a module, ``models.personal[i]`` the module of client i, by number or by name.
+    ``models["global"]`` is a module, and ``models.personal[i]`` is the module of client i, by number or name.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -45,7 +45,7 @@ class Models:
         return f"Models({', '.join(self.kinds())}: {name}, {len(self.names)} clients)"
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the kinds, so that ``"personal" in models`` is whether it has personal models."""
+        """Iterate over the kinds, so ``"personal" in models`` tests for personal models."""
         return iter(self.kinds())
 
     @property
@@ -65,7 +65,7 @@ class Models:
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, .]`` what the columns of a table were fitted to at every client. None where that is not known."""
+        """``[n, p, .]`` preparation of a table's columns at every client. None if it is unknown."""
         return self._source.fitted
 
     def kinds(self) -> list[str]:
@@ -74,24 +74,24 @@ class Models:
 
     @default_to_cpu()
     def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
+        """Return models ``[m, d]`` of clients (None: all), or the global model ``[d]``, on the CPU.
 
         Raises:
-            ConfigError: the method has no such model, or there is no such client.
+            ConfigError: the method has no such model, or the client does not exist.
         """
         ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
         return self._both(kind, ids)[0]
 
     @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
-        """One model, to score, save or export.
+        """Return one model, to evaluate, save or export.
 
         Args:
             kind: "global", "personal" or "hybrid".
-            client: number or name, of a global model it chooses the scaling of a table's columns only.
+            client: number or name. For a global model, it only chooses the scaling of a table's columns.
 
         Raises:
-            ConfigError: the method has no such model, or there is no such client.
+            ConfigError: the method has no such model, or the client does not exist.
         """
         self._check(kind)
         if client is None and kind != "global":
@@ -105,7 +105,7 @@ class Models:
         return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
-        """Return a model's recalibration line ``[2]`` at a client, without one, the clients' medians."""
+        """Return a model's recalibration ``[2]`` at a client, or without one, the clients' medians."""
         if kind == "hybrid" and place is not None:
             kind = "global" if bool(self._source.takes_global()[place]) else "personal"
         lines = self._source.calibration(kind)
@@ -117,11 +117,11 @@ class Models:
         """Return one model for raw rows. A table has its client's scaling, or the clients' joint scaling.
 
         Args:
-            kind: "global", "personal" or "hybrid". None: a client's best, without a client the global one.
+            kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
             client: number or name.
 
         Raises:
-            ConfigError: the method has no such model, or there is no such client.
+            ConfigError: the method has no such model, or the client does not exist.
         """
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
@@ -134,30 +134,30 @@ class Models:
         return replace(model, fitted=table.typical(fitted))
 
     def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
-        """Kinds of models that rows can be scored by: all for clients of the run, else the global one.
+        """Return the kinds of models that can predict rows: all for clients of the run, else only the global one.
 
         Args:
-            sites: who owns each row. None: not known.
-            client: whose model takes all rows. None: each row its site's.
+            sites: owner of each row. None: not known.
+            client: client whose model predicts all rows. None: the client of each row.
         """
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
     @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
-        """Predictions for rows without labels, of one model.
+        """Return predictions of one model for rows without labels.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
-            client: whose model. None: the global one.
+            client: whose model. None: the global model.
             kind: see `ready`.
 
         Returns:
-            Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
+            Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
 
         Raises:
-            DataError: other columns or shape, and cells that the training did not take.
-            ConfigError: there is no such model or client.
+            DataError: columns, shape or cells differ from the training.
+            ConfigError: the model or client does not exist.
         """
         return self.ready(kind, client).predict(rows)
 
@@ -165,7 +165,10 @@ class Models:
     def predict_proba(
         self, rows: object, client: int | str | None = None, kind: str | None = None
     ) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`."""
+        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``.
+
+        Arguments and errors as `predict`.
+        """
         return self.ready(kind, client).predict_proba(rows)
 
     def module(self, kind: str, client: int | str | None = None) -> nn.Module:
@@ -173,13 +176,13 @@ class Models:
         return self.model(kind, client).module()
 
     def __getitem__(self, kind: str) -> nn.Module | Modules:
-        """``models["global"]`` is a module, ``models["personal"][i]`` the module of client i."""
+        """``models["global"]`` is a module, and ``models["personal"][i]`` is the module of client i."""
         self._check(kind)
         return self.module(kind) if kind == "global" else Modules(self, kind)
 
     @property
     def personal(self) -> Modules:
-        """The personal modules by client."""
+        """Personal modules by client."""
         self._check("personal")
         return Modules(self, "personal")
 
@@ -200,24 +203,25 @@ class Models:
         lr: float | None = None,
         holdout: float = 0.0,
     ) -> Model:
-        """Train a personal model for a client that no round has seen, see `fedloom.trained.adapt.adapted`.
+        """Train a personal model for a client that took part in no round, see `fedloom.trained.adapt.adapted`.
 
-        With ``[task] calibrate`` its logits have the medians of the clients' lines, since it has no validation part.
+        With ``[task] calibrate``, its logits use the medians of the clients' recalibrations, since it has no validation
+        part.
 
         Args:
-            data: of the new client. Labels may be some of the known classes only.
-            rounds: client steps of the method, at least 1.
-            epochs: passes per round over the data, in place of the run's. A method's own epochs (FedSLR's phase II)
-                stay.
-            steps: steps per round, in place of epochs.
-            lr: step size, in place of the run's schedule.
-            holdout: share of the samples that is not trained on, in [0, 1): its scores, and those of the global model,
-                are in ``about["scores"]``.
+            data: data of the new client. The labels may cover only some of the known classes.
+            rounds: number of client steps of the method, at least 1.
+            epochs: passes over the data per round, instead of the run's. A method's own epochs (FedSLR's phase II) do
+                not change.
+            steps: steps per round, instead of epochs.
+            lr: step size, instead of the run's schedule.
+            holdout: share of the samples held out from training, in [0, 1): ``about["scores"]`` contains its metrics
+                and the global model's.
 
         Raises:
             ConfigError: the method has no personal models, or a value is out of range.
-            DataError: other columns, classes or shape than the run was trained on.
-            ClientError: code of the method failed.
+            DataError: columns, classes or shape differ from the run's.
+            ClientError: the method's code failed.
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
         side = side._replace(local=_changed(side.local, epochs, steps, lr))
@@ -239,19 +243,19 @@ class Models:
         return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
-        """Clients whose hybrid model is the global one, bool ``[n]``."""
+        """Clients whose hybrid model is the global model, bool ``[n]``."""
         self._check("hybrid")
         return self._source.takes_global()
 
     def save(self, folder: Path | str) -> list[Path]:
         """Write every model as ``<kind>.safetensors``, and the state for new clients as ``server.safetensors``.
 
-        The header of each has the layout, what the models must know of their data, and the names of the clients. Models
-        that fedloom wrote there before are replaced.
+        The header of each contains the layout, the facts of the data, and the names of the clients. Models that fedloom
+        wrote there are replaced.
 
         Raises:
-            ConfigError: the folder is of a run or a deployment, or has other files of these names.
-            CheckpointError: the disk is full or refuses.
+            ConfigError: the folder belongs to a run or a deployment, or contains other files with these names.
+            CheckpointError: the disk is full or rejects the write.
         """
         folder = check_output_folder(folder)
         for name in self.files():
@@ -262,16 +266,16 @@ class Models:
         """Write the files of `save` into the run's own directory, as `fedloom run` does.
 
         Returns:
-            The files that were written.
+            The written files.
         """
         return write_models(self._source, folder)
 
     def files(self) -> list[str]:
-        """Names of the files of `save`."""
+        """Names of the files that `save` writes."""
         return files(self._source)
 
     def _both(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows and running statistics."""
+        """Return rows and running statistics."""
         self._check(kind)
         source = self._source
         if kind == "global":
@@ -290,7 +294,7 @@ class Models:
             raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
-        """Return the number of a client given by number or name."""
+        """Return the number of a client that is given by number or name."""
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
@@ -300,7 +304,7 @@ class Models:
         return number
 
     def clients_phrase(self, client: object = "") -> str:
-        """End of a sentence that names the clients."""
+        """Return the end of a sentence that names the clients."""
         names = self.names
         if len(names) <= MAX_NAMED_CLIENTS:
             return nearest(client, names)
@@ -308,7 +312,7 @@ class Models:
 
 
 class Modules:
-    """Modules of a kind by client, each made when it is asked for."""
+    """Modules of a kind by client, each created on first use."""
 
     def __init__(self, models: Models, kind: str) -> None:
         self._models, self._kind = models, kind

@@ -1,4 +1,4 @@
-"""Open the file of one model as a module: what a run, a deployment or the node of a Flower app has saved."""
+"""Open a model file as a module. A run, a deployment or the node of a Flower app has saved it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fedloom.trained.model import BASE_PREFIX, Model, check_layout, file_layout,
 
 
 def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
-    """Open the file of one model as a plain module in evaluation mode.
+    """Open a model file as a plain module in evaluation mode.
 
     Args:
-        path: written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by the
-            method ``save`` of a model of a run.
-        model: the architecture, which no file of a model can choose: a module, of which a copy is filled, or of a model
+        path: a file written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by
+            the method ``save`` of a model.
+        model: the architecture, which a model file cannot choose: a module, of which a copy is filled, or for a model
             of a run also a value such as ``fl.models.MLP(hidden=[64])``.
 
     Raises:
-        LayoutError: no file of one model, or of another architecture.
+        LayoutError: the file is not a single model, or contains another architecture.
     """
     path = Path(path)
     if path.is_dir():

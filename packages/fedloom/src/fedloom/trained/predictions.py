@@ -1,4 +1,4 @@
-"""Predictions for rows without labels: every row by the model of its client, where one is known."""
+"""Predictions for rows without labels. Each row uses the model of its client, if the client is known."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Predictions:
     """Predictions of models for N rows.
 
     Attributes:
-        facts: of the data that the models were trained on.
-        scores: ``[N, C]`` probabilities of the classes (``[N, L, C]`` with a label per position), or ``[N, k]`` values
-            of a regression, float64.
-        models: of every row, the model that predicts it: a client's, by its name, or ``"global"``.
-        notes: sentences on what was filled in, and which models were taken.
-        not_padding: ``[N, L]`` the positions that are no padding, where every one has a prediction.
-        files: the file of every row, where each has its own.
-        kept: columns that were handed on.
-        threshold: probability of the second class of a binary task from which it is predicted. None: 1/2.
+        facts: facts of the models' training data.
+        scores: ``[N, C]`` class probabilities (``[N, L, C]`` with a label per position), or ``[N, k]`` values of a
+            regression, float64.
+        models: for every row, the model that predicts it: a client's name, or ``"global"``.
+        notes: sentences on imputed values and on the choice of models.
+        not_padding: ``[N, L]`` positions that are not padding, if every position has a prediction.
+        files: the file of every row, if each row has its own file.
+        kept: columns that are passed on.
+        threshold: probability from which the second class of a binary task is predicted. None: 1/2.
     """
 
     facts: InputSpec
@@ -53,7 +53,7 @@ class Predictions:
 
     @property
     def labels(self) -> NDArray[Any]:
-        """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets)."""
+        """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets)."""
         return labels_of(self.facts, self.scores, self.threshold)
 
     def decided(self, threshold: float | None) -> Predictions:
@@ -66,9 +66,11 @@ class Predictions:
         return replace(self, threshold=threshold)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]``, ``probability of <c>``.
+        """Return the predictions as a table, one row per sample.
 
-        With a label per position, a row for each, ``position`` from 1, and padding left out.
+        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` and
+        ``probability of <c>``.
+        With a label per position, there is one row per position with ``position`` from 1, without padding.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
@@ -91,8 +93,8 @@ class Assignment(NamedTuple):
     """Assignment of rows to models.
 
     Attributes:
-        groups: places of rows ``[k]`` and the model that takes them.
-        owners: of every row, the client whose model takes it, or ``"global"``.
+        groups: indices of rows ``[k]`` and the model that predicts them.
+        owners: for every row, the client whose model predicts it, or ``"global"``.
         notes: sentences on the choice.
     """
 
@@ -115,29 +117,29 @@ class Assignment(NamedTuple):
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Sentences on columns that lie far from the training of the model that takes them."""
+        """Return sentences on columns that lie far from the training data of their model."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
 
 @default_to_cpu()
 def predict_with_one(model: Model, rows: NewRows) -> Assignment:
-    """One model takes all rows."""
+    """Let one model predict all rows."""
     who = str(model.about.get("client", "global"))
     return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
 
 
 @default_to_cpu()
 def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
-    """Choose which of a run's models take rows.
+    """Choose which of a run's models predict which rows.
 
     Args:
-        models: of a run.
-        rows: what `new_rows` gave.
-        kind: "global", "personal" or "hybrid". None: a client's best, without a client the global one.
-        client: whose model takes all rows. None: each row that of its site, where a column names the sites.
+        models: models of a run.
+        rows: result of `new_rows`.
+        kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
+        client: client whose model predicts all rows. None: the client of each row, if a column names the clients.
 
     Raises:
-        ConfigError: no such model or client, or a site that is no client where there is no global model.
+        ConfigError: the model or client does not exist, or there is no global model for a site that is not a client.
     """
     facts, names = models.recipe.facts, set(models.names)
     if client is not None or rows.sites is None:
@@ -176,7 +178,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
 
 @default_to_cpu()
 def predicted(rows: NewRows, choice: Assignment) -> Predictions:
-    """Predictions of rows by the models that take them."""
+    """Predict rows by the chosen models."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each else None
@@ -199,15 +201,15 @@ def meanings(model: Model) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Models on new data with labels.
+    """Models evaluated on new data with labels.
 
     Attributes:
-        about: of the run.
-        kind: of the models.
-        scaling: how columns of a table are scaled: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
-        choice: which model takes which rows.
-        rows: as the models take them.
-        data: the same samples, as their source gave them.
+        about: facts about the run.
+        kind: kind of the models.
+        scaling: how a table's columns are scaled: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
+        choice: which model predicts which rows.
+        rows: rows in the models' form.
+        data: the same samples, in their source's form.
     """
 
     about: Mapping[str, Any]
@@ -222,7 +224,7 @@ class Evaluated:
         """Compute the task's metrics from the outputs behind `predicted`.
 
         Raises:
-            DataError: classes or targets that the models do not know.
+            DataError: the models do not know some classes or targets.
         """
         recipe = self.choice.groups[0][1].recipe
         return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
@@ -245,18 +247,18 @@ def evaluated(
 ) -> Iterator[Evaluated]:
     """Evaluate the models of runs on new labeled data, each as `predicted` uses it.
 
-    Where a table's model is scaled as at the clients on average, a second one is scaled on the new rows themselves, as
-    a client that has them for training would.
+    If a table's model uses the clients' average scaling, a second model is scaled on the new rows themselves, as a
+    client with these rows would do.
 
     Args:
-        runs: the models of each.
-        data: as its source gave it.
-        rows: the same samples as the models take them.
-        client: whose models take all rows. None: each row its site's.
-        kind: of the models. None: all where each row's site is a client of the run, else the global one.
+        runs: models of each run.
+        data: data in their source's form.
+        rows: the same samples in the models' form.
+        client: client whose models predict all rows. None: the client of each row.
+        kind: kind of the models. None: all kinds if each row belongs to a client of the run, else the global model.
 
     Raises:
-        ConfigError: no such model or client.
+        ConfigError: the model or client does not exist.
     """
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):

@@ -1,6 +1,6 @@
-"""Read a torch program from a file of unknown origin: its parts are checked one by one, and none of it is a pickle.
+"""Read a torch program from an untrusted file: each part is checked, and nothing is unpickled.
 
-`torch.export.load` alone is no safe reader: it falls back to the full unpickler, loads compiled libraries, evaluates
+`torch.export.load` alone is not safe: it falls back to the full unpickler, loads compiled libraries, evaluates
 expressions of sizes and guards as Python, and calls any function of torch that a graph names.
 """
 
@@ -20,9 +20,9 @@ GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References of a graph to the code that it was made from. Left out."""
+"""References from a graph to its source code. Left out."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
-"""Text of a graph: names, versions and numbers. It becomes a part of generated code."""
+"""Text in a graph: names, versions and numbers. It becomes part of generated code."""
 ARITHMETIC_FUNCTIONS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq",
     "ne", "lt", "le",
               "gt", "ge", "and_", "or_", "not_")  # fmt: skip
@@ -30,7 +30,7 @@ FILE_OPERATIONS = ("from_file", "save")
 SIZE_FUNCTIONS = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
     "CeilDiv",
          "CleanDiv", "IntTrueDiv", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")  # fmt: skip
-"""Functions in an expression of sizes."""
+"""Functions that an expression of sizes may use."""
 CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -38,11 +38,11 @@ def checked_archive(content: bytes, facts: str) -> bytes:
     """Rebuild a program's archive from its checked parts.
 
     Args:
-        content: a file of `torch.export.save`.
+        content: content of a file written by `torch.export.save`.
         facts: name of its extra file.
 
     Raises:
-        ValueError: it holds more than a graph of tensor operations, its tensors and that extra file.
+        ValueError: it contains more than a graph of tensor operations, its tensors and that extra file.
     """
     with ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
@@ -76,7 +76,7 @@ def _saved(value: object) -> bytes:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Refuse tensors that are pickles, or lie elsewhere."""
+    """Raise if tensors are pickles, or are stored elsewhere."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
             raise ValueError(f"{name!r} is no plain tensor")
@@ -84,7 +84,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a graph without notes and guards, after checking that it has tensor operations only."""
+    """Check that a graph contains only tensor operations, and return it without notes and guards."""
     document = {**document, "guards_code": []}
     for node in document["graph_module"]["graph"]["nodes"]:
         node["metadata"] = {key: text for key, text in node["metadata"].items() if key not in SOURCE_NOTES}
@@ -106,7 +106,7 @@ def _check_operation(target: str) -> None:
 
 
 def _check_words(value: object, key: str = "") -> None:
-    """Refuse text that is more than a word, parts of the graph that are code, and graphs within graphs."""
+    """Raise for text that is more than a word, for parts of the graph that are code, and for nested graphs."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in ("as_graph", "as_custom_obj", "as_operator") and item is not None:
@@ -126,7 +126,7 @@ def _check_words(value: object, key: str = "") -> None:
 
 
 def _check_size(node: ast.AST) -> None:
-    """Refuse an expression that is more than arithmetic of sizes."""
+    """Raise if an expression is more than arithmetic of sizes."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZE_FUNCTIONS:
             inner: list[ast.AST] = [*args, *(keyword.value for keyword in keywords)]
@@ -147,7 +147,7 @@ def _check_size(node: ast.AST) -> None:
 
 
 def _check_tree(tree: dict[str, Any]) -> None:
-    """Refuse inputs and outputs in containers that a file could choose code with."""
+    """Raise if inputs or outputs are in containers by which a file could choose code."""
     if tree["type"] not in CONTAINER_TYPES:
         raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
     for child in tree["children_spec"]:

@@ -1,4 +1,4 @@
-"""A model that takes samples as they were before any scaling, and gives probabilities or values."""
+"""A model that takes unscaled samples and returns probabilities or values."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from fedloom.tasks.calibration import recalibrated
 
 
 class RawModel(nn.Module):
-    """A module with what comes before and after it. One graph, which can be exported.
+    """A module with its input and output steps. It is one graph that can be exported.
 
-    It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
-    ``[b, *shape]``: tokens of sequences as int64, else floats, or of a model trained on bytes also bytes.
+    It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN for missing cells), or samples
+    ``[b, *shape]``: tokens of sequences as int64, else floats. A model trained on bytes also takes bytes.
 
-    It gives the probabilities ``[b, C]`` of the classes, ``[b, L, C]`` with a label per position, or numbers: values
-    ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and of a survival task the
-    probability ``[b, 1]`` of the event by the horizon, or without one the log of the hazard relative to the baseline.
+    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. For numbers it returns values
+    ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and for a survival task the
+    probability ``[b, 1]`` of the event by the horizon, or without a horizon the log of the hazard relative to the
+    baseline.
 
     Args:
-        module: takes what training gave it.
-        facts: of the data that it was trained on.
-        fitted: ``[p, .]`` what the columns of a table were fitted to, see `fedloom.data.tables.Table.fit`.
-        dtype: of the module.
-        calibration: ``[2]`` slope and intercept of its logits. None: they stay as they are.
+        module: the trained module.
+        facts: facts of its training data.
+        fitted: ``[p, .]`` preparation of a table's columns, see `fedloom.data.tables.Table.fit`.
+        dtype: dtype of the module.
+        calibration: ``[2]`` slope and intercept of its logits. None: the logits do not change.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RawModel(nn.Module):
         return out if self.line is None else recalibrated(out, self.line)
 
     def after(self, out: Tensor) -> Tensor:
-        """Probabilities or values of the module's outputs."""
+        """Return probabilities or values from the module's outputs."""
         if self.task == "survival":
             return out.double() if self.line is None else -torch.expm1(-out.double().exp())
         if self.task == "count":
@@ -75,7 +76,10 @@ class RawModel(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Bytes divided by 255, floats as they are. Then less the mean, then divided by the standard deviation."""
+    """Divides bytes by 255 and uses floats as they are.
+
+    Then it subtracts the mean and divides by the standard deviation.
+    """
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,7 +101,8 @@ class Scaling(nn.Module):
         """Scale samples ``[b, *shape]`` for the model.
 
         Raises:
-            DataError: bytes for a model that was trained on floats, or whole numbers for one that was trained on bytes.
+            DataError: the samples are bytes and the model was trained on floats, or they are whole numbers and it was
+                trained on bytes.
         """
         scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
         if scale is None:
@@ -113,9 +118,9 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
     """Return the prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
 
     Args:
-        facts: of the data.
+        facts: facts of the data.
         scores: see `RawModel`.
-        threshold: probability of the second of two classes from which it is predicted. None: the more probable class.
+        threshold: probability from which the second of two classes is predicted. None: the more probable class.
     """
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores
@@ -125,10 +130,10 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
 
 def check_threshold(facts: InputSpec, threshold: float | None) -> None:
-    """Refuse a threshold that decides nothing.
+    """Raise if a threshold has no effect.
 
     Raises:
-        ConfigError: it is not within 0 and 1, or the task is not binary.
+        ConfigError: it is not between 0 and 1, or the task is not binary.
     """
     if threshold is not None and facts.task != "binary":
         raise ConfigError(f"a threshold decides between two classes, and this is a {facts.task}; leave it out")

@@ -32,7 +32,7 @@ def key_file(server: Path, name: str) -> Path:
 
 
 def is_revoked(server: Path, name: str) -> bool:
-    """Whether a site has no key to be let in by, since it was revoked.
+    """Return whether a site has no key to be let in by, since it was revoked.
 
     Args:
         server: folder of the server.

@@ -173,7 +173,7 @@ def _data(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Whether the site may have more of the weight of a secure sum than is agreed on."""
+    """Return whether the site may have more of the weight of a secure sum than is agreed on."""
     if site.secure is None or site.secure.max_share == 1:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
@@ -282,7 +282,7 @@ def _server(site: Site) -> Iterator[Finding]:
 
 
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
-    """Whether the server lets the key of the site's connection in.
+    """Return whether the server lets the key of the site's connection in.
 
     The request has seconds between heartbeats that are refused to a registered key, so nothing changes there.
     """

@@ -289,7 +289,7 @@ def _check_idle(server: Server) -> None:
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
-    """Whether secure aggregation has the same sites, and the new one, under a threshold that is as high."""
+    """Return whether secure aggregation has the same sites, and the new one, under a threshold that is as high."""
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold

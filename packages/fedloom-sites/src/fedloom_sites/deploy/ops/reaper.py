@@ -25,7 +25,7 @@ def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
 
 
 def _tell(group: int, number: int) -> bool:
-    """Whether the group was there to be ended."""
+    """Return whether the group was there to be ended."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -69,7 +69,7 @@ class _Draft(NamedTuple):
 
     @property
     def is_round(self) -> bool:
-        """Whether it is of a round, and neither a greeting nor a step of a secure session."""
+        """True if it is of a round, and neither a greeting nor a step of a secure session."""
         return self.pending.kind != "hello" and self.pending.read is None
 
 

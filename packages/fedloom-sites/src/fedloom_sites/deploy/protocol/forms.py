@@ -137,7 +137,7 @@ class Forms:
         return down, self.read_model(rest[0]) if rest or down is None else down[0].reshape(-1)
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
-        """Whether a client that reads the download has the global model with it, bit for bit."""
+        """Return whether a client that reads the download has the global model with it, bit for bit."""
         return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside
@@ -180,7 +180,7 @@ class Upload(NamedTuple):
 
 
 def is_common(down: Any) -> bool:
-    """Whether all clients receive the same."""
+    """Return whether all clients receive the same."""
     return all(field.dim() == 1 for field in down)
 
 

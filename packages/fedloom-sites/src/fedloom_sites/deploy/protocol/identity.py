@@ -65,7 +65,7 @@ def sign(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
 
 
 def is_signed(key: Ed25519PublicKey, fields: Mapping[str, object], signature: bytes) -> bool:
-    """Whether the owner of the key signed exactly these fields."""
+    """Return whether the owner of the key signed exactly these fields."""
     try:
         key.verify(signature, signed_text(fields))
     except InvalidSignature:

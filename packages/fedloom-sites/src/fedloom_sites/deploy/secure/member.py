@@ -299,7 +299,7 @@ class SessionMember:
 
     @property
     def stays_neutral(self) -> bool:
-        """Whether the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
+        """True if the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
         return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:

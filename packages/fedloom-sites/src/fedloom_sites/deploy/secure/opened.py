@@ -89,7 +89,7 @@ class OpenedSums:
             self._changes(record).after(*self._counting(clients, weights))
 
     def stays_neutral(self) -> bool:
-        """Whether the site's uploads stay neutral: one more answer, and its next neutral one, would be too many.
+        """Return whether the site's uploads stay neutral: one more answer, and its next neutral one, would be too many.
 
         A neutral upload is known, so a sum with it and the sum before differ by what the site sent before. It is as if
         the site had left the sum.

@@ -96,7 +96,7 @@ def open_share(
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
-    """Whether the sender of a sealed share has signed it, for this receiver and session."""
+    """Return whether the sender of a sealed share has signed it, for this receiver and session."""
     try:
         public.verify(sealed[-SIGNATURE_BYTES:], _share_header(session, sender, to, sealed[:-SIGNATURE_BYTES]))
     except InvalidSignature:
@@ -204,7 +204,7 @@ def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey)
 
 
 def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
-    """Whether a site has signed that the share of another one for it does not decrypt."""
+    """Return whether a site has signed that the share of another one for it does not decrypt."""
     try:
         public.verify(signature, _accusation(session, accuser, accused))
     except InvalidSignature:

@@ -118,7 +118,7 @@ class NodePresence:
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
-        """Whether a node's answer is awaited so many seconds after its message was sent, see `longest_wait`."""
+        """Return whether a node's answer is awaited so many seconds after its message was sent, see `longest_wait`."""
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def client(self, node: int) -> int | None:

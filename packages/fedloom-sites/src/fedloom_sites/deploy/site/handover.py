@@ -247,7 +247,7 @@ def _connected(path: Path) -> socket.socket | None:
 
 
 def _is_taken(line: socket.socket, key: bytes) -> bool:
-    """Whether the process takes a message of these settings. One that has others, or ends, does not."""
+    """Return whether the process takes a message of these settings. One that has others, or ends, does not."""
     try:
         line.sendall(HANDOVER_MAGIC + key)
         return line.recv(1) == SAME_SITE

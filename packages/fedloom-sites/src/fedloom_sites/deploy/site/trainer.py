@@ -101,7 +101,7 @@ class Trainer:
 
     @cached_property
     def private(self) -> bool:
-        """Whether a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
+        """True if a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
         setting = self.experiment.methods[0].setting
         return self.site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
 
@@ -318,7 +318,7 @@ class Trainer:
 
     @property
     def sends_groups(self) -> bool:
-        """Whether scores of groups leave the site: with scores that are summed, or where there are no masks at all."""
+        """True if scores of groups leave the site: with scores that are summed, or where there are no masks at all."""
         return self.scoring == ("per-site" if self.site.secure is None else "masked")
 
     @property

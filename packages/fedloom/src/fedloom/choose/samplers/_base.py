@@ -1,4 +1,4 @@
-"""The base of samplers, and the draws that they share."""
+"""Base classes of samplers, and their common random draws."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fedloom.values import Value
 class Sampler(Value, ABC):
     """Chooses the cohort of every round. Its state is a NamedTuple of tensors, explicit and checkpointed.
 
-    In `query`, `apply` and `init`, ``ctx.ids`` are all clients.
+    In `query`, `apply` and `init`, ``ctx.ids`` lists all clients.
     """
 
     kind: ClassVar[str]
 
     @property
     def probes(self) -> bool:
-        """The server queries candidates before the round. The answers count in work and bytes."""
+        """The server queries candidates before the round. The answers count as work and bytes."""
         return False
 
     @property
     def learns(self) -> bool:
-        """The sampler reads the replies of single clients after a round (`learn`)."""
+        """The sampler reads the replies of individual clients after a round (`learn`)."""
         return False
 
     @property
     def repeats(self) -> bool:
-        """A client may be in a cohort twice."""
+        """A client may occur twice in a cohort."""
         return False
 
     @property
     def by_samples(self) -> bool:
-        """Whether clients with more samples are drawn more often, so that a cohort's clients count equally."""
+        """True if clients with more samples are drawn more often, so all clients of a cohort have equal weight."""
         return False
 
     def adapted(self, n: int) -> Self:
@@ -47,15 +47,15 @@ class Sampler(Value, ABC):
         return self
 
     def init(self, ctx: Ctx) -> Any:
-        """State before the first round."""
+        """Return the state before the first round."""
         return Nothing()
 
     def query(self, state: Any, ctx: Ctx) -> Tensor:
-        """Ids of the candidates to probe, ascending."""
+        """Return the ids of the candidates that the server queries, ascending."""
         return ctx.ids[:0]
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
-        """Compute a candidate's answer ``[m, k]`` about the global model ``[d]``. Runs at the client."""
+        """Compute a candidate's answer ``[m, k]`` about the global model ``[d]``. It runs at the client."""
         raise AssertionError("this sampler has no query")
 
     @abstractmethod
@@ -63,19 +63,19 @@ class Sampler(Value, ABC):
         """Draw the cohort and return it with the new state.
 
         Args:
-            state: as the last round left it.
-            info: the answers in the order of `query`.
+            state: state after the last round.
+            info: the answers, in the order of `query`.
             ctx: all clients.
 
         Returns:
-            Ids, ascending. A client that is there twice (`repeats`) trains once, and its share of the mean is doubled.
-            Not in fields that accumulate or are kept, which have one term per client.
+            Ids, ascending. A client that is drawn twice (`repeats`) trains once, and its share of the mean doubles.
+            This does not apply to fields that accumulate over rounds or are stored, which have one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """Each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with the reply, for `learn`.
+        """Return each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with the reply, for `learn`.
 
-        It runs at the client and is counted. None: the server looks at the upload itself.
+        It runs at the client, and counts as work and bytes. None: the server reads the upload itself.
         """
         return None
 
@@ -83,35 +83,38 @@ class Sampler(Value, ABC):
         """Return the new state after the accepted replies.
 
         Args:
-            state: as `apply` left it.
-            replies: rows in the order of ``ctx.ids``: those of `report`, or ``[m, d]`` each model minus the one that
-                its client received.
+            state: state after `apply`.
+            replies: rows in the order of ``ctx.ids``: the rows of `report`, or ``[m, d]`` each model minus the model
+                that the client received.
             ctx: the accepted cohort.
         """
         return state
 
     def check(self, n: int) -> None:
-        """Refuse a federation of ``n`` clients that cannot be sampled from.
+        """Raise if the sampler cannot sample from ``n`` clients.
 
         Raises:
-            ConfigError: with the sentence.
+            ConfigError: the sampler cannot sample from them; the message says why.
         """
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Sentences for the user of a federation in which it changes nothing."""
+        """Return notes for the user if the sampler has no effect on this federation."""
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Fewest different clients in a round of a federation of ``n``. None where that depends on the draws."""
+        """Return the smallest number of different clients in a round of a federation of ``n``.
+
+        None where that depends on the draws.
+        """
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Return this sampler with another sampler's cohort size, unless its own size was given."""
+        """Return this sampler with another sampler's cohort size, unless this sampler's own size was given."""
         return self
 
 
 class SizedSampler(Sampler, ABC):
-    """A sampler that draws a set number of clients."""
+    """A sampler that draws a fixed number of clients."""
 
     fraction: float = Field(1.0, gt=0, le=1, description="share of the clients in a round: max(round(fraction n), 1)")
     clients: int | None = Field(None, ge=1, description="clients in a round, instead of the fraction")
@@ -123,11 +126,11 @@ class SizedSampler(Sampler, ABC):
         return self
 
     def size(self, n: int) -> int:
-        """Clients that are drawn from n."""
+        """Number of clients that are drawn from n."""
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:
-        """More clients than there are are refused."""
+        """Raise if there are fewer clients than the sampler draws."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(
                 f"sampler.clients must be at most the {n} clients of the federation, got {self.clients}",
@@ -140,7 +143,7 @@ class SizedSampler(Sampler, ABC):
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Fraction or clients of the other, if neither is given here."""
+        """Fraction or clients of the other sampler, if this sampler has neither."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
         if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
@@ -153,7 +156,7 @@ Masses = Literal["samples", "uniform"]
 
 
 def masses(ctx: Ctx, by: Masses) -> Tensor:
-    """Integers ``[n]`` that the probabilities p_i are proportional to."""
+    """Return integers ``[n]`` to which the probabilities p_i are proportional."""
     return ctx.sizes[:, 0].cpu().long() if by == "samples" else torch.ones(ctx.n, dtype=torch.long)
 
 
@@ -172,5 +175,5 @@ def some(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(p: Tensor, k: int, generator: torch.Generator, *, replacement: bool = False) -> Tensor:
-    """``k`` ids drawn one after the other with probabilities proportional to ``p [n]``, in that order."""
+    """Draw ``k`` ids one after the other with probabilities proportional to ``p [n]``."""
     return torch.multinomial(p.double(), k, replacement, generator=generator)

@@ -1,4 +1,4 @@
-"""Samplers of a federation whose clients come and go."""
+"""Samplers for federations whose clients are not always present."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.local import Ctx, Nothing
 
 
 class Availability(SizedSampler):
-    """Uniformly among the clients that are there: by a recorded trace, or in turns of a fixed period.
+    """Draws uniformly among the clients that are present: by a recorded trace, or in turns with a fixed period.
 
-    With a table, row t has the clients available in round t, and the table starts again after its last row. Without,
-    client i is there in the first ``on`` of every ``period`` rounds, counted from round 1 - i. Where fewer are there
-    than are asked for, all of them take part.
+    With a table, row t lists the clients available in round t, and the table starts again after its last row. Without a
+    table, client i is present in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
+    clients are present than the sampler draws, all of them take part.
     """
 
     kind: ClassVar[str] = "availability"
@@ -44,13 +44,13 @@ class Availability(SizedSampler):
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Return who is present in a round, bool ``[n]``."""
+        """Return the clients that are present in a round, as bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Refuse a table of another width, and a round without an available client."""
+        """Raise if the table has another width, or if a round has no available client."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
@@ -68,7 +68,7 @@ class Availability(SizedSampler):
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Return the clients present in the emptiest round, if fewer than the drawn ones."""
+        """Return the smallest number of clients present in any round, if it is below the number of drawn clients."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
@@ -77,7 +77,7 @@ class Availability(SizedSampler):
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """m of those who are there, or all of them."""
+        """Draw m of the present clients, or all of them."""
         present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
         order = torch.randperm(len(present), generator=ctx.rng("cohort"))
         return present[order[: self.size(ctx.n)]].sort().values, state

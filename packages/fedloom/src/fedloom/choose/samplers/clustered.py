@@ -1,4 +1,4 @@
-"""Clustered sampling: one client from each of m distributions, so that the mean of the cohort is unbiased."""
+"""Clustered sampling: draw one client from each of m distributions, so the mean of the cohort is unbiased."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Gradients(NamedTuple):
 
 
 class Clustered(SizedSampler):
-    """One client from each of m distributions W_k with sum_k W_k(i) = m p_i, and their uniform mean.
+    """Draws one client from each of m distributions W_k with sum_k W_k(i) = m p_i, and averages them uniformly.
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved
     Representativity for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algorithm 1 (by sample
     size) and 2 (by similarity of the representative gradients, Ward's method on the rows of the distance matrix).
 
     A client that is drawn from two distributions trains once and counts twice. A client whose m p_i is above 1 first
-    fills whole distributions by itself. The tree is cut into the largest subtrees whose mass is at most 1/m. All is
-    counted in samples, so that the probabilities are exact. The server keeps n d numbers.
+    fills whole distributions by itself. The tree is cut into the largest subtrees whose mass is at most 1/m. All counts
+    are in samples, so the probabilities are exact. The server stores n d numbers.
     """
 
     kind: ClassVar[str] = "clustered"
@@ -51,31 +51,31 @@ class Clustered(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may be drawn twice: from two distributions, it may."""
+        """True: a client may be drawn from two distributions."""
         return True
 
     @property
     def by_samples(self) -> bool:
-        """Unless the masses are uniform."""
+        """True unless the masses are uniform."""
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that nothing is drawn if everyone takes part with equal masses."""
+        """Note that sampling has no effect if every client takes part with equal masses."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
         return [f"sampler {self.kind!r} draws no client {reason}"]
 
     def smallest(self, n: int) -> int | None:
-        """Unknown: a client may be drawn from several distributions."""
+        """Return None: a client may be drawn from several distributions."""
         return None
 
     def init(self, ctx: Ctx) -> Gradients | Nothing:
-        """No client has been seen."""
+        """Return zero representative gradients: no client has taken part."""
         return Gradients(torch.zeros(ctx.n, ctx.layout.d)) if self.learns else Nothing()
 
     def distributions(self, state: Gradients | Nothing, ctx: Ctx) -> Tensor:
-        """m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, columns to m n_i."""
+        """Return m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, columns to m n_i."""
         size, m = masses(ctx, self.masses), self.size(ctx.n)
         if not isinstance(state, Gradients):
             return filled(size, m, [[i] for i in size.argsort(descending=True, stable=True).tolist()], separate=False)
@@ -84,7 +84,7 @@ class Clustered(SizedSampler):
         return filled(size, m, [sorted(group, key=order.tolist().__getitem__) for group in groups], separate=True)
 
     def apply(self, state: Gradients | Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Gradients | Nothing]:
-        """One client from each distribution."""
+        """Draw one client from each distribution."""
         w = self.distributions(state, ctx).double()
         return torch.multinomial(w, 1, generator=ctx.rng("cohort"))[:, 0].sort().values, state
 
@@ -98,7 +98,7 @@ class Clustered(SizedSampler):
 
 
 def distances(g: Tensor, distance: Distance) -> Tensor:
-    """Pairwise distances ``[n, n]`` of the rows of ``g [n, d]``, float64. An angle with a zero row is 0."""
+    """Return pairwise distances ``[n, n]`` of the rows of ``g [n, d]``, float64. The angle with a zero row is 0."""
     g = g.double().cpu()
     if distance == "l1":
         return torch.cdist(g, g, p=1.0)
@@ -111,12 +111,12 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
-    """Return the largest subtrees, of mass at most the limit, of Ward's tree on the rows of ``distance [n, n]``.
+    """Return the largest subtrees, with mass at most the limit, of Ward's tree on the rows of ``distance [n, n]``.
 
     Args:
         distance: its rows are the points, as in the paper's code.
         mass: ``[n]`` integers, each at most the limit.
-        limit: of the sum in a subtree.
+        limit: largest mass of a subtree.
 
     Returns:
         Groups of ids, heaviest first.
@@ -141,8 +141,8 @@ def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> 
     Args:
         size: ``[n]`` integers n_i.
         m: distributions.
-        groups: ids in the order in which they are filled in.
-        separate: each of the first groups has a distribution of its own, as long as there are some.
+        groups: ids in the order in which they fill the distributions.
+        separate: each of the first groups gets a distribution to itself, while distributions are left.
     """
     full, total = int(size.sum()), m * size
     w = torch.zeros(m, len(size), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Power-of-choice: of some candidates, those with the largest losses."""
+"""Power-of-choice: choose the candidates with the largest losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.local import Ctx, Nothing, Work
 
 
 class Losses(NamedTuple):
-    """loss ``[n]``: the last that every client replies, infinite before."""
+    """loss ``[n]``: last loss that each client sent, infinite before its first reply."""
 
     loss: Tensor
 
@@ -26,8 +26,8 @@ class PowerOfChoice(SizedSampler):
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples
     (``loss``), cpow-d over one mini-batch (``batch``), rpow-d remembers the last losses (``last``).
 
-    Deviations: what rpow-d remembers is the loss of a client's trained model on its last mini-batch, not the mean over
-    its local steps. Ties, as those of clients never seen, are broken at random.
+    Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch, and not the mean over its
+    local steps. Ties, for instance among clients that never took part, are broken at random.
     """
 
     kind: ClassVar[str] = "power-of-choice"
@@ -38,12 +38,12 @@ class PowerOfChoice(SizedSampler):
 
     @property
     def probes(self) -> bool:
-        """Unless losses are remembered."""
+        """True unless losses are remembered."""
         return self.estimate != "last"
 
     @property
     def learns(self) -> bool:
-        """If losses are remembered."""
+        """True if losses are remembered."""
         return self.estimate == "last"
 
     @property
@@ -52,7 +52,7 @@ class PowerOfChoice(SizedSampler):
         return True
 
     def check(self, n: int) -> None:
-        """Fewer candidates than clients of a round, or more than there are, are refused."""
+        """Raise if there are fewer candidates than clients of a round, or more candidates than clients."""
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(
@@ -61,13 +61,13 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that nothing is chosen if everyone takes part."""
+        """Note that the choice has no effect if every client takes part."""
         if self.size(ctx.n) < ctx.n:
             return []
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
-        """No client has a loss yet."""
+        """Return infinite losses: no client has taken part."""
         return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
     def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:
@@ -76,7 +76,7 @@ class PowerOfChoice(SizedSampler):
         return draw(masses(ctx, "samples"), d, ctx.rng("candidates")).sort().values
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
-        """F_k at the global model."""
+        """Compute F_k at the global model."""
         if self.estimate == "loss":
             return work.loss(model)
         return work.loss(model, work.plan("power-of-choice", torch.ones(work.m, dtype=torch.long)).batch(0))

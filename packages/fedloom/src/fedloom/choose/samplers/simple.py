@@ -1,4 +1,4 @@
-"""Samplers without memory: uniform, Bernoulli, by size, in turn."""
+"""Stateless samplers: uniform, Bernoulli, by size, in turn."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ class Uniform(SizedSampler):
     kind: ClassVar[str] = "uniform"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """m of n clients."""
+        """Draw m of n clients."""
         m = self.size(ctx.n)
         return some(ctx.n, m, ctx.rng("cohort")).sort().values, state
 
 
 class Bernoulli(Sampler):
-    """Every client by itself with the same probability. An empty cohort is replaced by one client drawn uniformly."""
+    """Includes every client independently with the same probability.
+
+    An empty cohort is replaced by one client drawn uniformly.
+    """
 
     kind: ClassVar[str] = "bernoulli"
     probability: float = Field(0.5, gt=0, le=1, description="probability that a client takes part in a round")
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw some clients, at least one."""
+        """Draw the clients, at least one."""
         g = ctx.rng("cohort")
         present = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
         if not bool(present.any()):
@@ -44,8 +47,8 @@ class SizeWeighted(SizedSampler):
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2.
     X. Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
 
-    With replacement a client may be drawn more than once: it trains once and its share of the mean is multiplied (but
-    for what a method adds up over rounds or keeps per client, as FedDyn and FLAME do: there it counts once).
+    With replacement a client may be drawn more than once. It then trains once, and its share of the mean is multiplied.
+    Sums that a method accumulates over rounds or keeps per client, as FedDyn and FLAME do, count it once.
     """
 
     kind: ClassVar[str] = "size-weighted"
@@ -53,7 +56,7 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may be drawn twice: with replacement, it may."""
+        """True with replacement: a client may be drawn twice."""
         return self.replacement
 
     @property
@@ -62,7 +65,7 @@ class SizeWeighted(SizedSampler):
         return True
 
     def smallest(self, n: int) -> int | None:
-        """Unknown with replacement: a client may be drawn twice."""
+        """Return None with replacement: a client may be drawn twice."""
         return None if self.replacement else self.size(n)
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
@@ -72,7 +75,7 @@ class SizeWeighted(SizedSampler):
 
 
 class RoundRobin(SizedSampler):
-    """Clients in turn, by id: after n rounds everyone has trained equally often."""
+    """Draws clients in turn, by id: after n rounds every client has trained equally often."""
 
     kind: ClassVar[str] = "round-robin"
 

@@ -138,7 +138,7 @@ class Partition(Value):
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """Whether a draw deals rows as they are. Else each entry stands for all rows of its subject, if there are any."""
+    """True if a draw deals rows as they are. Else each entry stands for all rows of its subject, if there are any."""
     test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
     validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
     test_from: Literal["own", "ratio", "users"] = Field(

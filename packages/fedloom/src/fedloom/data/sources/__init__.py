@@ -93,5 +93,5 @@ def source(name_or_path: str | Path, **options: object) -> Source:
 
 
 def _is_file(name: str) -> bool:
-    """Whether a name is a file or folder, not a data set's name."""
+    """Return whether a name is a file or folder, not a data set's name."""
     return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)

@@ -254,7 +254,7 @@ def noted_copies(data: Dataset) -> Dataset:
 
 
 def _is_wide(x: torch.Tensor) -> bool:
-    """Whether rows ``[N, p]`` look like images."""
+    """Return whether rows ``[N, p]`` look like images."""
     ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
     return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 

@@ -69,7 +69,7 @@ FASHION_CLASSES = (
 
 
 def holds_idx(place: Path) -> bool:
-    """Whether a folder holds one of the four files. Any other file is taken at its word."""
+    """Return whether a folder holds one of the four files. Any other file is taken at its word."""
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
 

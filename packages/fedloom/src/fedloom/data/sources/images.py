@@ -25,7 +25,7 @@ SIDE_LIMIT = 8192
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name ends like an image."""
+    """Return whether a file name ends like an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 

@@ -212,7 +212,7 @@ class Femnist(FileSource):
 
 
 def holds_json(place: Path) -> bool:
-    """Whether a file, or a folder with JSON files or archives."""
+    """Return whether a file, or a folder with JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))

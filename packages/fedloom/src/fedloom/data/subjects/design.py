@@ -82,7 +82,7 @@ class Design:
 
     @cached_property
     def tested(self) -> NDArray[np.bool_] | None:
-        """Whether each row is in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
+        """True if each row is in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
         if self.held_out is None:
             return None
         of_unit = np.zeros(len(self.units), bool)

@@ -130,7 +130,7 @@ class Survey:
 
 
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
-    """Whether every level of another column has rows of a single level of this one."""
+    """Return whether every level of another column has rows of a single level of this one."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
 

@@ -94,7 +94,7 @@ class Draft:
 
     @property
     def asks(self) -> bool:
-        """Whether the target is not known, so that no data set can be read by the draft."""
+        """True if the target is not known, so that no data set can be read by the draft."""
         return self._target is None
 
     @property
@@ -374,7 +374,7 @@ class Draft:
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
-        """Whether the target, or its event, is measured or has classes."""
+        """Return whether the target, or its event, is measured or has classes."""
         return "classification" if column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:

@@ -176,12 +176,12 @@ class ColumnProfile:
 
     @property
     def constant(self) -> bool:
-        """Whether all cells that are there are the same."""
+        """True if all cells that are there are the same."""
         return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
     def whole(self) -> bool:
-        """Whether all numbers are whole."""
+        """True if all numbers are whole."""
         return self.kind == "number" and bool((self.numbers == np.floor(self.numbers)).all())
 
     @property
@@ -208,7 +208,7 @@ class ColumnProfile:
 
     @property
     def identifies(self) -> bool:
-        """Whether it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
+        """True if it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
         n, different = len(self.present), len(self.levels)
         if self.kind == "number" and row_number(self.name, self.values):
             return True

@@ -247,7 +247,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Whether a column beside a time may be its event, with a meaning that only people know."""
+    """Return whether a column beside a time may be its event, with a meaning that only people know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
@@ -294,7 +294,7 @@ def _points(survey: Survey) -> dict[str, int]:
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Whether a column names the date or the person of a row, which is not predicted."""
+    """Return whether a column names the date or the person of a row, which is not predicted."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
         column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
     )

@@ -72,7 +72,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
-    """Whether a cohort of this sampler may be one that the rule refuses."""
+    """Return whether a cohort of this sampler may be one that the rule refuses."""
     rule, fewest = setting.aggregator, setting.sampler.smallest(n)
     assert rule is not None
     return fewest is None or (fewest < n and rule.needs_client)

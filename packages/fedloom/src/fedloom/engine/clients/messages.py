@@ -117,7 +117,7 @@ class Messages:
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
-        """Whether a download's field arrives bit for bit and whole."""
+        """Return whether a download's field arrives bit for bit and whole."""
         sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
@@ -137,7 +137,7 @@ class Messages:
 
     @property
     def tracks(self) -> bool:
-        """Whether compression applies to the change from the client's last upload, which both server and client keep.
+        """True if compression applies to the change from the client's last upload, which both server and client keep.
 
         So is all that was left out before part of the next change (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS
         2021, arXiv:2106.05203, Algorithm 1), and nothing is left out where uploads settle.

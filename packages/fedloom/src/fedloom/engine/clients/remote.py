@@ -66,7 +66,7 @@ class RemoteClients(ABC):
         """Have clients score models. The figures of each by "model/part/metric"."""
 
     def can_train(self, client: int) -> bool:
-        """Whether a client is worth a request: it has training samples."""
+        """Return whether a client is worth a request: it has training samples."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
@@ -163,7 +163,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
-        """Whether this process has asked a client that has not answered."""
+        """Return whether this process has asked a client that has not answered."""
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:

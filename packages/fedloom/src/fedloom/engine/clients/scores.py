@@ -173,7 +173,7 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
 
 
 def _uses_own_statistics(job: Job) -> bool:
-    """Whether clients score the global model with statistics of normalisation layers of their own."""
+    """Return whether clients score the global model with statistics of normalisation layers of their own."""
     return bool(job.oracle.normalisers) and job.setting.evaluate.statistics == "own"
 
 

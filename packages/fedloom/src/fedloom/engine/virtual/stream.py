@@ -128,7 +128,7 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Whether a client can be sent off now, unless it is away."""
+        """Return whether a client can be sent off now, unless it is away."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)

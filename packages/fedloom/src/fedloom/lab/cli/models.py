@@ -178,7 +178,7 @@ class PredictionsFile:
 
 
 def _are_columns_of_predictions(line: bytes) -> bool:
-    """Whether the first line of a file may be that of predictions, whose exact columns are not known yet."""
+    """Return whether the first line of a file may be that of predictions, whose exact columns are not known yet."""
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
 

@@ -337,7 +337,7 @@ class RunDirectory:
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
     def low_rank(self, method: str) -> bool:
-        """Whether a method's server sends a model of low rank."""
+        """Return whether a method's server sends a model of low rank."""
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
@@ -367,7 +367,7 @@ def _deployed(path: Path) -> str:
 
 
 def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
-    """Whether a table of settings has a model that no name leads to."""
+    """Return whether a table of settings has a model that no name leads to."""
     model = table.get("model")
     return isinstance(model, Mapping) and model.get("kind") == Held.kind
 

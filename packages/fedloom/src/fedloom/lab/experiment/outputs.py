@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether the run went to its end, with figures and models that are finite."""
+        """True if the run went to its end, with figures and models that are finite."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property

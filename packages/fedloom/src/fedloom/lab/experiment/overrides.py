@@ -79,7 +79,7 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Whether an analysis reads a run, whose test parts are empty here. One by sums is of all rows."""
+    """Return whether an analysis reads a run, whose test parts are empty here. One by sums is of all rows."""
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 

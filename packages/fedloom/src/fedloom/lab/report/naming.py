@@ -72,7 +72,7 @@ STATISTIC_TITLES = {
 
 
 def is_ratio(name: str) -> bool:
-    """Whether a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
+    """Return whether a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
 
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)

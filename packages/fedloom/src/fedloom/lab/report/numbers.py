@@ -148,13 +148,13 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 
 
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
-    """Whether the figures of two seeds are the same, and there are some."""
+    """Return whether the figures of two seeds are the same, and there are some."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
 def close(one: float, other: float) -> bool:
-    """Whether two figures are the same. Two that are not there are."""
+    """Return whether two figures are the same. Two that are not there are."""
     return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
@@ -208,7 +208,7 @@ class Row:
 
     @property
     def sound(self) -> bool:
-        """Whether no run diverged or failed."""
+        """True if no run diverged or failed."""
         return not any(record.status in LOST_STATUSES for record in self.records)
 
     @property
@@ -218,7 +218,7 @@ class Row:
 
     @property
     def untested(self) -> bool:
-        """Whether every seed ran to its last round, and none has a figure of the clients' test parts."""
+        """True if every seed ran to its last round, and none has a figure of the clients' test parts."""
         tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
         return self.done and bool(tested) and not any(e.finite for e in tested)
 
@@ -229,12 +229,12 @@ class Row:
 
     @property
     def done(self) -> bool:
-        """Whether every seed ran to its last round."""
+        """True if every seed ran to its last round."""
         return bool(self.records) and all(record.status == "done" for record in self.records)
 
     @property
     def running(self) -> bool:
-        """Whether some seed has not come to its end."""
+        """True if some seed has not come to its end."""
         return not self.records or any(record.status == "interrupted" for record in self.records)
 
     @property
@@ -317,7 +317,7 @@ def seeds_of(run: Run, method: str) -> list[int]:
 
 
 def is_other_figure(key: Key) -> bool:
-    """Whether a federation-wide series is neither work nor a statistic of a client metric."""
+    """Return whether a federation-wide series is neither work nor a statistic of a client metric."""
     plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK_FIGURES
     return plain and key.part in ("", "test")
 

@@ -87,5 +87,5 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:
-    """Whether targets are two classes, and predictions probabilities of the second one."""
+    """Return whether targets are two classes, and predictions probabilities of the second one."""
     return len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

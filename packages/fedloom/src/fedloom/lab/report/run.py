@@ -131,7 +131,7 @@ class Run:
 
     @property
     def attacked(self) -> bool:
-        """Whether clients are known that attacked."""
+        """True if clients are known that attacked."""
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:

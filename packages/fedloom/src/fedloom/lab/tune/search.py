@@ -161,7 +161,7 @@ class Search:
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
-        """Whether there is nothing more to try after the finished trials."""
+        """Return whether there is nothing more to try after the finished trials."""
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:

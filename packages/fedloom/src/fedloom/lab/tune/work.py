@@ -41,7 +41,7 @@ class Budget(NamedTuple):
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
-        """Whether what a run took is so far from the budget that its rounds must be planned again."""
+        """Return whether what a run took is so far from the budget that its rounds must be planned again."""
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:

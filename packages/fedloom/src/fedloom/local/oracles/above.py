@@ -1,4 +1,4 @@
-"""The part of a network above the bodies that `Fused` computes: for all clients at once, by autograd."""
+"""The part of a network above the bodies that `Fused` computes, by autograd and for all clients at once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Above:
 
     Args:
         module: the network.
-        layout: of a row.
+        layout: layout of a row.
         task: the loss.
-        below: names of the parameters that are not its.
+        below: names of the bodies' parameters.
     """
 
     def __init__(self, module: Bodied, layout: Layout, task: Task, below: set[str]) -> None:
@@ -41,12 +41,12 @@ class Above:
 
     @cached_property
     def represents(self) -> bool:
-        """Whether the representation is in it, and not the output of a body."""
+        """True if the representation is inside this part, and is not the output of a body."""
         return penultimate(self._module) not in self._module.bodies()
 
     @torch.no_grad()
     def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
-        """Representations ``[m, b, k]`` in evaluation mode. ``ends [m, b, .]`` are outputs of the bodies."""
+        """Return representations ``[m, b, k]`` in evaluation mode. ``ends [m, b, .]`` are outputs of the bodies."""
         self._module.eval()
         rows = self._layout.tree(w)
         _, representations = vmap(self._call)({name: rows[name] for name in self.parameters}, *ends)
@@ -62,16 +62,16 @@ class Above:
         terms: Sequence[Bound],
         anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return gradients of parameters that have one ``[m, ...]``, and of ``ends``.
+        """Return the gradients of ``ends`` and of the parameters that have a gradient, ``[m, ...]``.
 
         Args:
             w: ``[m, d]``.
             ends: outputs of the bodies ``[m, b, .]``.
             data: the samples.
             total: ``[m, 1]`` divisor of the sum of terms.
-            functions: of the terms.
-            terms: what they have of every client.
-            anchors: of every term and anchor the `features`.
+            functions: functions of the terms.
+            terms: per-client data of each term.
+            anchors: features of each term and anchor.
         """
         rows = self._layout.tree(w)
         parameters = {name: rows[name].detach().requires_grad_() for name in self.parameters}
@@ -100,14 +100,14 @@ class Above:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it lies above the bodies."""
+        """Compute outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it is above the bodies."""
         with self._holding(parameters), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs
 
     @contextmanager
     def _holding(self, parameters: dict[str, Tensor]) -> Iterator[None]:
-        """Replace the network's parameters by their places, without `functional_call`'s search, within the block."""
+        """Replace the network's parameters directly, without the search of `functional_call`, within the block."""
         for name, (holder, key) in self._places.items():
             holder._parameters[key] = cast("nn.Parameter", parameters[name])
         try:

@@ -1,4 +1,4 @@
-"""Oracle: what a client's local problem f_i is, and how its gradient is computed."""
+"""Oracle: defines a client's local problem f_i, and computes its gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
-"""Acts on the outputs ``[b, a]`` of single samples."""
+"""A function of the outputs ``[b, a]`` of single samples."""
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(w, ids, mu [m, 1], steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask."""
@@ -29,7 +29,7 @@ v = 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""Function (w, plan, steps [m], step form) that takes every step at once, in place."""
+"""Function (w, plan, steps [m], step form) that takes all steps at once, in place."""
 
 
 class Features(NamedTuple):
@@ -40,7 +40,7 @@ class Features(NamedTuple):
 
 
 class Oracle(ABC):
-    """The local problems of all clients. Nothing that an oracle is given is modified, except ``out``."""
+    """The local problems of all clients. An oracle modifies none of its arguments except ``out``."""
 
     name: ClassVar[str]
     layout: Layout
@@ -48,31 +48,31 @@ class Oracle(ABC):
     device: torch.device
     minimise: Minimise | None = None
     whole: bool = False
-    """Whether the loss is of all of a client's samples together, not a mean over them."""
+    """True if the loss is a function of all of a client's samples together, and not a mean over samples."""
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """Return a function for all SGD steps on rows like ``w [m, d]`` in one call, or None without such a loop."""
+        """Return a function that takes all SGD steps on rows like ``w [m, d]`` in one call, or None."""
         return None
 
     @property
     def reached(self) -> Tensor | None:
-        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others. None where it reaches all.
+        """Mask ``[d]`` of the parameters that affect the loss of some sample: 1 if they do, 0 if not. None if all do.
 
-        Optimisers of torch leave a parameter without a gradient as it is, weight decay or not.
+        Optimizers of torch do not change a parameter without a gradient, with or without weight decay.
         """
         return None
 
     @property
     def reached_with_terms(self) -> Tensor | None:
-        """`reached` where the loss has terms on the representation. None where it reaches all."""
+        """`reached` for a loss with terms on the representation. None if all parameters affect it."""
         return None
 
     @abstractmethod
     def sizes(self, ids: Tensor) -> Tensor:
-        """Training samples ``[m]`` of the clients ``ids``."""
+        """Return the numbers of training samples ``[m]`` of the clients ``ids``."""
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return what the oracle needs to find the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
+        """Return the data by which the oracle finds the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
         return position
 
     @abstractmethod
@@ -87,37 +87,40 @@ class Oracle(ABC):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """``out <- beta out + alpha grad + steady``, the gradient of the mean loss of ``batch`` and of terms at ``w``.
+        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and terms at ``w``.
 
         Args:
-            out: ``[m, d]``, written in place, without terms it may be ``w`` itself (a step of SGD in one pass).
+            out: ``[m, d]``, written in place. Without terms it may be ``w`` itself (a step of SGD in one pass).
             w: ``[m, d]``.
             batch: one batch per row.
-            beta: a number, or ``[m, 1]``. 0 ignores what ``out`` held.
+            beta: a number, or ``[m, 1]``. 0 ignores the old values of ``out``.
             alpha: factor of the gradient.
             steady: ``[m, d]``, or None for zero.
-            functions: of the terms on the representation.
-            terms: what they have of every client.
+            functions: functions of the terms on the representation.
+            terms: per-client data of each term.
 
         Raises:
-            Refused: as `add_terms_`, where there are terms.
+            ConfigError: terms are given, and `add_terms_` would raise.
         """
 
     @abstractmethod
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Sum of the sample losses of ``batch`` at ``w`` over ``batch.total``, ``[m, 1]``. No dropout."""
+        """Return the sum of the sample losses of ``batch`` at ``w`` divided by ``batch.total``, ``[m, 1]``.
+
+        No dropout.
+        """
 
     @abstractmethod
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Mean of ``reduce`` of the output of ``layer``, ``[m, a]``, over ``batch`` or all training samples."""
+        """Return the mean ``[m, a]`` of ``reduce`` over the outputs of ``layer``, for ``batch`` or all samples."""
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Share of the client's training samples that are predicted right, ``[m, 1]``.
+        """Return the share of the client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
-            Refused: nothing is right or wrong here.
+            ConfigError: the task has no correct predictions.
         """
         raise Refused(
             "accuracy needs classes, and this task has none",
@@ -129,8 +132,8 @@ class Oracle(ABC):
         """Count each client's training samples in two groups ``[m, 8]`` (`Work.group_counts`).
 
         Raises:
-            Refused: the task is not binary.
-            ConfigError: there are not two such groups.
+            ConfigError: the task is not binary,
+            or the groups do not exist.
         """
         raise Refused(
             "rates of groups need two classes, which this task has not",
@@ -139,10 +142,10 @@ class Oracle(ABC):
         )
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
+        """Return the numbers of training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
 
         Raises:
-            Refused: there are no classes.
+            ConfigError: the task has no classes.
         """
         raise Refused(
             "class counts need classes, and this task has none",
@@ -159,18 +162,18 @@ class Oracle(ABC):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """``out <- out + alpha gradient`` of terms on the representation (`fedloom.local.terms`).
+        """Compute ``out <- out + alpha gradient`` of terms on the representation (`fedloom.local.terms`).
 
         Raises:
-            Refused: there is no representation, or its samples cannot be looked at one by one.
+            ConfigError: there is no representation, or the loss is not a mean over samples.
         """
         raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Mean representation of every class in the clients' training parts, ``[m, c, k]``. 0 where it has none.
+        """Return the mean representation ``[m, c, k]`` of every class in the training parts, 0 for a missing class.
 
         Raises:
-            Refused: there are no classes.
+            ConfigError: the task has no classes.
         """
         raise Refused(
             "means by class need classes, and this task has none",
@@ -179,10 +182,10 @@ class Oracle(ABC):
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Representations and labels of every client's training part, in its order.
+        """Return representations and labels of every client's training part, in its order.
 
         Raises:
-            Refused: there are no classes.
+            ConfigError: the task has no classes.
         """
         raise Refused(
             "features by class need classes, and this task has none",

@@ -1,4 +1,4 @@
-"""Forward passes of one sample, which measure a network: its activations, and the memory format that suits it."""
+"""Forward passes of one sample that measure a network: its activations, and the fastest memory format."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
 FORWARD_SAMPLES = 4096
-"""Samples evaluated together at most."""
+"""Largest number of samples evaluated together."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Bytes of the widest activation of a piece: with `FORWARD_SAMPLES` samples a CNN takes two to three times as long."""
+"""Bytes of the widest activation of a piece. With `FORWARD_SAMPLES` samples a CNN takes two to three times as long."""
 
 USUAL_BATCH = 20
-"""Samples of a step, where pooled elements are weighed against weights of convolutions."""
+"""Number of samples of a step for which pooled elements are compared with weights of convolutions."""
 
 
 @contextmanager
 def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
-    """Record the outputs of ``layer``, or with ``entering`` its inputs, call by call. An empty list without a layer."""
+    """Record the outputs of ``layer``, or with ``entering`` its inputs, for each call.
+
+    An empty list without a layer.
+    """
     values: list[Tensor] = []
     if layer is None:
         yield values
@@ -44,7 +47,7 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
 
 
 class Spot(NamedTuple):
-    """Place of a network's representation: the output of a submodule, or with ``entering`` its input."""
+    """Position of a network's representation: the output of a submodule, or with ``entering`` its input."""
 
     name: str
     entering: bool = False
@@ -53,11 +56,12 @@ class Spot(NamedTuple):
 def representing(module: nn.Module, sample: Tensor) -> Spot:
     """Find the representation of a network, the input of its head.
 
-    It is the output of `penultimate`, unless functions such as ``F.relu`` come between that layer and the head: then
-    the two lie in memory apart when a ``sample [1, ...]`` passes. A layer that the network names is taken as it is.
+    It is the output of `penultimate`, unless a function such as ``F.relu`` comes between that layer and the head: then
+    the two tensors have different memory when a ``sample [1, ...]`` passes. If the network names a layer, this layer is
+    used without a check.
 
     Raises:
-        ConfigError: there is no layer before the head.
+        ConfigError: the head is the first layer.
     """
     spot = Spot(penultimate(module))
     if isinstance(getattr(module, "penultimate", None), str):
@@ -79,7 +83,10 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Whether an output is what was taken, perhaps in another shape. Equal values alone can be by chance."""
+    """Return whether the head's input is the layer's output, possibly in another shape.
+
+    Equal values alone can be by chance.
+    """
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
     return torch.equal(output.flatten(1), taken.flatten(1))
@@ -107,7 +114,7 @@ def evaluated_together(module: nn.Module, sample: Tensor) -> int:
 
 
 def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: Tensor) -> dict[str, torch.Size]:
-    """Shapes of what every dropout layer takes of one ``sample [1, ...]``, by name."""
+    """Return the input shapes of every dropout layer for one ``sample [1, ...]``, by name."""
     shapes: dict[str, torch.Size] = {}
     hooks = [
         m.register_forward_pre_hook(lambda _m, args, name=name: shapes.__setitem__(name, args[0].shape[1:]))
@@ -122,10 +129,10 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 
 
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
-    """Channels last on a CPU where pooling gains more by it than the weights of convolutions lose.
+    """Return channels last on a CPU if pooling gains more by it than the weights of convolutions lose.
 
-    Pooling is several times as fast then. Weights and their gradients, whose order in a row is the other one, are
-    copied in every step.
+    Pooling is then several times as fast. Weights and their gradients have the other order in a row, and are copied in
+    every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":

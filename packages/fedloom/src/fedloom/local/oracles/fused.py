@@ -1,6 +1,6 @@
-"""Fused: linear layers and pointwise activations, all clients at once, no gradient ever written.
+"""Fused: linear layers and pointwise activations of all clients at once, without storing a gradient.
 
-The backward product of a layer adds straight into ``out`` (the parameters themselves in a step of SGD).
+The backward product of a layer is added directly to ``out`` (the parameters themselves in a step of SGD).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
     nn.SiLU: lambda _, delta, z, _h: aten.silu_backward(delta, z),
     nn.ELU: lambda layer, delta, z, _h: aten.elu_backward(delta, layer.alpha, 1.0, 1.0, False, z),
 }
-"""Derivative of each activation: (layer, delta, input z, output h) -> delta below."""
+"""Derivative of each activation: (layer, delta, input z, output h) -> delta of the layer below."""
 
 
 def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
@@ -73,14 +73,14 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
 
 
 class Chain(NamedTuple):
-    """The (name, layer) steps of a network, and the place of its first linear layer."""
+    """The (name, layer) steps of a network, and the index of its first linear layer."""
 
     steps: list[tuple[str, nn.Module]]
     first: int
 
 
 def chains_of(module: nn.Module) -> list[Chain] | None:
-    """Return the chain of a network, or the chains of its bodies, or None if one has any other layer."""
+    """Return the chain of a network, or the chains of its bodies, or None if a chain has any other layer."""
     bodies, chains = {"": module}, list[Chain]()
     if isinstance(module, Bodied):
         if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
@@ -102,10 +102,10 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 class Fused(TermNetwork):
     """Gradient steps of stacked networks of linear layers by batched products, see `Network` for the arguments.
 
-    What is above the bodies of a network (`fedloom.models.parts.Bodied`) is computed by autograd.
+    Autograd computes the part above the bodies of a network (`fedloom.models.parts.Bodied`).
 
     Raises:
-        Refused: the network has anything but linear layers and pointwise activations in it.
+        ConfigError: the network contains anything other than linear layers and pointwise activations.
     """
 
     name: ClassVar[str] = "fused"
@@ -138,9 +138,9 @@ class Fused(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """One forward and backward pass. The weight gradient is added by the product itself.
+        """Run one forward and backward pass. The product itself adds the weight gradient.
 
-        Terms take part in it where the representation is above the bodies.
+        Terms are included if the representation lies above the bodies.
         """
         if terms and (self.above is None or not self.above.represents):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -172,7 +172,7 @@ class Fused(TermNetwork):
             self._backward(chain, products, masks, inputs, delta)
 
     def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
-        """Representations ``[m, b, k]`` by the models ``w [m, d]``, which are above the bodies."""
+        """Return representations ``[m, b, k]`` of the models ``w [m, d]``, for a representation above the bodies."""
         assert self.above is not None
         products = kind(self.layout, w, w, 1.0, 1.0, None)
         return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains])
@@ -194,15 +194,15 @@ class Fused(TermNetwork):
                 delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """For rectifiers and the cross-entropy of classes, without random changes to a layer's input."""
+        """It supports rectifiers and cross-entropy, without random changes to a layer's input."""
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:
-        """Whether there is a loop through the whole network for gradients of rows ``[m, d]``.
+        """Return whether a loop through the whole network can compute gradients of rows ``[m, d]``.
 
         Args:
-            rows: to be changed.
-            random: a sample's features may be changed at random first.
+            rows: rows to change.
+            random: True if samples get random changes first.
         """
         if not self._simple or not Compiled.fits(rows):
             return False
@@ -214,7 +214,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _simple(self) -> bool:
-        """Whether network and loss are what the loop through a whole network computes."""
+        """True if the loop through a whole network supports this network and loss."""
         if self.above is not None or self.dropouts:
             return False
         supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chains[0].steps)
@@ -223,7 +223,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _layers(self) -> list[list[int]]:
-        """The linear layers as `fedloom.kernels.descend` takes them."""
+        """The linear layers in the form of `fedloom.kernels.descend`."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -271,7 +271,7 @@ class Fused(TermNetwork):
         return loss
 
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
-        """Compute outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
+        """Return outputs ``[N, k]`` in evaluation mode for samples ``x [N, *shape]``, one client after another."""
         ends = sizes.cumsum(0).numpy()
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -283,7 +283,7 @@ class Fused(TermNetwork):
         return x
 
     def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        """Compute the input of every step of a chain, and the outputs of the last, each ``[m, b, .]``."""
+        """Compute the input of every step of a chain, and the output of the last step, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in chain.steps:
             h = values[-1]

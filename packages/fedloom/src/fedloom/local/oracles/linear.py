@@ -1,9 +1,9 @@
-"""Large linear layers within a network that trains client by client: compiled products, no gradient ever written.
+"""Large linear layers of a network that trains client by client: compiled products, without storing a gradient.
 
-They are float32 also where a step is computed in bfloat16: their time goes into reading the weights, and a copy of them
-in bfloat16 takes longer than it saves.
+They use float32 even if a step uses bfloat16: most of their time is reading the weights, and a copy in bfloat16 takes
+longer than it saves.
 
-The backward pass leaves what a weight's gradient is a product of. It is added to the row when the pass has ended, and
+The backward pass leaves the factors of the weight gradients. Their product is added to the row after the pass, when
 nothing needs the weights any more.
 """
 
@@ -19,14 +19,14 @@ from fedloom.local.oracles.products import Compiled, Linear
 from fedloom.rows.layout import Layout
 
 LARGE_LAYER_WEIGHTS = 1 << 15
-"""Weights of a layer from which its products take longer than the calls that lead to them."""
+"""Number of weights of a layer from which its products take longer than the calls around them."""
 
 MAX_LOOP_INPUTS = 256
-"""Inputs of a step up to which the loops are ahead of every library's products."""
+"""Number of inputs of a step up to which these loops are faster than every library's products."""
 
 
 class Pass:
-    """A forward and backward pass of one client, as its linear layers see it."""
+    """A forward and backward pass of one client, from the view of its linear layers."""
 
     used = False
 
@@ -41,30 +41,32 @@ class Pass:
         self._deferred.clear()
 
     def end(self) -> None:
-        """Add what the layers left."""
+        """Add the products that the layers left."""
         while self._deferred:
             layer, delta, x = self._deferred.pop()
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
         self._products = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a layer's products on ``x [..., i]`` are this pass's."""
+        """Return whether this pass computes a layer's products for ``x [..., i]``."""
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Compute outputs ``[b, o]`` on inputs ``[b, i]``."""
+        """Compute outputs ``[b, o]`` from inputs ``[b, i]``."""
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
     def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
-        """Compute the inputs' gradient ``[b, i]`` if asked for. The parameters' gradient waits for `end`."""
+        """Compute the inputs' gradient ``[b, i]`` if requested. `end` adds the parameters' gradient."""
         self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
 def prepare(module: nn.Module, layout: Layout) -> Pass:
-    """Give the large linear layers of ``module`` to a pass. None where a module has code that is not ours or PyTorch's.
+    """Assign the large linear layers of ``module`` to a pass.
 
-    Such code may ask for gradients of its own within a forward or backward pass.
+    Return None if a module contains code other than fedloom's or PyTorch's.
+
+    Such code may compute its own gradients within a forward or backward pass.
     """
     shared = Pass()
     if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):
@@ -78,7 +80,7 @@ def prepare(module: nn.Module, layout: Layout) -> Pass:
 
 
 class _Linear(nn.Linear):
-    """A linear layer whose gradient is a pass's."""
+    """A linear layer whose gradient a pass computes."""
 
     linear: Linear
     shared: Pass

@@ -1,4 +1,4 @@
-"""The base of the oracles of neural networks: samples, dropout masks, evaluation, activations."""
+"""Base class of the oracles of neural networks: samples, dropout masks, evaluation, activations."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
 
 class Network(Oracle):
-    """Local problems of a network on a federation's training parts. How the gradient is computed is left open.
+    """Local problems of a network on a federation's training parts. Subclasses compute the gradient.
 
     With ``low``, gradients of steps are computed in bfloat16, see `fedloom.local.oracles.precision`.
 
     Args:
         module: the network. Copied, never modified.
         task: the loss.
-        fed: the data. Its dtype and device are the oracle's.
-        augment: random changes of the samples of a step's gradient, and of nothing else.
+        fed: the data. The oracle has its dtype and device.
+        augment: random changes of the samples of a step's gradient. Other computations do not use them.
 
     Raises:
-        LayoutError: no parameter of the network trains.
-        ConfigError: an own loss or metric of the task does not work.
+        LayoutError: no parameter of the network is trainable.
+        ConfigError: a custom loss or metric of the task does not work.
     """
 
     low = False
@@ -94,14 +94,14 @@ class Network(Oracle):
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
-        """Return the samples of a batch. Samples of a step's gradient get their random changes."""
+        """Return the samples of a batch. Samples for a step's gradient are augmented."""
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
         changed = step and batch.draw.stream != PASS_STREAM
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
-        """Whether a batch's gradient is computed in bfloat16."""
+        """Return whether a batch's gradient uses bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
@@ -113,15 +113,15 @@ class Network(Oracle):
         return self._train_sizes[ids]
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return places in the data set ``[..., m, b]``. Padding repeats some sample of the client."""
+        """Return indices in the data set ``[..., m, b]``. Padding repeats a sample of the client."""
         index, offsets = self.fed.parts["train"]
         start: Tensor = offsets[ids.to(index.device)][:, None]
         return index[start + position.to(index.device).clamp(min=0)]
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Weighted sum of the sample losses, ``[m, 1]``.
+        """Return the weighted sum of the sample losses, ``[m, 1]``.
 
-        Every module is in evaluation mode. Batch normalisation has the statistics of the client's training part.
+        Every module is in evaluation mode. Batch normalization uses the statistics of the client's training part.
         """
         data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
@@ -135,7 +135,7 @@ class Network(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Mean of the reduced outputs of ``layer`` over ``batch``, or each client's training part, ``[m, a]``.
+        """Return the mean ``[m, a]`` of reduced outputs of ``layer`` over ``batch``, or each client's training part.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -150,9 +150,9 @@ class Network(Oracle):
         return torch.stack(means)
 
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
-        """Compute flattened outputs ``[b, a]`` of a layer, of the model ``row [d]`` on the samples ``index``.
+        """Compute the flattened outputs ``[b, a]`` of a layer for the samples ``index``, with the model ``row [d]``.
 
-        Of sequences with a label per position, one output per labelled position.
+        Sequences with a label per position give one output per labeled position.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -172,14 +172,14 @@ class Network(Oracle):
 
     @cached_property
     def spot(self) -> Spot:
-        """Place of the representation."""
+        """Position of the representation."""
         return representing(self._module, self._sample())
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Share of each client's training samples that are predicted right, ``[m, 1]``.
+        """Return the share of each client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
-            Refused: the task has no classes.
+            ConfigError: the task has no classes.
         """
         if not self.fed.data.classed:
             return super().accuracy(w, ids)
@@ -187,7 +187,7 @@ class Network(Oracle):
         return torch.stack([(guess == y)[y >= 0].to(self.dtype).mean() for guess, y in pairs])[:, None]
 
     def _predicted(self, row: Tensor, client: Tensor) -> tuple[Tensor, Tensor]:
-        """Predicted classes and targets of a client's training samples."""
+        """Return predicted classes and targets of a client's training samples."""
         self.set_statistics(row, client[None])
         index = self.fed.indices("train", int(client))
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
@@ -196,8 +196,8 @@ class Network(Oracle):
         """Count each client's training samples in two groups, ``[m, 8]``, see `Work.group_counts`.
 
         Raises:
-            Refused: the task is not binary.
-            ConfigError: there are not two such groups.
+            ConfigError: the task is not binary,
+            or the groups do not exist.
         """
         if self.fed.data.task != "binary":
             return super().group_counts(w, ids, group)
@@ -211,10 +211,10 @@ class Network(Oracle):
         return torch.stack(counts).to(self.dtype)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Training samples of the clients by class, ``[m, c]``.
+        """Return the clients' numbers of training samples by class, ``[m, c]``.
 
         Raises:
-            Refused: the task has no classes.
+            ConfigError: the task has no classes.
         """
         if not self.fed.data.classed:
             return super().class_counts(ids)
@@ -234,7 +234,7 @@ class Network(Oracle):
     def run(self, row: Tensor, x: Tensor) -> Tensor:
         """Compute outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode, or ``[b L, k]`` by position.
 
-        A module that draws random numbers there draws the same ones in every call.
+        A module that draws random numbers in evaluation draws the same numbers in every call.
         """
         self._hold(self._views_to_run(row))
         self.module.eval()
@@ -242,7 +242,7 @@ class Network(Oracle):
             return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """Seed what the module draws in evaluation, if it draws."""
+        """Seed the random draws of the module in evaluation, if it draws."""
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
@@ -253,7 +253,7 @@ class Network(Oracle):
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
         """Compute outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
 
-        A model's outputs do not depend on the models beside it.
+        A model's outputs do not depend on the other models.
         """
         pieces = index.split(sizes.tolist())
         blocks = [
@@ -267,9 +267,10 @@ class Network(Oracle):
 
     @torch.no_grad()
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
-        """Normalisation statistics of the model ``row`` from the training parts of ``ids``, weighted by their sizes.
+        """Compute normalization statistics of the model ``row`` from the training parts of ``ids``, weighted by size.
 
-        A model without batch statistics is left alone. They stay in the oracle's own copy until set again.
+        A model without batch statistics does not change. The statistics stay in the oracle's own copy until they are
+        set again.
         """
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
@@ -292,7 +293,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Whether they were set for these last: pieces of one client share them."""
+        """Return whether the statistics are already these: pieces of one client share them."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -303,27 +304,27 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """Parameters that a gradient can reach, as booleans ``[d]``. None where it reaches all of them."""
+        """Parameters that affect the loss, as bool ``[d]``. None if all of them do."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
     def reached_with_terms(self) -> Tensor | None:
-        """The same where a method adds terms on the representation."""
+        """The same for a method with terms on the representation."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
 
     @cached_property
     def draws_evaluated(self) -> bool:
-        """Whether the module draws random numbers in evaluation, as dropout that stays on does."""
+        """True if the module draws random numbers in evaluation, for instance by dropout that stays active."""
         return draws_itself(self._module, self.fed, trains=False)
 
     @cached_property
     def hides_randomness(self) -> bool:
-        """Whether the module's outputs depend on more than its parameters, samples and the global generators."""
+        """True if the module's outputs depend on more than its parameters, its samples and the global generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
 
     @cached_property
     def overwritten(self) -> Sequence[str]:
-        """Names of parameters that a forward pass itself writes."""
+        """Names of parameters that a forward pass writes."""
         return written_parameters(self._module, self.fed)
 
     def views(self, row: Tensor) -> list[Tensor]:
@@ -335,24 +336,24 @@ class Network(Oracle):
         return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
-        """Make the module compute with these parameters."""
+        """Let the module use these parameters."""
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Convert samples ``[b, *shape]`` to the memory format that suits the module. The values stay the same."""
+        """Convert samples ``[b, *shape]`` to the module's fastest memory format. The values do not change."""
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _sample(self) -> Tensor:
         return self.fed.fetch(self.fed.parts["train"].index[:1])
 
     def _mask(self, name: str, batch: Batch, row: int, count: int) -> Tensor:
-        """Mask ``[count, *features]`` of a dropout layer, from the client's own generator."""
+        """Return the mask ``[count, *features]`` of a dropout layer, from the client's own generator."""
         g = batch.draw.generator(row, name)
         return self.dropouts[name].draw((count, *self._features[name]), g).to(self.device)
 
     def _masks(self, batch: Batch, counts: list[int]) -> dict[str, Tensor]:
-        """All masks ``{name: [m, b, *features]}``, 0 where a batch is short."""
+        """Return all masks ``{name: [m, b, *features]}``, 0 for missing samples of a short batch."""
         masks: dict[str, Tensor] = {}
         for name, shape in self._features.items():
             lead = batch.position.shape
@@ -363,7 +364,10 @@ class Network(Oracle):
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
-    """``target <- beta target``, ``beta`` a number or one per client. 0 forgets what it held, even if not finite."""
+    """Compute ``target <- beta target`` with one ``beta``, or one per client.
+
+    0 discards old values, even if they are not finite.
+    """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))
     if beta == 0:

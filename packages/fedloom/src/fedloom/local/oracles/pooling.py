@@ -1,7 +1,7 @@
-"""A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) change places.
+"""A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) commute.
 
-The values are the same. What is rectified is a quarter, and the backward pass needs a byte per output instead of both
-layers' activations.
+The values do not change. The rectifier then acts on a quarter of the elements, and the backward pass needs one byte per
+output instead of both layers' activations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def join(module: nn.Module) -> None:
-    """In every plain `nn.Sequential` of ``module``, a `nn.ReLU` before a 2x2 `nn.MaxPool2d` leaves its work to it."""
+    """In every plain `nn.Sequential` of ``module``, let a 2x2 `nn.MaxPool2d` also compute the `nn.ReLU` before it."""
     for chain in list(module.modules()):
         if isinstance(chain, nn.Sequential) and type(chain).forward is nn.Sequential.forward:
             for (name, rectifier), (after, pool) in pairwise(list(chain._modules.items())):
@@ -33,7 +33,7 @@ def _joinable(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _Waived(nn.ReLU):
-    """Rectifies only if somebody is looking. The pooling after it does in any case."""
+    """Rectifies only if a hook observes it. The pooling layer after it always rectifies."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if hooked(self) else x
@@ -77,12 +77,12 @@ class _Together(torch.autograd.Function):
 
 
 def _array(x: Tensor) -> Any:
-    """For the compiled loops, which know bfloat16 by its bits."""
+    """The compiled loops treat bfloat16 as its bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
 class Pooled(TorchDispatchMode):
-    """Counts the elements per sample that go into pooling over windows of an image."""
+    """Counts the elements per sample that enter pooling over windows of an image."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,6 +95,6 @@ class Pooled(TorchDispatchMode):
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether something looks at what goes into the layer or comes out."""
+    """Return whether a hook observes the layer's inputs or outputs."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, name) for name in hooks)

@@ -1,6 +1,8 @@
-"""bfloat16 for the gradients of steps, where a run chooses it. Rows, updates and passes over all samples stay full.
+"""bfloat16 for the gradients of steps, if a run chooses it.
 
-A GPU's products and convolutions of float32 are those of float32, unless a run chooses TF32 for all of them.
+Rows, updates and passes over all samples keep full precision.
+
+A GPU computes float32 products and convolutions in float32, unless a run chooses TF32 for all of them.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from fedloom.errors import Refused
 T = TypeVar("T")
 Precision = Literal["full", "tf32", "bf16"]
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
+"""Names in `torch.cpu.get_capabilities` of bfloat16 instructions, on x86 and ARM."""
 LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weights and biases `lowered` computes with in bfloat16."""
+"""Layers whose weights and biases `lowered` converts to bfloat16."""
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16."""
+    """Return whether the device has bfloat16 instructions."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
@@ -35,10 +37,10 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
-    """Refuse bfloat16 where it cannot be had, or gains nothing.
+    """Raise if bfloat16 is not available, or gains nothing.
 
     Raises:
-        Refused: bfloat16 cannot be used. The message has the reason.
+        ConfigError: bfloat16 cannot be used. The message states the reason.
     """
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
@@ -62,10 +64,10 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
 
 
 def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse TF32 where it cannot be had.
+    """Raise if TF32 is not available.
 
     Raises:
-        Refused: TF32 cannot be used. The message has the reason.
+        ConfigError: TF32 cannot be used. The message states the reason.
     """
     choice = "engine.precision = 'tf32'"
     if device.type != "cuda":
@@ -84,9 +86,9 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """PyTorch computes on so many threads, makes tensors on the CPU and takes gradients, whatever its caller chose.
+    """Let PyTorch use this many threads, create tensors on the CPU and compute gradients, whatever its caller set.
 
-    Nor does a caller's autocast or rounding of products act.
+    A caller's autocast or reduced precision has no effect either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,7 +105,8 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 def _unrounded() -> Iterator[None]:
     """Disable the CPU's rounding of inputs to float32 products and convolutions within the block.
 
-    PyTorch has a switch for each library since 2.9. It refuses to read its older one where a caller's differ from it.
+    PyTorch has had one switch per library since 2.9. It raises when its older switch is read, if a caller set the newer
+    ones differently.
     """
     older = _readable(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
@@ -121,7 +124,7 @@ def _unrounded() -> Iterator[None]:
 
 @contextmanager
 def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
-    """Libraries of PyTorch round float32 so meanwhile."""
+    """Libraries for which PyTorch then reduces the precision of float32."""
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = precision
@@ -141,10 +144,10 @@ def _readable(switch: Callable[[], T]) -> T | None:
 
 @contextmanager
 def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
-    """Set a GPU's precision, and make its results repeatable bit for bit, within the block.
+    """Set a GPU's precision, and make its results repeatable bit by bit, within the block.
 
-    PyTorch's own default is to round what enters a convolution of float32 to TF32, and to take the fastest algorithms,
-    some of which add up in any order. It warns of an operation of a user's model that has no other.
+    By default PyTorch rounds the inputs of float32 convolutions to TF32, and chooses the fastest algorithms, some of
+    which sum in a random order. It warns if an operation of a user's model has no repeatable algorithm.
     """
     if device.type != "cuda":
         yield
@@ -173,7 +176,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 @cache
 def wake(device: torch.device) -> None:
-    """Take a first gradient on a GPU: PyTorch warns of it, and of no later one."""
+    """Compute a first gradient on a GPU, because PyTorch warns only at the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -181,12 +184,15 @@ def wake(device: torch.device) -> None:
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
-    """Products and convolutions in bfloat16. What needs more, such as a normalisation's statistics, stays float32."""
+    """Products and convolutions in bfloat16.
+
+    Operations that need more precision, such as normalization statistics, stay float32.
+    """
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return the parameters that `lowered` would convert to bfloat16 at every use: those of products only."""
+    """Return the parameters that `lowered` would convert to bfloat16 at every use: only parameters of products."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

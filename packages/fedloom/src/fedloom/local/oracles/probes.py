@@ -1,4 +1,4 @@
-"""Probes: what a network does, found out by running a copy of it on a few samples."""
+"""Probes: find properties of a network by running a copy of it on a few samples."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 PROBE_SAMPLES = 32
-"""Samples, from all clients, that an own loss, own metrics and unused parameters are tried on before work starts."""
+"""Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are tested
+first."""
 
 RANDOM_PASSES = 8
-"""Passes of a network that draws random numbers: a layer dropped with probability 1/2 is missed by one in 256."""
+"""Number of passes of a network that draws random numbers: a layer dropped with probability 1/2 is missed with
+probability 1/256."""
 
 
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
-    """Whether the module draws from a global generator of torch, numpy or Python.
+    """Return whether the module draws from a global generator of torch, NumPy or Python.
 
-    It is found out by running a copy on one sample.
+    A copy runs on one sample to find this out.
 
     Args:
         module: the network.
         fed: the data.
-        trains: whether it is in training mode, or in evaluation.
+        trains: True for training mode, False for evaluation mode.
     """
     with preserve_rng():
         before = _global_state(fed.device)
@@ -42,9 +44,9 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Whether two passes of the module over one sample differ though the global generators begin alike.
+    """Return whether two passes over one sample differ although the global generators start equal.
 
-    It then draws from a generator of its own, or reads a clock or a device.
+    Such a module draws from its own generator, or reads a clock or a device.
     """
     probe, outputs = _probe(module, fed), list[Tensor]()
     for _ in range(2):
@@ -54,9 +56,9 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return the sentence with which vmap rejects the module. Empty if it takes it.
+    """Return vmap's error message for the module. Empty if vmap accepts it.
 
-    A copy computes a step of two models on a sample each, and a plain score afterwards.
+    A copy computes a step of two models on one sample each, and then plain outputs.
     """
     probe = _probe(module, fed)
     for layer in probe.modules():
@@ -75,9 +77,9 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 
 
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
-    """Names of buffers, batch statistics apart, and of attributes that training changes.
+    """Return the names of buffers, except batch statistics, and of attributes that training changes.
 
-    Attributes are those of `fedloom.models.imported.VALUES`. They are found out by running a copy on one sample.
+    Attributes are those of `fedloom.models.imported.VALUES`. A copy runs on one sample to find them.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -87,10 +89,9 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
-    """Names of parameters that a forward pass itself writes, as `torch.nn.Embedding` with ``max_norm`` does.
+    """Return the names of parameters that a forward pass writes, as `torch.nn.Embedding` with ``max_norm`` does.
 
-    They are found out by running a copy on one sample: what was written in place has another version, even where the
-    values are the same.
+    A copy runs on one sample: a tensor written in place has a new version, even if its values are equal.
     """
     probe = _probe(module, fed)
     marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
@@ -101,14 +102,14 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
-    """Names of parameters that the gradient of no sample reaches, as in a part of a module that is never called.
+    """Return the names of parameters that affect no sample, for instance in a part of a module that is never called.
 
-    They are found out by running a copy on `PROBE_SAMPLES` samples, several times if it draws random numbers.
+    A copy runs on `PROBE_SAMPLES` samples, several times if it draws random numbers.
 
     Args:
         module: the network.
         fed: the data.
-        spot: where the network has its representation, if the loss has terms on it beside the outputs.
+        spot: position of the representation, if the loss has terms on it.
     """
     probe = _probe(module, fed)
     parameters = trainable(probe)
@@ -129,7 +130,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
 
 
 def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for others, or None if all are reached."""
+    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for others, or None if there are none."""
     unused = unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
@@ -148,7 +149,7 @@ def _tried(probe: nn.Module, fed: Federation) -> Tensor:
 
 
 def spread_samples(fed: Federation) -> Tensor:
-    """Positions of `PROBE_SAMPLES` training samples, from all clients."""
+    """Return positions of `PROBE_SAMPLES` training samples, from all clients."""
     index = fed.parts["train"].index
     return index[torch.linspace(0, len(index) - 1, PROBE_SAMPLES, device=index.device).long()]
 

@@ -1,6 +1,6 @@
-"""The three products of a linear layer for many clients at once: outputs, gradient of the inputs, gradient of weights.
+"""The three products of a linear layer for many clients at once: outputs, input gradient, weight gradient.
 
-`Compiled` is for the CPU (`fedloom.kernels`), `Batched` for accelerators, other precisions and scattered rows.
+`Compiled` is for the CPU (`fedloom.kernels`), and `Batched` for accelerators, other precisions and scattered rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.rows.layout import Layout
 
 
 class Linear(NamedTuple):
-    """A layer: names of its weight and bias (None: it has none), the columns where they begin (-1), and its widths."""
+    """A layer: names of its weight and bias (None: no bias), their first columns (-1: no bias), and its widths."""
 
     weight: str
     bias: str | None
@@ -36,10 +36,10 @@ class Linear(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Samples in a data set: stored ``[N, i]``, their normalization ``[i]``, their classes ``[N]``.
+    """Samples in a data set: stored ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
-    Where those of a plan ``[k, m, b]`` or a batch ``[m, b]`` lie. And weights of classes by client ``[m, C]``, or
-    ``[m, 0]``.
+    It also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights by
+    client ``[m, C]``, or ``[m, 0]``.
     """
 
     data: Tensor
@@ -51,13 +51,13 @@ class Stored(NamedTuple):
 
 
 class Products(ABC):
-    """The products of one pass over a network.
+    """The products of one pass through a network.
 
     Args:
         layout: shapes of the model.
         out: ``[m, d]``, changed by `add_gradient_`. May be ``w``.
         w: ``[m, d]`` parameters.
-        beta: factor of ``out``, a number or ``[m, 1]``. 0 forgets what it held, even if not finite.
+        beta: factor of ``out``, a number or ``[m, 1]``. 0 discards old values, even if they are not finite.
         alpha: factor of the gradient.
         steady: ``[m, d]`` to add, or None.
     """
@@ -69,7 +69,7 @@ class Products(ABC):
 
     @abstractmethod
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Compute outputs ``[m, b, o]`` on inputs ``[m, b, i]``."""
+        """Compute outputs ``[m, b, o]`` from inputs ``[m, b, i]``."""
 
     @abstractmethod
     def backward(self, layer: Linear, delta: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Products(ABC):
 
     @abstractmethod
     def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
-        """``out <- beta out + alpha gradient + steady`` in the layer's columns."""
+        """Compute ``out <- beta out + alpha gradient + steady`` in the layer's columns."""
 
 
 class Batched(Products):
@@ -112,7 +112,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """Products in loops compiled for the CPU."""
+    """Products by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -129,7 +129,7 @@ class Compiled(Products):
 
     @staticmethod
     def fits(out: Tensor) -> bool:
-        """Whether there are loops that can change these rows."""
+        """Return whether compiled loops can change these rows."""
         return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Compiled(Products):
         )  # fmt: skip
 
     def _each(self, value: float | Tensor) -> np.ndarray:
-        """One number per client ``[m]``."""
+        """Return one number per client ``[m]``."""
         column = np.empty(len(self._w), self._w.dtype)
         column[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
         return column
@@ -163,7 +163,7 @@ class Compiled(Products):
         scale: Tensor | None,
         momentum: tuple[float | Tensor, float] | None,
     ) -> None:
-        """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each. `fedloom.kernels.descend`."""
+        """Take all ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each. `fedloom.kernels.descend`."""
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
         rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
@@ -174,13 +174,15 @@ class Compiled(Products):
         )  # fmt: skip
 
     def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
-        """``out <- beta out + alpha gradient + steady`` of a batch, in one pass. `fedloom.kernels.add_gradients`.
+        """Compute ``out <- beta out + alpha gradient + steady`` for a batch, in one pass.
+
+        `fedloom.kernels.add_gradients`.
 
         Args:
             layers: see `fedloom.kernels.descend`.
-            samples: of the batch.
-            count: ``[m, 1]`` samples of each client.
-            total: ``[m, 1]`` what the sum of sample losses is divided by.
+            samples: samples of the batch.
+            count: ``[m, 1]`` number of samples of each client.
+            total: ``[m, 1]`` divisor of the sum of sample losses.
         """
         block = samples.where.shape[1]
         if self._out is not self._w:
@@ -192,20 +194,23 @@ class Compiled(Products):
 
 
 def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]:
-    """Return the arguments that compiled loops take of a network and its samples."""
+    """Return the arguments of the compiled loops for a network and its samples."""
     stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
     return np.array(layers), *(values.numpy() for values in stored)
 
 
 def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
-    """Room for what lies between the layers."""
+    """Allocate work space for values between the layers."""
     widths = [layers[0][2], *(layer[3] for layer in layers)]
     room: np.ndarray = samples.classes.new_empty(block * (sum(widths) + 2 * max(widths[1:]))).numpy()
     return room
 
 
 def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
-    """Compute outputs ``[N, o]`` on inputs ``[N, i]`` of clients ``w [m, d]``. C's rows end before ``ends[c]``."""
+    """Compute outputs ``[N, o]`` from inputs ``[N, i]`` of clients ``w [m, d]``.
+
+    The rows of client c end before ``ends[c]``.
+    """
     from fedloom import kernels
 
     h = x.new_empty(len(x), layer.outputs)

@@ -1,4 +1,4 @@
-"""Quadratic: f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), with every question answered exactly. For tests and theory."""
+"""Quadratic: f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), with exact answers to every question. For tests and theory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Quadratic(Oracle):
     Args:
         hessian: ``[n, d, d]``, symmetric.
         minimiser: ``[n, d]``.
-        sizes: ``[n]`` training samples that each client pretends to have. The gradient is the same on every batch.
-        solve: `descend` returns the exact minimiser of its problem, whatever the steps (0 steps: the start).
-        layout: shapes. One vector of length d when None.
+        sizes: ``[n]`` simulated numbers of training samples. The gradient is the same for every batch.
+        solve: `descend` returns the exact minimizer of its problem, whatever the steps (with 0 steps: the start).
+        layout: shapes. None: one vector of length d.
     """
 
     name: ClassVar[str] = "quadratic"
@@ -48,14 +48,14 @@ class Quadratic(Oracle):
         self.dtype, self.device = minimiser.dtype, minimiser.device
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the sizes that the clients pretend to have."""
+        """Return the simulated sizes of the clients."""
         return self.count[ids]
 
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
         return torch.einsum("mij,mj->mi", self.hessian[ids], w - self.minimiser[ids])
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
-        """A_i (w - c_i), scaled by the share of the data in a piece of a pass."""
+        """Return A_i (w - c_i), scaled by the share of the data in a part of a pass."""
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
     def addgrad_(
@@ -69,7 +69,7 @@ class Quadratic(Oracle):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """``out <- beta out + alpha gradient + steady``."""
+        """Compute ``out <- beta out + alpha gradient + steady``."""
         g = self._gradient_of(w, batch)
         out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)
         if steady is not None:
@@ -83,18 +83,24 @@ class Quadratic(Oracle):
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """All samples but one are of the first class that the clients pretend to have, the last of the second."""
+        """All simulated samples but the last are of the first class, and the last sample is of the second class."""
         counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
         counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
         return counts
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the first parameters as the mean of every class. Their number is the last matrix's columns."""
+        """Return the first parameters as the mean of every class.
+
+        Their number is the number of columns of the last matrix.
+        """
         return w[:, None, : self._features].repeat(1, self._classes, 1)
 
     @property
     def _classes(self) -> int:
-        """One per row of the last matrix, as a head has them. Two where it has one row, of a binary task."""
+        """One class per row of the last matrix, as in a head.
+
+        A last matrix with one row, as in a binary task, has two classes.
+        """
         shapes = list(self.layout.matrix_shapes.values())
         return max(2, shapes[-1][0]) if shapes else 2
 
@@ -112,7 +118,7 @@ class Quadratic(Oracle):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Add the terms of one sample of the first class, with the model as outputs and representation."""
+        """Add the terms of one sample of the first class, whose outputs and representation are the model."""
         k, first = self._features, torch.zeros(1, dtype=torch.long)
         for i, row in enumerate(w):
             leaf = row.detach().clone().requires_grad_()
@@ -134,7 +140,7 @@ class Quadratic(Oracle):
         return outputs.clone() if reduce is None else reduce(outputs)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Every sample has the representation of `class_means`. All but the last are of the first class."""
+        """Every sample has the representation of `class_means`. All samples but the last are of the first class."""
         sizes = self.count[ids].tolist()
         return [
             Features(row[: self._features].expand(size, -1), (torch.arange(size) == size - 1).long())

@@ -1,4 +1,4 @@
-"""The samples of a batch, and what their losses are: weights by client and class, a user's own loss."""
+"""The samples of a batch and their losses: weights by client and class, and a user's own loss."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch. If ``changed``, with the noise and the augmentation of a step.
+    """The training samples of a batch. With ``changed``, they include the noise and the augmentation of a step.
 
     Attributes:
         y: ``[m, b]`` or ``[m, b, k]``.
-        weight: factor of every sample's loss, 0 where a batch is short. ``[m, b]``, or ``[m, 1]`` if none is.
-        span: targets of a sample: 1, or the length L of sequences with a label per position. Then ``y`` and ``weight``
-            are ``[m, b L]``; a position without label has the weight 0, another that of its sequence over the mean
-            number of labels of the client's training sequences: f_i is the mean loss of its labelled positions.
+        weight: factor of every sample's loss, 0 for padding of a short batch. ``[m, b]``, or ``[m, 1]`` if no batch is
+            short.
+        span: number of targets per sample: 1, or the length L of sequences with a label per position. In that case
+            ``y`` and ``weight`` are ``[m, b L]``. The weight of a position without label is 0. The weight of any other
+            position is the weight of its sequence divided by the mean number of labels of the client's training
+            sequences: f_i is the mean loss over its labeled positions.
         class_weights: ``[m, C]`` further factors by class; None: all are 1.
     """
 
@@ -60,7 +62,7 @@ class Samples:
 
     @cached_property
     def x(self) -> Tensor:
-        """``[m, b, *shape]``. Some sample of the client where a batch is short."""
+        """``[m, b, *shape]``. Padding of a short batch repeats a sample of the client."""
         x = self._fed.fetch(self._batch.where)
         if self._changed and self._fed.noise is not None:
             self._add_noise(x)
@@ -70,12 +72,12 @@ class Samples:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Samples of each batch."""
+        """Number of samples of each batch."""
         counts: list[int] = self._batch.count[:, 0].tolist()
         return counts
 
     def _add_noise(self, x: Tensor) -> None:
-        """Each client's from its own generator, drawn on the CPU in float32."""
+        """Each client draws from its own generator, on the CPU in float32."""
         for row, count in enumerate(self.counts):
             spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
@@ -91,20 +93,20 @@ class Samples:
         return still
 
     def factors(self) -> Tensor:
-        """Factor of every sample's loss, class weights among them, ``[m, b]`` or ``[m, 1]``."""
+        """Return the factor of every sample's loss, including class weights, ``[m, b]`` or ``[m, 1]``."""
         if self.class_weights is None:
             return self.weight
         return self.weight * self.class_weights.gather(1, self.y)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Return client ``i``'s factors of its first ``count`` targets: ``[count]``, or one number if all are equal."""
+        """Return client ``i``'s factors for its first ``count`` targets: ``[count]``, or one number for all."""
         if self.class_weights is None and self.span == 1:
             return self.weight[i, 0]
         return self.factors()[i, :count]
 
 
 def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
-    """Gradient of the weighted losses of a batch with respect to its outputs, both ``[m, b, k]``."""
+    """Return the gradient of a batch's weighted losses with respect to its outputs, both ``[m, b, k]``."""
     if task.own_loss is None:
         return task.dloss(outputs.detach(), data.y).mul_(data.factors().unsqueeze(-1))
     gradients = torch.zeros_like(outputs)
@@ -115,7 +117,7 @@ def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
 
 
 def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
-    """Gradient of the weighted losses of client ``i`` with respect to its outputs, both ``[b, k]``."""
+    """Return the gradient of client ``i``'s weighted losses with respect to its outputs, both ``[b, k]``."""
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         with torch.enable_grad():
@@ -125,7 +127,10 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
-    """Sum of the weighted losses of client ``i``, one number. ``outputs [b, k]`` of its samples."""
+    """Return the sum of client ``i``'s weighted losses, one number.
+
+    ``outputs [b, k]`` are the outputs of its samples.
+    """
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         return _user_loss(task.own_loss, outputs, y, data, i)
@@ -134,7 +139,10 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
-    """Compute a user's loss: it counts as often as the batch has samples, and class by class with class weights."""
+    """Compute a user's loss.
+
+    It is multiplied by the number of samples in the batch, and is computed for each class with class weights.
+    """
     weight = data.weight[i, 0]
     if data.span > 1:
         labelled = data.weight[i, : len(y)] > 0
@@ -147,11 +155,11 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
 
 
 def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
-    """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples, or of their positions.
+    """Try a user's loss and metrics once, on the outputs ``[b, k]`` of a few samples or positions.
 
     Raises:
-        ConfigError: one fails, or returns something else than one number. Or the loss is a sum, is not finite, has no
-            gradient, has parameters of its own, or pairs every output with every target.
+        ConfigError: a function fails, or returns something other than one number, or the loss is a sum, is not finite,
+            has no gradient, has its own parameters, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -207,7 +215,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
 
 
 def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
-    """Refuse a loss of single samples. A loss that fails is left to `number`, which says how.
+    """Raise if the loss returns one value per sample. For a loss that fails, `number` raises a more precise error.
 
     Raises:
         ConfigError: it returns more than one number.
@@ -238,9 +246,11 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
-    """Whether the value of a loss depends on which of two targets rising outputs ``[b, 1]`` have. Where it has both.
+    """Return whether a loss depends on which of two targets increasing outputs ``[b, 1]`` have.
 
-    A loss that no target changes, or that does not take such numbers, is not judged.
+    Used if both targets occur.
+
+    A loss that does not depend on the targets, or rejects such numbers, is not judged.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

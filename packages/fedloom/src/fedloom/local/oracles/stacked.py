@@ -1,4 +1,4 @@
-"""Stacked: any model that vmap accepts, a chunk of clients in one call of torch.func."""
+"""Stacked: any model that vmap accepts, with one call of torch.func for a chunk of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Stacked(TermNetwork):
-    """Gradients of stacked models: one vmapped forward pass, one backward pass, see `Network` for the arguments."""
+    """Gradients of stacked models: one vmapped forward pass and one backward pass, see `Network` for the arguments."""
 
     name: ClassVar[str] = "stacked"
 
@@ -45,7 +45,7 @@ class Stacked(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """One pass over all clients of the chunk.
+        """Run one pass over all clients of the chunk.
 
         Raises:
             ClientError: vmap does not take the model.

@@ -74,13 +74,13 @@ def summed(
 
 
 class TermNetwork(Network):
-    """A network with means by class, and gradients of terms, of its representation, see `Network` for the arguments."""
+    """A network with class means and gradients of terms of its representation, see `Network` for the arguments."""
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Mean representation of every class in each client's training part, ``[m, c, k]``. 0 where it has none.
+        """Return the mean representation of every class in each training part, ``[m, c, k]``, 0 for a missing class.
 
         Raises:
-            Refused: the model's samples cannot be looked at one by one.
+            ConfigError: the model's samples cannot be processed one by one.
         """
         means = []
         for (z, y), count in zip(self.features(w, ids), self.class_counts(ids), strict=True):
@@ -89,10 +89,10 @@ class TermNetwork(Network):
         return torch.stack(means)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Representations and labels of every client's training part, in its order.
+        """Return representations and labels of every client's training part, in its order.
 
         Raises:
-            Refused: the model's samples cannot be looked at one by one.
+            ConfigError: the model's samples cannot be processed one by one.
         """
         self._check_terms()
         clients: list[Features] = []
@@ -111,12 +111,12 @@ class TermNetwork(Network):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """``out <- out + alpha gradient`` of the sum over terms of weight times the function's mean over the batch.
+        """Compute ``out <- out + alpha gradient`` of the sum of terms: weight times the function's mean over the batch.
 
-        Client by client, by autograd.
+        Autograd computes it client by client.
 
         Raises:
-            Refused: the model's samples cannot be looked at one by one.
+            ConfigError: the model's samples cannot be processed one by one.
         """
         self._check_terms()
         data, layout = self.samples(batch, step=True), self.layout
@@ -142,14 +142,14 @@ class TermNetwork(Network):
 
     @cached_property
     def representation(self) -> Representation:
-        """The module with its representation beside its outputs."""
+        """The module, which returns its representation beside its outputs."""
         return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
-        """Refuse a network whose samples cannot be looked at one by one.
+        """Raise if the samples of a network cannot be processed one by one.
 
         Raises:
-            Refused: with the reason.
+            ConfigError: they cannot; the message says why.
         """
         what = ""
         if self.normalisers:

@@ -1,4 +1,4 @@
-"""Aggregators: one vector from the rows of a cohort. ``AGGREGATORS`` by kind."""
+"""Aggregators: combine the rows of a cohort into one vector. ``AGGREGATORS`` by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of aggregators, and of the steps on rows before them."""
+"""Base classes of aggregators, and of the transformations of rows before aggregation."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from fedloom.rows.context import Cohort
 from fedloom.values import Value
 
 Rows = Mapping[str, Tensor]
-"""Row per client of every upload field, ``{field: [m, .]}``."""
+"""Rows of every upload field, ``{field: [m, .]}``."""
 State = dict[str, Tensor]
-"""State of a rule between rounds, or {} without state."""
+"""State of a rule between rounds, or {} if the rule is stateless."""
 
 MIN_RULE_ROWS = 7
-"""Rows for a rule whose f = 1 needs more than m: 4 m + 7 suffice, since bulyan needs 4 f + 3."""
+"""Number of rows that every rule with f = 1 accepts: 4 m + 7 suffice, since bulyan needs 4 f + 3."""
 
 
 class ClipRows(Value):
-    """Scale a client's rows, all fields together, to a norm of at most `bound`, for fields that are differences."""
+    """Scale a client's row, all fields together, to a norm of at most `bound`.
+
+    Use it for fields that are differences.
+    """
 
     kind: Literal["clip"] = "clip"
     bound: float = Field(10.0, gt=0, description="largest norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
-        """Rows that m rows become."""
+        """Number of rows that m rows become."""
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -42,14 +45,14 @@ class ClipRows(Value):
 class Bucketing(Value):
     """Means of random groups of `s` rows, the last perhaps smaller (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
 
-    Means are weighted and a group has the weight of its members, so the weighted mean of all rows is kept.
+    A mean is weighted, and a group has the weight of its members, so the weighted mean of all rows does not change.
     """
 
     kind: Literal["bucketing"] = "bucketing"
     s: PositiveInt = Field(2, description="rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
-        """Rows that m rows become."""
+        """Number of rows that m rows become."""
         return -(-m // self.s)
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -64,19 +67,19 @@ class Bucketing(Value):
 
 
 class NNM(Value):
-    """Nearest-neighbour mixing: every row becomes the mean of its m - f nearest, itself included.
+    """Nearest-neighbor mixing: every row becomes the mean of its m - f nearest rows, itself included.
 
-    (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) Neighbours are those of the primary field.
+    (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) The primary field determines the neighbors.
     """
 
     kind: Literal["nnm"] = "nnm"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def rows(self, m: int) -> int:
-        """Rows that m rows become.
+        """Number of rows that m rows become.
 
         Raises:
-            ConfigError: f rows or fewer.
+            ConfigError: there are f rows or fewer.
         """
         if self.f >= m:
             raise ConfigError(
@@ -97,9 +100,9 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 
 
 class Aggregator(Value, ABC):
-    """One vector from the rows of a cohort. Rows must be finite.
+    """Rule that combines the rows of a cohort into one vector. Rows must be finite.
 
-    Its state is a dict of tensors, explicit and checkpointed. Empty where there is none.
+    Its state is an explicit dict of tensors that checkpoints contain. Empty for a stateless rule.
     """
 
     pre: tuple[Pre, ...] = Field((), description="transformations of the rows before the rule, in this order")
@@ -109,18 +112,18 @@ class Aggregator(Value, ABC):
 
     @property
     def linear(self) -> bool:
-        """The result is linear in the rows: a weighted mean and nothing else."""
+        """The result is linear in the rows: it is a weighted mean."""
         return False
 
     def init(self, ctx: Cohort) -> State:
-        """State before the first round."""
+        """Return the state before the first round."""
         return {}
 
     def check(self, m: int) -> None:
-        """Refuse a cohort of m rows that is too small for the rule (or too large to be computed).
+        """Raise if a cohort of m rows is too small for the rule, or too large to compute.
 
         Raises:
-            ConfigError: m is too small. The message has the least m.
+            ConfigError: m is too small. The message names the smallest m.
         """
         for step in self.pre:
             m = step.rows(m)
@@ -131,7 +134,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _with_value(self, error: ConfigError, m: int) -> ConfigError:
-        """The error with the largest number of attackers, or of rows that are used, by which m rows are enough."""
+        """Return the error, with the largest number of attackers (or of used rows) for which m rows suffice."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():
@@ -144,19 +147,19 @@ class Aggregator(Value, ABC):
 
     @property
     def needs_client(self) -> bool:
-        """Whether a certain client must be in every cohort."""
+        """True if a certain client must be in every cohort."""
         return False
 
     def check_cohort(self, ids: Tensor) -> None:
-        """Refuse the clients ``ids [m]`` of one round, where `check` refuses their number or one of them is missing.
+        """Raise if `check` rejects the number of a round's clients ``ids [m]``, or if a required client is missing.
 
         Raises:
-            ConfigError: the cohort is none that the rule can work on.
+            ConfigError: the rule cannot work on this cohort.
         """
         self.check(len(ids))
 
     def require(self, m: int) -> None:
-        """`check` for the m rows that arrive at the rule itself.
+        """Apply `check` to the m rows that reach the rule itself.
 
         Raises:
             ConfigError: too few rows for the rule, or too many subsets of them.
@@ -165,7 +168,7 @@ class Aggregator(Value, ABC):
     def adapted(self, m: int) -> Self:
         """Return the rule with defaults that m rows allow: f becomes 0 if its default needs more rows.
 
-        What even f = 0 does not allow, `check` refuses.
+        `check` rejects a cohort that is too small even for f = 0.
         """
         if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
@@ -188,14 +191,14 @@ class Aggregator(Value, ABC):
         """Aggregate every field. Return the aggregates and the new state.
 
         Args:
-            state: of the last round.
+            state: state after the last round.
             rows: {field: [m, .]}.
-            weights: [m, 1], nonnegative with a positive sum. Read only by rules that are `weighted`.
-            primary: the field that selection rules decide on.
-            ctx: ids of the rows and the server's generators.
+            weights: [m, 1], nonnegative with a positive sum. Only `weighted` rules read it.
+            primary: field on which selection rules decide.
+            ctx: client ids of the rows, and the server's generators.
 
         Returns:
-            {field: [.]} and the new state.
+            The aggregates {field: [.]} and the new state.
 
         Raises:
             ConfigError: too few rows for the rule (see `check`).
@@ -210,15 +213,15 @@ class Aggregator(Value, ABC):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Compute the rule itself. Arguments as `apply`.
+        """Apply the rule itself. Arguments as `apply`.
 
         Raises:
-            ConfigError: the cohort is none that the rule can work on.
+            ConfigError: the rule cannot work on this cohort.
         """
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Sum the rows of every field times coefficients ``[m, 1]``: the weighted mean where they sum to 1."""
+    """Sum the rows of every field times coefficients ``[m, 1]``, which is the weighted mean if they sum to 1."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 

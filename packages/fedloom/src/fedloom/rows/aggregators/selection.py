@@ -1,4 +1,4 @@
-"""Rules that decide once, on the primary field, which rows count how much, and apply that to every field."""
+"""Rules that weight rows once, by the primary field, and apply the weights to every field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ MOST_SUBSETS = 200_000
 
 
 class Krum(Aggregator):
-    """The row with the least score: the sum of squared distances to its m - f - 2 nearest others. Needs m >= 2f + 3.
+    """The row with the smallest score: the sum of squared distances to its m - f - 2 nearest other rows.
+
+    Needs m >= 2f + 3.
 
     (Blanchard et al., NeurIPS 2017, section 3.)
     """
@@ -37,10 +39,10 @@ class Krum(Aggregator):
 
 
 class MultiKrum(Aggregator):
-    """Weighted mean of the k rows with the least Krum scores. Needs m >= 2f + 3 and k <= m.
+    """Weighted mean of the k rows with the smallest Krum scores. Needs m >= 2f + 3 and k <= m.
 
-    (Blanchard et al., NeurIPS 2017, section 4.) Public codes differ: FLAME's has distances without the square, and k
-    = 5.
+    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ: FLAME's uses distances without the
+    square, and k = 5.
     """
 
     weighted: ClassVar[bool] = True
@@ -62,8 +64,8 @@ class MultiKrum(Aggregator):
 class Bulyan(Aggregator):
     """Krum m - 2f times without replacement, then per coordinate the mean of the m - 4f values nearest the median.
 
-    (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) Needs m >= 4f + 3. The first step is on the primary field,
-    the second in every field. When few rows are left, Krum scores count at least one neighbour.
+    (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) Needs m >= 4f + 3. The first step uses the primary field,
+    and the second step every field. If few rows are left, a Krum score counts at least one neighbor.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -84,10 +86,12 @@ class Bulyan(Aggregator):
 
 
 class MDA(Aggregator):
-    """Weighted mean of the m - f rows of least diameter, the largest distance between two of them. Needs m > 2f.
+    """Weighted mean of the m - f rows with the smallest diameter, which is the largest distance between two of them.
 
-    (Minimum diameter averaging: El Mhamdi, Guerraoui, Guirguis, Hoang and Rouault, PODC 2020, section 3.) Exact, by
-    trying all subsets, so refused where there are more than 200,000.
+    Needs m > 2f.
+
+    (Minimum diameter averaging: El Mhamdi, Guerraoui, Guirguis, Hoang and Rouault, PODC 2020, section 3.) The rule
+    tries all subsets, so it rejects cohorts with more than 200,000 subsets.
     """
 
     weighted: ClassVar[bool] = True
@@ -119,8 +123,8 @@ class FLTrust(Aggregator):
     """Rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with it.
 
     (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).)
-    In the paper the server trains x_0 on its own data. Here that is the client `root`, which must be in every cohort
-    and, as in the paper, does not count itself. If no cosine is positive the result is x_0. Rows are meant to be
+    In the paper the server trains x_0 on its own data. Here the client `root` provides x_0. It must be in every cohort
+    and, as in the paper, has no weight itself. If no cosine is positive, the result is x_0. Use it for rows that are
     differences.
     """
 
@@ -142,7 +146,7 @@ class FLTrust(Aggregator):
         return True
 
     def check_cohort(self, ids: Tensor) -> None:
-        """Refuse a cohort without the root."""
+        """Raise if the root is not in the cohort."""
         super().check_cohort(ids)
         if int((ids == self.root).sum()) != 1:
             raise ConfigError(
@@ -164,9 +168,9 @@ class FLTrust(Aggregator):
 
 
 def krum_order(far: Tensor, f: int) -> Tensor:
-    """Rows [m] by score, the sum of the m - f - 2 smallest distances (at least one) to others.
+    """Return scores of the rows [m]: the sum of the m - f - 2 smallest distances (at least one) to other rows.
 
-    Two rows that are nearest to each other have equal scores where one neighbour counts: the more central one comes
+    If one neighbor counts, two rows that are nearest to each other have equal scores. The more central row then comes
     first.
     """
     neighbours = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
@@ -175,7 +179,7 @@ def krum_order(far: Tensor, f: int) -> Tensor:
 
 
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Coefficients [m, 1] of the weighted mean of the chosen rows. Uniform if none of them has weight."""
+    """Return coefficients [m, 1] of the weighted mean of the chosen rows. Uniform if no chosen row has weight."""
     member = torch.zeros_like(weights).index_fill(0, chosen, 1)
     mass = member * weights
     mass = mass if mass.sum() > 0 else member

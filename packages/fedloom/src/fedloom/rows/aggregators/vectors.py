@@ -1,4 +1,4 @@
-"""Rules that treat every field by itself: the mean, coordinate rules and centres of whole vectors."""
+"""Rules that treat each field separately: the mean, coordinate-wise rules, and centers of whole vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightedMean(Aggregator):
 
     @property
     def linear(self) -> bool:
-        """True without steps before it."""
+        """True if no transformation comes before it."""
         return not self.pre
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
@@ -31,7 +31,10 @@ class WeightedMean(Aggregator):
 
 
 class Median(Aggregator):
-    """Median of every coordinate, the mean of the middle two if m is even (Yin et al., ICML 2018, Definition 1)."""
+    """Median of every coordinate.
+
+    If m is even, it is the mean of the middle two (Yin et al., ICML 2018, Definition 1).
+    """
 
     kind: Literal["median"] = "median"
 
@@ -53,10 +56,10 @@ class TrimmedMean(Aggregator):
 
 
 class GeometricMedian(Aggregator):
-    """Minimiser of sum w_i ||x - x_i||, by the smoothed Weiszfeld method from the mean.
+    """Minimizer of sum w_i ||x - x_i||, by the smoothed Weiszfeld method from the mean.
 
-    (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, Algorithm 2: b_i = w_i / max(nu, ||x - x_i||), then x = sum b_i
-    x_i / sum b_i; the paper runs 3 iterations.) Each field has its own.
+    (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, Algorithm 2: b_i = w_i / max(nu, ||x - x_i||), then x = sum b_i x_i
+    / sum b_i; the paper runs 3 iterations.) Each field is computed separately.
     """
 
     weighted: ClassVar[bool] = True
@@ -83,8 +86,8 @@ class GeometricMedian(Aggregator):
 class CenteredClipping(Aggregator):
     """v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||) from the last aggregate v.
 
-    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state is v of each field. Before the first round it is the
-    coordinate median of the rows, where the paper starts at 0, so that fields need not be differences.
+    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v of each field. Before the first round v is
+    the coordinate median of the rows. The paper starts at 0, which requires differences.
     """
 
     weighted: ClassVar[bool] = True
@@ -105,6 +108,6 @@ class CenteredClipping(Aggregator):
 
 
 def median(rows: Tensor) -> Tensor:
-    """Coordinate median [d] of rows [m, d]."""
+    """Return the coordinate median [d] of rows [m, d]."""
     ordered, m = rows.sort(0).values, len(rows)
     return torch.lerp(ordered[(m - 1) // 2], ordered[m // 2], 0.5)

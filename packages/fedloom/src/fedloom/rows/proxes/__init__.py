@@ -1,4 +1,4 @@
-"""Functions with their prox: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` by kind."""
+"""Functions with a prox: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` by kind."""
 
 from __future__ import annotations
 

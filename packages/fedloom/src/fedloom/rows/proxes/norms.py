@@ -111,7 +111,7 @@ class GroupL1(Value):
         return v * _shrink_factor(lengths, self.c * t * scale)[..., ids]
 
     def _groups(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms [..., G] of the groups, their s_g [G], and the group [d] of each scalar."""
+        """Return norms [..., G] of the groups, their s_g [G], and the group [d] of each scalar."""
         sizes = torch.tensor(self._sizes(x.shape[-1], layout), device=x.device)
         ids = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
         squares = x.new_zeros((*x.shape[:-1], len(sizes))).index_add(-1, ids, x.square())
@@ -128,5 +128,5 @@ class GroupL1(Value):
 
 
 def _shrink_factor(lengths: Tensor, t: Scalar) -> Tensor:
-    """max(1 - t / length, 0), 1 at length 0. NaN stays NaN."""
+    """Return max(1 - t / length, 0), which is 1 at length 0. NaN stays NaN."""
     return torch.where(lengths > 0, 1 - t / lengths, 1 + lengths).clamp_min(0)

@@ -1,6 +1,6 @@
-"""Closed convex sets: f is 0 in the set and infinite outside, so the prox is the projection, whatever t is.
+"""Closed convex sets: f is 0 in the set and infinite outside, so the prox is the projection for every t.
 
-`f` counts a point as inside when its projection is within rounding of it (sqrt(eps) of its length).
+`f` counts a point as inside if its projection differs only by rounding (sqrt(eps) of its length).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedloom.values import Value
 
 
 class ConvexSet(Value, ABC):
-    """The indicator of a set, 0 inside and infinite outside. Its prox is the projection, whatever t."""
+    """The indicator function of a set, 0 inside and infinite outside. Its prox is the projection, for every t."""
 
     convex: ClassVar[bool] = True
 
@@ -37,7 +37,7 @@ class ConvexSet(Value, ABC):
 
 
 class Box(ConvexSet):
-    """{lower <= x <= upper} in every coordinate. None is no bound (Parikh and Boyd, 6.2.4)."""
+    """{lower <= x <= upper} in every coordinate. None means no bound (Parikh and Boyd, 6.2.4)."""
 
     kind: Literal["box"] = "box"
     lower: float | None = Field(-1.0, description="smallest value")
@@ -143,7 +143,7 @@ class Affine(ConvexSet):
 
 
 def indicator(x: Tensor, nearest: Tensor) -> Tensor:
-    """0 where x is its own projection to rounding, else infinite: [m, 1] of [m, d], a scalar of [d]."""
+    """Return 0 where x equals its projection up to rounding, else infinity: [m, 1] for [m, d], a scalar for [d]."""
     inside = total((x - nearest).square()) <= torch.finfo(x.dtype).eps * (1 + total(x.square()))
     return torch.where(inside, 0.0, torch.inf).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Matrix functions: each acts on the matrix view of every layer and leaves parameters of one dimension alone."""
+"""Matrix functions: each acts on the matrix view of every layer, and leaves parameters with one dimension unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.values import Value
 
 
 class Nuclear(Value):
-    """f(x) = c sum over layers of ||W||_*, the sum of singular values. The prox is SVT, S_{c t} of each of them.
+    """f(x) = c sum over layers of ||W||_*, the sum of singular values. The prox is SVT: S_{c t} of each singular value.
 
     (Cai, Candes and Shen, SIAM J. Optim. 2010, Theorem 2.1; FedSLR, section 3: the threshold is lambda eta_g per layer,
     a convolution [o, i, k, k] is the matrix [o k, i k].) Needs the layout.

@@ -53,14 +53,16 @@ Part = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROX_PAR
 
 
 class Total(Value):
-    """f = f_1 + ... + f_k.
+    """The sum f = f_1 + ... + f_k.
 
-    Squared l2 norms are exact with anything: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t / (1 + 2 c t).
-    Also exact are l1 norms with l2 or group l1, the prox of the l1 norm first (Yu, NeurIPS 2013), and with a box. All
-    else is the parallel Dykstra-like method (Combettes and Pesquet, Proximal Splitting Methods in Signal Processing,
-    2011, Algorithm 10.31), that is gradient steps on the dual, with momentum (Beck and Teboulle, 2009) and restarts
-    (O'Donoghue and Candes, 2015), until the parts agree: then v - x is t times a sum of subgradients, up to the
-    tolerance. A row that has arrived stays, so rows do not depend on each other.
+    A squared l2 norm can be combined exactly with any g: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t / (1 +
+    2 c t).
+    An l1 norm can be combined exactly with l2 or group l1, applying the prox of the l1 norm first (Yu, NeurIPS 2013),
+    and with a box. All other sums use the parallel Dykstra-like method (Combettes and Pesquet, Proximal Splitting
+    Methods in Signal Processing, 2011, Algorithm 10.31). It takes gradient steps on the dual, with momentum (Beck and
+    Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the parts agree: v - x is then t times a sum of
+    subgradients, up to the tolerance. A row that has converged does not change any more, so rows do not depend on each
+    other.
 
     Raises:
         ConfigError: the parts did not agree within the iterations, as when their sets do not meet.
@@ -85,12 +87,12 @@ class Total(Value):
 
     @property
     def convex(self) -> bool:
-        """Whether every part is convex."""
+        """True if every part is convex."""
         return all(p.convex for p in self._functions)
 
     @property
     def makes(self) -> Form:
-        """The form of the first part that makes one."""
+        """Form of the first part that has one."""
         return next((form for form in map(made_by, self.parts) if form != "dense"), "dense")
 
     @property
@@ -101,7 +103,10 @@ class Total(Value):
         return torch.stack([self._value(p, x, layout) for p in self._functions]).sum(0)
 
     def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
-        """f_i at x, where that is infinite, at the nearest point of its set, if that is within the tolerance."""
+        """Return f_i at x.
+
+        If f_i(x) is infinite, use the nearest point of its set, if the point is within the tolerance.
+        """
         value = part.f(x, layout)
         if not value.isinf().any():
             return value

@@ -109,7 +109,7 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes) -> DataError:
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
-    """Whether numbers have a decimal comma: some columns are numbers with it that are none without.
+    """Return whether numbers have a decimal comma: some columns are numbers with it that are none without.
 
     Commas before three digits, as in 1,000, are none where commas part cells, or other numbers have a point.
     """

@@ -200,7 +200,7 @@ class DesignReading:
 
     @property
     def _dates(self) -> bool:
-        """Whether rows came at dates, not at numbers."""
+        """True if rows came at dates, not at numbers."""
         numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 

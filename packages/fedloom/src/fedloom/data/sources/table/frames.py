@@ -18,7 +18,7 @@ def class_names(obj: Any, column: Any) -> tuple[str, ...]:
 
 
 def is_hub(obj: object) -> bool:
-    """Whether it is a data set of the Hugging Face hub."""
+    """Return whether it is a data set of the Hugging Face hub."""
     return hasattr(obj, "column_names") and hasattr(obj, "features")
 
 
@@ -32,7 +32,7 @@ def is_frame(obj: Any) -> bool:
 
 
 def _is_arrow(obj: Any) -> bool:
-    """Whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
+    """Return whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 

@@ -232,7 +232,7 @@ class _Reading:
 
     @property
     def numeric_label(self) -> bool:
-        """Whether the label is a number, not a class."""
+        """True if the label is a number, not a class."""
         return self.task not in (*CLASS_TASKS, "auto")
 
     def add(self, piece: Piece) -> None:

@@ -59,7 +59,7 @@ class Speed(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
+        """True if other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
         return self.other_cores > MAX_FOREIGN_CORES
 
 

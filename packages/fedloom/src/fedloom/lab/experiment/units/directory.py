@@ -166,7 +166,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Whether a run of so many rounds has come to its end in a folder."""
+    """Return whether a run of so many rounds has come to its end in a folder."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

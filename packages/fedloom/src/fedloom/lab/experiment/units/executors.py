@@ -21,7 +21,7 @@ class Future(Protocol):
     """What an executor returns for a call."""
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return whether the call has ended."""
         ...
 
     def result(self) -> Any:
@@ -150,7 +150,7 @@ class _Wanting:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
 
     def sends(self, worker: str) -> bool:
-        """Whether the next unit carries the data, since this worker has none."""
+        """Return whether the next unit carries the data, since this worker has none."""
         self._lacking.add(worker)
         self._lacking -= self._having
         sends = self._under_way < len(self._lacking)

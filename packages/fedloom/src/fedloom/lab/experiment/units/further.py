@@ -92,7 +92,7 @@ class FurtherRuns:
         return WorkUnit(name, self._out / WORK_FOLDER / name / "done")
 
     def is_last(self, k: int) -> bool:
-        """Whether a unit is the last one of its analysis and run."""
+        """Return whether a unit is the last one of its analysis and run."""
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
     def write(self, rows_by_unit: Sequence[pa.Table]) -> None:

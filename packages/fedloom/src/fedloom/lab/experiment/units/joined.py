@@ -56,7 +56,7 @@ class JoinedWork:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a process has prepared the directory already."""
+        """True if a process has prepared the directory already."""
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:
@@ -138,7 +138,7 @@ class JoinedWork:
         return None
 
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Whether work on a unit came to its end. The user stopped it otherwise."""
+        """Return whether work on a unit came to its end. The user stopped it otherwise."""
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -170,7 +170,7 @@ class JoinedWork:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_on(self) -> bool:
-        """Whether the session that this process joined goes on."""
+        """Return whether the session that this process joined goes on."""
         return self._read_token() == self._token
 
     def _read_token(self) -> bytes | None:

@@ -67,7 +67,7 @@ class TestedDifference(NamedTuple):
 
     @property
     def testable(self) -> bool:
-        """Whether there are seeds enough for a test."""
+        """True if there are seeds enough for a test."""
         return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
