@@ -133,7 +133,7 @@ def test_words_of_cells_say_how_far_they_are() -> None:
         heart, {"all": {"fedavg: global: accuracy/client-0": {"42": 0.7308, "43": 0.7308}}}, compare=True
     )
     named = {
-        gap: name_cell(heart, replace(cell, mean=0.7308 + gap, verdict="above (...)")) for gap in (4e-5, 0.019, 0.03)
+        gap: name_cell(heart, replace(cell, mean=0.7308 + gap, verdict="above (...)")) for gap in (4e-5, 0.009, 0.03)
     }
     assert [*named.values()] == [CellWord.EXACT, CellWord.CLOSE, CellWord.OPEN]
     assert name_cell(heart, replace(cell, mean=0.77, verdict="within (...)")) is CellWord.SPREAD

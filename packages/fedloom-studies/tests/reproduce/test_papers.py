@@ -189,8 +189,21 @@ def test_no_sentence_on_why_types_a_number() -> None:
         r"the L1 norm|alpha [\d.]+|500 clients|CIFAR-100?\b"
     )
     for sheet in sheets():
-        assert sheet.why
-        assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", sheet.why))), sheet.name
+        for text in (sheet.why, sheet.objection):
+            assert text
+            assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", text))), sheet.name
+
+
+def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
+    text = generated()
+    for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
+        (line,) = [line for line in part.splitlines() if line.startswith("**What its author could still object to:**")]
+        (count, asked) = map(int, re.findall(r"(\d+) of (\d+) asked claims (?:is|are) open\.$", line)[0])
+        cells = re.findall(
+            r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not asked\))", part.split("| claim |")[1].split("</div>")[0]
+        )
+        assert len(cells) == asked, sheet.name
+        assert len([mark for mark in cells if mark not in ("holds", "fails")]) == count, sheet.name
 
 
 def as_run(recipe: Recipe, **changes: object) -> RecipeSummary:

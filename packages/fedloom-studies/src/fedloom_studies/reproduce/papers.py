@@ -44,7 +44,8 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with grids of equal size for every method. [How claims are judged](#how-claims-are-judged).
+with grids of equal size for every method. [How claims are judged](#how-claims-are-judged). Another page repeats
+[tables of others](others.md).
 """
 CLOSING_TEXT = """\
 The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
@@ -88,6 +89,7 @@ class Sheet(Value):
     claims: str = Field("", description="the paper's idea, in one line of plain words")
     number: str = Field("", description="first words of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
+    objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
     beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes made after a table had been seen")
     anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
@@ -174,7 +176,7 @@ def _section(
         yield f"| {row.text} | {beside} | {show_mark(published)} | {show_mark(fair)} |"
     yield from ("", "</div>", "")
     reason = fill_numbers(sheet.why, recipes, summaries)
-    for paragraph in (reason, sheet.beside):
+    for paragraph in (reason, _objection(sheet, cells, recipes, summaries), sheet.beside):
         if paragraph:
             yield from (paragraph, "")
     yield from _less(cells, recipes, summaries)
@@ -202,6 +204,19 @@ def _section(
         came_out = ", in another regime" if far else _verdicts(one, summary)
         yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
+
+
+def _objection(
+    sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
+) -> str:
+    """Render what the author could still object to, with the number of claims that are open."""
+    if not sheet.objection:
+        return ""
+    asked = [cell for pair in cells for cell in pair if cell.is_asked]
+    undecided = [cell for cell in asked if cell.verdict not in (looks.HOLDS, looks.FAILS)]
+    count = f"{len(undecided)} of {len(asked)} asked claims {'is' if len(undecided) == 1 else 'are'} open."
+    text = fill_numbers(sheet.objection, recipes, summaries)
+    return f"**What its author could still object to:** {text} {count}"
 
 
 def _less(
