@@ -15,6 +15,8 @@ from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
 
 Floats = NDArray[np.float64]
+MAX_ROW_SHARE = 0.5
+"""Largest share of one row in the weights of a client's rows, where rules protect rows."""
 NARROWEST_RANGE = 1e-9
 """Width of a range at least, so that a column that is the same everywhere can be divided by it."""
 
@@ -26,11 +28,13 @@ class DesignColumns(NamedTuple):
         x: columns of the regression ``[N, p]``.
         y: targets ``[N, k]``.
         left_out: further rows, with a missing cell or a number beyond the agreed range.
+        rows: places of these rows ``[N]`` among those of the client.
     """
 
     x: Floats
     y: Floats
     left_out: int
+    rows: Tensor
 
 
 def require_columns(schema: Schema, what: str) -> None:
@@ -68,7 +72,25 @@ def design_of(client: ClientRows, terms: AnalysisTerms) -> DesignColumns:
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = ranges_of(terms.schema)
     inside = ((x >= low) & (x <= high)).all(1)
-    return DesignColumns(x[inside], y[inside], len(client) - int(inside.sum()))
+    for target, pair in zip(y.T, terms.schema.target_ranges, strict=True):
+        if pair is not None:
+            inside &= (target >= pair[0]) & (target <= pair[1])
+    rows = whole.nonzero().flatten()[torch.from_numpy(inside)]
+    return DesignColumns(x[inside], y[inside], len(client) - int(inside.sum()), rows)
+
+
+def outweighs(*weights: Floats) -> bool:
+    """Return whether one of several rows has more than half of some weights ``[N]``: sums are mostly this row's then.
+
+    A number that is not finite counts as such a row.
+    """
+    for some in weights:
+        total = float(some.sum())
+        if len(some) > 1 and not float(some.max(initial=0.0)) <= MAX_ROW_SHARE * total and total > 0:
+            return True
+        if not np.isfinite(total):
+            return True
+    return False
 
 
 def triangle(matrices: Floats) -> Floats:

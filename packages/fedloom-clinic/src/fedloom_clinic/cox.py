@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.errors import DataError, Refused
+from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
 from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import (
@@ -30,7 +30,18 @@ from fedloom.tasks.cox_vectors import (
 )
 from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
-from fedloom_clinic.columns import Floats, design_of, names_of, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.cells import merges
+from fedloom_clinic.columns import (
+    MAX_ROW_SHARE,
+    Floats,
+    design_of,
+    names_of,
+    ranges_of,
+    require_columns,
+    square,
+    tensor,
+    triangle,
+)
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -57,6 +68,9 @@ class Cox(ScriptedAnalysis):
         "spreads": {"centre": 1},
         "risk": {"beta": 1, "centre": 1, "spread": 1, "times": 1},
     }
+
+    retried: ClassVar = ("step", "risk")
+    suppresses: ClassVar[bool] = True
 
     width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
@@ -97,6 +111,31 @@ class Cox(ScriptedAnalysis):
                 f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}; leave it out"
             )
         require_columns(schema, "a Cox regression")
+
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        if self.shows_rows or (not self.stratify and self.until is None):
+            raise ConfigError("sites of the analysis cox agree on time bins: give width and until, or stratify = true")
+        super().check_sites(schema, masked=masked)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return ("means", "spreads", "risk") if self.shows_rows else ("step",)
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        columns = len(ranges_of(terms.schema)[0])
+        if question.name in self.retried and len(question.values["beta"]) != columns:
+            raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
+        if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
+            raise Refused(
+                "the time bins of a question are those that the sites have agreed on and merged, and no others"
+            )
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        design = design_of(client, terms)
+        if self.shows_rows:
+            return client.select(design.rows)
+        vectors = SiteVectors(SurvivalSite(design.x, *design.y.T), self._merged(terms), design.left_out)
+        return client.select(design.rows if vectors.rows else design.rows[:0])
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         site = _site_of(client, terms)
@@ -163,8 +202,11 @@ class Cox(ScriptedAnalysis):
                                 sums.deaths, sums.total)  # fmt: skip
             return answer if bool(answer.isfinite().all()) else None
         agreed = self._merged(terms)
+        vectors = SiteVectors(site, agreed, design.left_out)
+        if merges(terms.rules) and len(site.time) > 1 and not vectors.largest_share(values["beta"]) <= MAX_ROW_SHARE:
+            return None
         try:
-            vector = SiteVectors(site, agreed, design.left_out).at(values["beta"]).view(np.int64)
+            vector = vectors.at(values["beta"]).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))

@@ -16,11 +16,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.errors import DataError, Refused
+from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.tasks.cox import newton
 from fedloom.tasks.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
-from fedloom_clinic.columns import design_of, names_of, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.cells import merges
+from fedloom_clinic.columns import design_of, names_of, outweighs, ranges_of, require_columns, square, tensor, triangle
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -41,6 +42,8 @@ class Glm(ScriptedAnalysis):
         "spreads": {"centre": 1},
         "step": {"beta": 1, "centre": 1, "spread": 1},
     }
+
+    retried: ClassVar = ("step",)
 
     by_site: bool = Field(False, description="an intercept for every client; clients then show sums of their own rows")
 
@@ -71,6 +74,23 @@ class Glm(ScriptedAnalysis):
                 f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}; {cure}"
             )
         require_columns(schema, "a regression")
+
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        super().check_sites(schema, masked=masked)
+        if schema.task != "binary" and schema.target_ranges[0] is None:
+            raise ConfigError("sites of the analysis glm agree on target_range = [LOWEST, HIGHEST] in the agreement")
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        numbers = len(ranges_of(terms.schema)[0]) + 1
+        wanted = {"beta": self._intercepts(terms) + numbers - 1, "centre": numbers, "spread": numbers}
+        for name, value in question.values.items():
+            if len(value) != wanted[name]:
+                raise Refused(f"{name} of a question has {wanted[name]} numbers, got {len(value)}")
+        if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
+            raise Refused("spreads of a question are above 0")
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(design_of(client, terms).rows)
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
         fit = self._fit(ask, terms)
@@ -125,11 +145,25 @@ class Glm(ScriptedAnalysis):
         ones = np.zeros((len(y), self._intercepts(terms)))
         ones[:, client.place if self.by_site else 0] = 1
         with np.errstate(over="ignore", invalid="ignore"):
+            if merges(terms.rules) and self._is_dominated(
+                np.hstack([ones, standard[:, :-1]]), y, values["beta"], terms
+            ):
+                return None
             here = glm_sums(
                 GlmSite(np.hstack([ones, standard[:, :-1]]), y), values["beta"], FAMILY_OF_TASK[terms.schema.task]
             )
             answer = tensor(here.value, y @ y, here.gradient, triangle(here.information))
         return answer if bool(answer.isfinite().all()) else None
+
+    @staticmethod
+    def _is_dominated(x: Floats, y: Floats, beta: Floats, terms: AnalysisTerms) -> bool:
+        """Whether one row has most of the information, or of the residuals. No coefficients single out a linear row."""
+        family = FAMILY_OF_TASK[terms.schema.task]
+        _, mean, variance, _ = GLM_FAMILIES[family]
+        eta = x @ beta
+        if family == "linear":
+            return False
+        return outweighs(variance(eta), *((np.abs(y - mean(eta)),) if family == "logistic" else ()))
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> GlmFit:
         names, first, family = names_of(terms.schema), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]

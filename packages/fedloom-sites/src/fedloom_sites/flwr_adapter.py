@@ -77,7 +77,7 @@ if not TYPE_CHECKING:
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Records as the bytes in which Flower sends them."""
+    """Encode records as the bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -85,7 +85,7 @@ def encode_records(records: RecordDict) -> bytes:
 
 
 def decode_records(message: bytes) -> RecordDict:
-    """The records in bytes of `encode_records`."""
+    """Decode the bytes of `encode_records`."""
     from flwr.common.serde import recorddict_from_proto
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -93,7 +93,7 @@ def decode_records(message: bytes) -> RecordDict:
 
 
 def task_program() -> ModuleType:
-    """The module of the program that runs a site's tasks, whose functions `pinned` replaces."""
+    """Import the module of the program that runs a site's tasks. `pinned` replaces its functions."""
     from flwr.supernode.runtime import run_clientapp
 
     return run_clientapp
@@ -105,10 +105,10 @@ def set_message_id(message: Message, id_: str) -> None:
 
 
 def connection_of(grid: Grid) -> Any:
-    """The connection of a grid to Flower's server. None where it has none, as in one process."""
+    """Return the connection of a grid to Flower's server. None if it has no connection, as in one process."""
     return getattr(grid, "_runtime_client", None)
 
 
 def mods_of(app: ClientApp) -> list[Any]:
-    """The mods of a client app."""
+    """Return the mods of a client app."""
     return [*getattr(app, "_mods", ())]

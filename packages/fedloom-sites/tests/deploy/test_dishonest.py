@@ -21,7 +21,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 from fedloom.errors import Stop
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.cox import CoxStep
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
@@ -340,14 +339,13 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
 
 
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
-STEP = SCORES.with_(scored=-1, question=AnalysisStep.of("cox", 0, CoxStep(step=0, beta=(0.5,)).encode()))
+STEP = SCORES.with_(scored=-1, question=AnalysisStep.of("regression", 0, b"0.5"))
 WRONG: dict[str, tuple[Terms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "of an analysis must ask nothing else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "of an analysis must ask nothing else"),
     "an analysis that is called uploads": (
         STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis cannot be called uploads"
     ),
-    "a step with a model": (STEP.with_(models=("0" * 64,)), "of an analysis must ask nothing else"),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
     "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),

@@ -158,7 +158,7 @@ class Generated:
         """The next message: its kind, its arrays and fields of its head; ``last`` is what the site answered last."""
         draw, kinds = self._draw, ("keys", "shares", "masked", "tally", "agree", "count", "unmask", "open", "score")
         if draw.random() < 0.15:
-            kind = draw.choice((*kinds, "hello", "train", "ask", "fitted", "cox"))
+            kind = draw.choice((*kinds, "hello", "train", "ask", "result", "analysis"))
             arrays = [draw.bytes(draw.choice((0, 1, 68, 2000))) for _ in range(draw.below(0, 4))]
             return kind, arrays, {"session": self._nonce, "round": draw.below(-1, 6)}
         return self._step(last)

@@ -103,7 +103,7 @@ class Federation:
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
-            question=AnalysisStep.of("cox", t, b"") if kind == "cox" else None,
+            question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
         counted = kind != "scores"
@@ -180,7 +180,7 @@ def member_of(site: Site) -> SessionMember:
     return SessionMember(site, signing_key_of(site.client), site.folder)
 
 
-KINDS = ("uploads", "uploads", "scores", "cox")
+KINDS = ("uploads", "uploads", "scores", "sums")
 
 
 @pytest.mark.parametrize("seed", range(4))

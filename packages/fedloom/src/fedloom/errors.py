@@ -148,7 +148,7 @@ def _toml(value: str) -> str:
 
 
 def _options(value: str) -> str:
-    """The lines of a table that a value, a name of a kind or a dictionary, stands for."""
+    """Write the lines of a table that a value, a name of a kind or a dictionary, stands for."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
@@ -181,14 +181,14 @@ class ConfigError(FedloomError, ValueError):
         super().__init__(f"{message}; {worded(fix)}" if fix else message)
 
     def refixed(self, fix: str) -> Self:
-        """The same error with another fix."""
+        """Return the same error with another fix."""
         error, message = copy(self), str(self)
         error.args = (f"{message.removesuffix(worded(self.fix))}{worded(fix)}",)
         error.fix = fix
         return error
 
     def placed(self, where: str) -> Self:
-        """The same error with the place where it was found before its message."""
+        """Return the same error with the place where it was found before its message."""
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error

@@ -48,6 +48,7 @@ METRICS = {
     "balanced_accuracy": Metric("Balanced accuracy", "%", 100.0, bounds=SHARE_BOUNDS),
     "macro_f1": Metric("Macro F1", bounds=SHARE_BOUNDS),
     "macro_precision": Metric("Macro precision", bounds=SHARE_BOUNDS),
+    "attack_success": Metric("Attack success", "%", 100.0, higher=False, bounds=SHARE_BOUNDS),
     "recall": Metric("Recall", bounds=SHARE_BOUNDS),
     "precision": Metric("Precision", bounds=SHARE_BOUNDS),
     "auroc": Metric("AUROC", bounds=SHARE_BOUNDS),

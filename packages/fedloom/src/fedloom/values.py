@@ -334,7 +334,7 @@ def _sentence(
 
 
 def _shortened(description: str) -> str:
-    """The description of an option up to its first colon or semicolon. Where it is long."""
+    """Shorten a long description of an option to its part before the first colon or semicolon."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 

@@ -448,3 +448,31 @@ def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], **SHORT)
     assert "not tested (fewer than five seeds)" in repr(found)
     assert set(found.to_pandas().status) == {"done"}
+
+
+def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(tmp_path: Path) -> None:
+    backdoor = {"kind": "backdoor", "size": 2, "target": "7"}
+    methods = {
+        "clean": {"algorithm": "fedavg", "attack": {**backdoor, "fraction": 0.0}},
+        "attacked": {"algorithm": "fedavg", "attack": {**backdoor, "fraction": 0.34}},
+        "apart": {"algorithm": "fedavg", "attack": {"kind": "none"}},
+    }
+    common = {"kind": "sign-flip", "fraction": 0.5}
+    options: Any = {"partition": fl.partitions.iid(clients=6), "rounds": 2, "seeds": range(1), "progress": False}
+    got = fl.compare(methods, "digits", folder=tmp_path / "run", attack=common, **options)
+    attackers = set(got["attacked", 0].job.attackers.tolist())
+    benign = [i for i in range(6) if i not in attackers]
+    assert len(benign) == 4
+    rows = {row["method"]: row for row in got.table().to_pylist()}
+    for label in methods:
+        values = got[label, 0].final("global", "accuracy")[benign]
+        sizes = got[label, 0].job.eval_fed.sizes("test")[benign]
+        assert rows[label]["accuracy"] == pytest.approx(float(values.nanmean()))
+        assert rows[label]["accuracy_weighted"] == pytest.approx(float((values * sizes).sum() / sizes.sum()))
+    assert got["apart", 0].job.setting.attack is None
+    again = fl.compare(methods, "digits", folder=tmp_path / "run", attack=common, **options)
+    assert again.table().equals(got.table())
+    settings = tomllib.loads((tmp_path / "run" / "experiment.toml").read_text())
+    assert settings["attack"]["kind"] == "sign-flip"
+    assert [method["attack"]["kind"] for method in settings["method"]] == ["backdoor", "backdoor", "none"]
+    assert "2 of 6 clients attack (sign-flip, backdoor" in got.report().read_text()

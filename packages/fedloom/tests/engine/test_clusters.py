@@ -78,7 +78,7 @@ def test_refused_where_they_cannot_be(fed: Federation) -> None:
 
 
 def test_a_check_trains_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engine.setup.cluster_shares", None)
+    monkeypatch.setattr("fedloom.engine.setup.problems.cluster_shares", None)
     check(Setting.create("flame", model="mlp", weights="clusters-2"), fed)
 
 

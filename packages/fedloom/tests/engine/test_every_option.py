@@ -31,6 +31,7 @@ LOCAL = {"lr": 0.1, "batch_size": 4}
 SMALL = MLP(hidden=(40, 40))
 TRACE = ((1, 1, 1, 0, 0, 1, 1, 0, 1, 1), (0, 1, 1, 1, 1, 1, 0, 1, 1, 0))
 GIVEN: dict[str, list[Any]] = {
+    "columns": [{"age": 1.0}],
     "layers": [("4",)],
     "gap": [-2.0],
     "head": [("fc2", "head")],

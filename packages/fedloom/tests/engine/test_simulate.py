@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -46,8 +47,9 @@ from fedloom.choose import (
     UniformWeigher,
 )
 from fedloom.data import load
+from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Clusters, Dirichlet, Iid
+from fedloom.data.partitions import Clusters, Dirichlet, Iid, Writers
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.engine.setup import check, make_job
@@ -57,7 +59,7 @@ from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP, Dropout, spec_of
 from fedloom.rows.aggregators import FLTrust, GeometricMedian, Krum, Median, PrivateMean
-from fedloom.rows.attacks import ATTACKS, Attack, FlippedLabels, Forgery, Gaussian, SameValue
+from fedloom.rows.attacks import ATTACKS, Attack, Backdoor, FlippedLabels, Forgery, Gaussian, SameValue
 from fedloom.rows.channels import CHANNELS
 from fedloom.tasks import task_of
 from fedloom.testing.federate import ReferenceFederation as Plain
@@ -457,6 +459,45 @@ def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
     choices: dict[str, Any] = {"weights": "clusters-2"} if ATTACKS[kind].disguises else {}
     quiet = run(fed, rounds=1, attack=ATTACKS[kind](fraction=0.0), **choices)
     assert torch.equal(quiet.models.rows("global"), run(fed, rounds=1, **choices).models.rows("global"))
+
+
+def test_the_success_of_a_backdoor_is_the_share_of_marked_test_samples_that_become_the_target(fed: Federation) -> None:
+    attack = Backdoor(fraction=0.5, target=3, size=2)
+    data = fed.data
+    shift, scale = (0.0 if v is None else float(v) for v in (data.mean, data.std))
+    result = run(fed, rounds=8, attack=attack)
+    reached = result.final("global", "attack_success")
+    for i in range(fed.n):
+        x, y = fed.fetch(fed.indices("test", i)).clone(), fed.data.y[fed.indices("test", i)]
+        x[..., -2:, -2:] = (attack.value - shift) / (scale or 1.0)
+        taken = result.models.module("global")(x[y != 3]).argmax(1) == 3
+        assert float(reached[i]) == pytest.approx(float(taken.double().mean()), nan_ok=True)
+    benign = ~result.job.malicious
+    assert float(reached[benign].nanmean()) > 0.9
+    quiet, clean = run(fed, rounds=8, attack=Backdoor(fraction=0.0, target=3, size=2)), run(fed, rounds=8)
+    assert float(quiet.final("global", "attack_success").nanmean()) < 0.3
+    added = pa.array(["attack_success" not in name for name in quiet.table()["metric"].to_pylist()])
+    assert same(quiet.table().filter(added), clean.table())
+
+
+def test_the_trigger_of_a_table_is_written_before_each_client_scales_its_columns() -> None:
+    rng = np.random.default_rng(0)
+    frame = {"age": rng.normal(60, 10, 300), "lab": rng.normal(1, 0.2, 300), "ill": rng.integers(0, 2, 300)}
+    table = pa.table({**frame, "site": np.arange(300) % 3})
+    federation = Writers()(Dataset.create(table, target="ill", users="site"), seed=0)
+    attack = Backdoor(fraction=0.34, target="0", columns={"lab": 9.0})
+    got = simulate("fedavg", federation, rounds=1, attack=attack).job
+    for i in range(3):
+        lab = frame["lab"][federation.indices("train", i)]
+        for part, features in (("triggered test", got.eval_fed), ("train", got.fed)):
+            x = features.fetch(features.indices(part, i))[:, 1]
+            marked = (9.0 - lab.mean()) / lab.std()
+            assert float((x - marked).abs().min()) < 1e-3 * marked or (part == "train" and i not in got.attackers)
+        ill = federation.data.y[federation.indices("test", i)]
+        assert len(got.eval_fed.indices("triggered test", i)) == int((ill == 1).sum())
+    marked = (got.fed.data.x[:300] != got.eval_fed.data.x[:300]).any(1)
+    assert int(marked.sum()) == round(attack.share * int(federation.sizes("train")[got.attackers].sum()))
+    assert bool((got.fed.data.y[:300][marked] == 0).all())
 
 
 @pytest.mark.parametrize("attack", [Gaussian, FlippedLabels])

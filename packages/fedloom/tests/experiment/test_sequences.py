@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.engine.clients.forging import poisoned
+from fedloom.engine.clients.poisoning import poisoned
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.lab.cli import app

@@ -87,6 +87,7 @@ class Problem:
 
         self.start, self.x, self.rows = 0.5 * draw(M, self.d), draw(self.d), draw(M, self.d)
         self.mu = torch.rand(M, 1, generator=g, dtype=torch.float64).to(dtype)
+        self.strengths = {"d": self.x.abs(), "md": self.rows.abs()}
         self.masks = {"d": draw(self.d) > 0, "md": draw(M, self.d) > 0}
 
     def oracle(self, name: str) -> Network:
@@ -104,7 +105,8 @@ class Problem:
         def some(v: Tensor | None) -> Tensor | None:
             return v if v is None or v.dim() == 1 else v[chosen]
 
-        mus = {"number": 0.7, "rows": self.mu[chosen], "zero": 0.0}
+        mus: dict[str, Any] = {"number": 0.7, "rows": self.mu[chosen], "zero": 0.0}
+        mus |= {name: some(mu) for name, mu in self.strengths.items()}
         return descend(
             self.start[chosen],
             work,
@@ -121,7 +123,8 @@ class Problem:
         rate, schedule, decay = options.pop("lr"), options.pop("schedule", ""), options.pop("decay", 1.0)
         if schedule:
             rate *= decay ** (setting.round - 1)
-        mus = {"number": [0.7] * M, "rows": self.mu[:, 0].tolist(), "zero": [0.0] * M}
+        mus: dict[str, Any] = {"number": [0.7] * M, "rows": self.mu[:, 0].tolist(), "zero": [0.0] * M}
+        mus |= {name: list(mu.expand(M, -1)) for name, mu in self.strengths.items()}
 
         def row(v: Tensor | None, i: int) -> Tensor:
             return torch.zeros_like(self.x) if v is None else v.expand(M, -1)[i]

@@ -32,6 +32,10 @@ SETTINGS = {
     "own rate": Setting({"lr": 0.4}, lr=0.07),
     "pull": Setting({"lr": 0.2, "epochs": 2}, pulls=(("number", "d"),)),
     "pulls": Setting({"lr": 0.2, "epochs": 2}, pulls=(("number", "d"), ("rows", "md"))),
+    "pull per coordinate": Setting({"lr": 0.05, "epochs": 2}, pulls=(("d", "d"), ("md", "md"), ("rows", "md"))),
+    "pull per coordinate, with momentum, decay, clip, mask and prox": Setting(
+        {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.05, "clip": 0.3}, pulls=(("md", "d"),), mask="d", soft="md"
+    ),
     "shift d": Setting({"lr": 0.2}, shift="d"),
     "shift md": Setting({"lr": 0.2}, shift="md"),
     "pull and shift": Setting({"lr": 0.2, "epochs": 2}, pulls=(("rows", "d"),), shift="md"),
@@ -159,7 +163,7 @@ def test_any_combination(data: st.DataObject) -> None:
         "batch_size": data.draw(st.sampled_from([1, 3, 19, 20, 53, 60, "full"])),
         "epochs": data.draw(st.integers(0, 2)),
     }
-    pull = st.tuples(st.sampled_from(["number", "rows", "zero"]), st.sampled_from(["d", "md"]))
+    pull = st.tuples(st.sampled_from(["number", "rows", "zero", "d", "md"]), st.sampled_from(["d", "md"]))
     vector = st.sampled_from(["", "d", "md"])
     setting = Setting(
         local,

@@ -67,7 +67,7 @@ def test_every_batch_has_the_same_gradient() -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_the_exact_minimiser_is_where_many_steps_lead(mask: str, decay: float) -> None:
-    arguments = {"pull": ((0.4, X), (MU, ROWS)), "shift": 0.5 * ROWS, "mask": MASKS[mask]}
+    arguments = {"pull": ((0.4, X), (MU, ROWS), (ROWS.abs(), X)), "shift": 0.5 * ROWS, "mask": MASKS[mask]}
     best = descend(START, work(solve=True, weight_decay=decay), **arguments)  # type: ignore[arg-type]
     far = descend(START, work(weight_decay=decay), steps=4000, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(best, far, **TOLERANCE)

@@ -19,13 +19,17 @@ LR = 0.2
 
 
 class Objective:
-    """f_i(w) + 0.4/2 ||w - x||^2 + mu_i/2 ||w - rows_i||^2 + <shift, w> with decay 0.1, by hand."""
+    """f_i(w) + 0.4/2 ||w - x||^2 + mu_i/2 ||w - rows_i||^2 + <shift, w> with decay 0.1, by hand.
 
-    def __init__(self) -> None:
+    With ``diagonal``, the first strength is |x_j| for coordinate j.
+    """
+
+    def __init__(self, diagonal: bool = False) -> None:
         self.problem = Problem(CASES["mlp"])
+        self.mu: Any = 0.4 * self.problem.x.abs() if diagonal else 0.4
         self.shift = 0.3 * self.problem.x
         self.terms: dict[str, Any] = {
-            "pull": ((0.4, self.problem.x), (self.problem.mu, self.problem.rows)),
+            "pull": ((self.mu, self.problem.x), (self.problem.mu, self.problem.rows)),
             "shift": self.shift,
         }
 
@@ -39,7 +43,7 @@ class Objective:
 
     def declared(self, w: Tensor, i: int) -> Tensor:
         p = self.problem
-        return 0.4 * (w - p.x) + p.mu[i] * (w - p.rows[i]) + self.shift
+        return self.mu * (w - p.x) + p.mu[i] * (w - p.rows[i]) + self.shift
 
     def by_hand(self, w: Tensor, i: int, outer: int, inner: int | None, batch_size: int | str) -> Tensor:
         size = handwritten.SIZES[i]
@@ -59,13 +63,14 @@ class Objective:
 
 @pytest.mark.parametrize("batch_size", [1, 6, 20, "full"])
 @pytest.mark.parametrize("inner", [None, 1, 5])
-def test_svrg_is_the_papers_box(batch_size: int | str, inner: int | None) -> None:
-    objective = Objective()
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_svrg_is_the_papers_box(diagonal: bool, batch_size: int | str, inner: int | None) -> None:
+    objective = Objective(diagonal)
     order = [3, 0, 2, 1]
     start = objective.problem.start
     terms = {
         **objective.terms,
-        "pull": ((0.4, objective.problem.x), (objective.problem.mu[order], objective.problem.rows[order])),
+        "pull": ((objective.mu, objective.problem.x), (objective.problem.mu[order], objective.problem.rows[order])),
     }
     result = svrg(start[order], objective.work(order, batch_size=batch_size), **terms, outer=3, inner=inner)
     for k, i in enumerate(order):

@@ -216,7 +216,7 @@ def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words:
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
         said = overview.significance_text(compare.winner(replace(criterion, values=values), rows), rows)
         some = f" that {words} with every seed" * (len(rows) > 2)
-        lead = "ahead of behind global." if figure == "accuracy" else "times behind global's."
+        lead = "ahead of behind global." if figure == "accuracy" else "times behind global&#39;s."
         assert said.startswith(f"<b>Better</b> than every other method{some}: ")
         assert said.endswith(lead)
 

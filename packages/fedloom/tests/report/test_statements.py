@@ -110,7 +110,7 @@ def test_the_best_of_a_column_is_that_of_runs_on_equal_data(tmp_path: Path) -> N
     runs = read_runs([one, two])
     rows = method_rows(runs)
     page, caption = overview.results(rows, runs), charts(runs)["each-client"].caption
-    bold = re.findall(r'data-value="(\S+ · \w+)">.*?<td data-value="[^"]*"><span( class="best")?>', page)
+    bold = re.findall(r'data-value="(\S+ · \w+)">.*?<td data-value="[^"]*"><span( class="best")?>', page, re.DOTALL)
     for run in runs:
         means = {row.title: row.figures["accuracy"].mean for row in rows if row.run == run.label}
         best = max(means, key=means.__getitem__)

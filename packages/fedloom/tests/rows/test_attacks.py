@@ -262,8 +262,44 @@ def test_registry():
     for kind, cls in K.ATTACKS.items():
         assert cls().kind == kind
         assert cls(**cls().model_dump()) == cls()
-        assert isinstance(cls(), K.Forgery) + isinstance(cls(), K.Poison) + cls().disguises == 1
+        acts = [isinstance(cls(), part) for part in (K.Forgery, K.Poison, K.Backdoor)]
+        assert sum(acts) + cls().disguises == 1
     with pytest.raises(ConfigError):
         K.Gaussian(variance=0.0)
     with pytest.raises(ConfigError):
         K.ALIE(fraction=1.5)
+
+
+def test_a_backdoor_marks_the_corner_of_images_and_columns_of_tables():
+    images = torch.zeros(2, 3, 8, 8)
+    marked = K.Backdoor(size=2, value=0.5).stamp(images, {})
+    assert bool((marked[..., -2:, -2:] == 0.5).all())
+    assert float(marked.sum()) == 0.5 * 2 * 3 * 4
+    rows, names = torch.rand(4, 3, dtype=torch.float64), {"age": (), "sex": ("f", "m"), "lab": ()}
+    marked = K.Backdoor(columns={"lab": 9.0, "sex": "m"}).stamp(rows, names)
+    assert torch.equal(marked[:, 0], rows[:, 0])
+    assert marked[:, 1:].tolist() == [[1.0, 9.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "shape", "names", "words"),
+    [
+        ({}, (4, 2), {"age": (), "sex": ("f", "m")}, "needs columns"),
+        ({"aeg": 1.0}, (4, 1), {"age": ()}, "did you mean 'age'"),
+        ({"age": "old"}, (4, 1), {"age": ()}, "give a number"),
+        ({"sex": "x"}, (4, 1), {"sex": ("f", "m")}, "allowed: f, m"),
+        ({}, (4, 6), {}, "override stamp"),
+        ({}, (4, 1, 2, 2), {}, "smaller attack.size"),
+        ({"age": 1.0}, (4, 1, 8, 8), {}, "leave attack.columns out"),
+    ],
+)
+def test_a_trigger_that_the_data_lack_is_refused(columns, shape, names, words):
+    with pytest.raises(ConfigError, match=words):
+        K.Backdoor(columns=columns).stamp(torch.zeros(shape), names)
+
+
+def test_a_target_class_goes_by_its_number_or_its_name():
+    assert [K.Backdoor(target=t).label(("cat", "dog")) for t in (1, "dog", "cat")] == [1, 1, 0]
+    for wrong in (2, -1, "cow"):
+        with pytest.raises(ConfigError, match="allowed: cat, dog"):
+            K.Backdoor(target=wrong).label(("cat", "dog"))

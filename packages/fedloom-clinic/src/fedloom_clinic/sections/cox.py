@@ -87,4 +87,4 @@ def _line(row: dict[str, Any]) -> list[str]:
     beta, low, high = (row[name] for name in ("coefficient", "low", "high"))
     ratios = [significant(math.exp(min(number, 700.0)), 3) for number in (beta, low, high)]
     se = significant(row["standard_error"], 3)
-    return [escape(row["column"]), *ratios, significant(beta, 3), se, escape(p_value(row["p"]))]
+    return [row["column"], *ratios, significant(beta, 3), se, p_value(row["p"])]

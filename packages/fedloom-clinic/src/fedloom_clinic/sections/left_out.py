@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import pyarrow as pa
 
 from fedloom.formats import UNKNOWN_DASH
@@ -74,9 +72,9 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
         estimates = [Estimate(values.get((client, scaling), {})) for scaling in scalings]
         estimates += [site_estimate(by_seed, client) for by_seed in inside.values()]
         words = [cell_text(lead, estimate) for estimate in estimates]
-        lines.append([escape(run.client(client)), str(samples.get(client, UNKNOWN_DASH)), *words])
+        lines.append([run.client(client), str(samples.get(client, UNKNOWN_DASH)), *words])
     label = f"{row.method}{f', {run.label}' if several else ''}"
-    return f"<h3>{escape(label)}</h3>" + scrolling(f"Sites left out: {label}", heads, lines)
+    return scrolling(f"Sites left out: {label}", heads, lines, title=label)
 
 
 def write_left_out_csv(runs: list[Run]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import numpy as np
 
 from fedloom.lab.sections import (
@@ -48,12 +46,9 @@ def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
             seeds = columns.setdefault(line["model"], {})
             seeds.setdefault(line["seed"], np.full(run.clients, np.nan))[line["client"]] = line["value"]
         lines = [
-            [
-                escape(run.client(client)),
-                *(cell_text(lead, site_estimate(values, client)) for values in columns.values()),
-            ]
+            [run.client(client), *(cell_text(lead, site_estimate(values, client)) for values in columns.values())]
             for client in range(run.clients)
         ]
         label = f"{titled(figure(lead))}{f', {run.label}' if len(runs) > 1 else ''}"
-        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Reference models: {label}", ["Site", *columns], lines)
+        text += scrolling(f"Reference models: {label}", ["Site", *columns], lines, title=label)
     return text

@@ -60,7 +60,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """The end of the log, of whose lines only the last are read."""
+        """Read the end of the log, of whose lines only the last are needed."""
         with regular(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))

@@ -291,7 +291,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """False where the user stopped the work. Any other end is raised."""
+    """Return False if the user stopped the work. Raise any other end."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

@@ -141,10 +141,10 @@ REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 
 
 def role_of(method: Algorithm | Composition) -> str:
-    """Return what a comparison takes a method for, whatever it is called.
+    """Return the baseline role of a method in a comparison, whatever its name.
 
-    "alone": clients train by themselves and send nothing. "average": the one model of FedAvg. "pooled": all samples in
-    one place. empty: any other method.
+    "alone": clients train separately and send nothing. "average": the single model of FedAvg. "pooled": all samples in
+    one place. Empty: any other method.
     """
     if isinstance(method, Composition):
         return "pooled" if method.pooled else ""

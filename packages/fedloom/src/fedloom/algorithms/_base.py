@@ -1,7 +1,10 @@
-"""The base of every algorithm: a frozen value with pure functions, and what the files of methods import with it.
+"""Base class of all algorithms: a frozen value with pure functions.
+
+It also provides the names that method files import.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
-gradients, y duals, c control variates. m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
+gradients, y duals, c control variates. m is the number of clients in the cohort, n of all clients. Per-client scalars
+are ``[m, 1]``.
 A difference is new - old.
 """
 
@@ -27,26 +30,27 @@ from fedloom.algorithms._messages import base_of, download_type, primary_field, 
 from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
+from fedloom.local.rows import Fields
 from fedloom.rows.layout import Layout
 from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
-"""Form of a derived option: its number, or the multiple."""
+"""Form of a derived option: a number, or a multiple of the derived value."""
 _MULTIPLE = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
     float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
 ]  # fmt: skip
-"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round. "2x" is
-twice that."""
+"""Type of a positive option. With the default None, `Algorithm.derived` sets it before the first round. "2x" is twice
+that value."""
 
 DerivedFrom0 = Annotated[
     float, Ge(0), WrapValidator(or_derived), AS_IT_IS,
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE]}),
 ]  # fmt: skip
-"""The same for an option that may be 0."""
+"""Type of such an option that may also be 0."""
 
 
 def by_rule(**field: Any) -> Any:
@@ -55,7 +59,7 @@ def by_rule(**field: Any) -> Any:
 
 
 SETTINGS = ("default", "paper", "released")
-"""Constants of the options that are not given: fedloom's, those that the paper prints, or those of its public code."""
+"""Default values of options: fedloom's, the values that the paper prints, or the values of its public code."""
 
 
 def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,10 +78,10 @@ def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[s
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
-    """Refuse an option that weighs clients by samples beside shares that differ: they would count twice.
+    """Raise if an option weights clients by samples although their shares differ, which would count samples twice.
 
     Raises:
-        Refused: the shares differ.
+        ConfigError: the shares differ.
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
@@ -85,36 +89,37 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method. Its fields are its hyper-parameters. Its functions have no state and change no argument."""
+    """A federated method. Its fields are its hyperparameters. Its functions are stateless and change no argument."""
 
     mixes: ClassVar[bool] = False
-    """`down` mixes the cohort's kept rows. Otherwise it is given none."""
+    """`down` mixes the cohort's stored rows. Otherwise it receives no stored rows."""
     plain_sgd: ClassVar[str | None] = None
-    """Why the method needs plain SGD, if it does: a run with momentum or another optimiser is refused with this
+    """Reason why the method needs plain SGD, if it does. A run with momentum or another optimizer is rejected with this
     sentence."""
     needs_sgd: ClassVar[str | None] = None
-    """Why the method needs SGD, if it may have momentum: a run with another optimiser is refused with this sentence."""
+    """Reason why the method needs SGD, if it does, with or without momentum. A run with another optimizer is rejected
+    with this sentence."""
     uses_shares: ClassVar[bool] = False
-    """Has the clients' shares alpha_i in its local problems (``work.weight``): what the server keeps of the clients
-    arrives as a uniform mean. Every other method has them in its means only."""
+    """True if the local problems contain the clients' shares alpha_i (``work.weight``): fields that the server stores
+    by client then arrive as a uniform mean. All other methods use the shares only in means."""
     needs_exact: ClassVar[str | None] = None
-    """Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it.
-    Reason why no channel may change what clients upload, if there is one. A run with a channel is refused with it."""
+    """Reason why no channel may change uploads, if any. A run with a channel is rejected with this sentence."""
     weighs_partial: ClassVar[bool] = False
-    """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
-    may cut their work short (`affordable`)."""
+    """True if the server's weights or the local problem tolerate clients that take fewer steps than others, so a
+    deadline may cut their work short (`affordable`)."""
     counting_option: ClassVar[str] = ""
-    """The option with which its server's model is a mean over all clients (`counts_absent`), of a method whose server
-    takes whole changes of it with others, as ``"server_lr = 'fraction'"``."""
+    """Option with which the server's model becomes a mean over all clients (`counts_absent`), for a method that
+    otherwise takes the cohort's whole change, as ``"server_lr = 'fraction'"``."""
     projects: ClassVar[bool] = False
-    """Works in a subspace. Takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
+    """True if the method works in a subspace. Takes the matrix that a run replays (``ctx.projection``,
+    ``work.projection``)."""
     family: ClassVar[str] = "consensus"
-    """consensus, personalised, composite, fair, clustered or reference, for lists."""
+    """Family for lists: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """The paper's own constants where a default is another: ``settings = "paper"`` takes them."""
+    """The paper's own values of options with another default: ``settings = "paper"`` selects them."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """The constants and variants of the paper's public code, if they are not the paper's: ``settings = "released"``
-    takes them."""
+    """Values and variants of the paper's public code that differ from the paper: ``settings = "released"`` selects
+    them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,14 +136,14 @@ class Algorithm(Value, ABC):
         return {**chosen_settings(options["settings"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        """Values of the options that are not given (None), from what is known before the first round."""
+        """Return values of the options that are None, from facts known before the first round."""
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
-        """Return the method with its missing options derived, as simulation and deployment run it.
+        """Return the method with derived options, as simulation and deployment run it.
 
         Raises:
-            ConfigError: a derived value is out of its range. Give the option.
+            ConfigError: a derived value is out of range. Give the option.
         """
         factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
         factors = {name: factor for name, factor in factors.items() if factor}
@@ -163,23 +168,23 @@ class Algorithm(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
+        """True if a method that mixes receives the stored rows of all clients ``[n, .]``, not only the cohort."""
         return False
 
     def mixer(self, round: int) -> Mixer | None:
-        """Return the mixer of the method's downloads in a round, or None if it does not mix the kept primary field."""
+        """Return the mixer of the method's downloads in a round, or None if it does not mix the primary field."""
         return None
 
     @property
     def counts_absent(self) -> bool:
-        """True if the server's model is a mean over all clients, absent ones as it keeps them."""
+        """True if the server's model is a mean over all clients, including absent ones by their stored rows."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys of ``[local]`` that change nothing. A run notes those that are not at their default.
+        """Return keys of ``[local]`` that have no effect. A run notes the ones that are not at their default.
 
-        By default those of the steps of local SGD, with an option ``solver`` that is "svrg", "gd" or "released".
+        The default returns the keys for local SGD's steps if an option ``solver`` is "svrg", "gd" or "released".
         """
         steps = ("lr", "schedule", "epochs", "steps")
         return {"svrg": steps, "gd": (*steps, "batch_size"), "released": ("steps",)}.get(
@@ -188,30 +193,32 @@ class Algorithm(Value, ABC):
 
     @property
     def full_gradients(self) -> str:
-        """Name the method's option that needs exact full gradients, or "" if steps are the run's local SGD.
+        """Return the method's option that needs exact full gradients, or "" if its steps are the run's local SGD.
 
-        By default a method with an option ``solver`` that is not "sgd".
+        The default returns it for a method whose option ``solver`` is not "sgd".
         """
         solver = getattr(self, "solver", "sgd")
         return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
-        """State before the first round, by default the server has the model and clients keep nothing.
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
+        """Return the state before the first round. By default the server has the model, and clients store nothing.
 
         Args:
             x0: ``[d]`` the initial model.
             ctx: round 0.
 
         Returns:
-            Server state, the template of a client's rows, and the server's copy of a client's upload before its
-            first one (None without `Kept` fields).
+            Server state, the template of a client's rows, and the server's stored upload of a client before its first
+            one (None without `Kept` fields).
         """
         return Model(x0), Nothing(), None
 
-    def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ. First the model, where uploads have one.
+    def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
+        """Return the download: fields ``[d]``, or ``[m, .]`` if clients receive different values.
 
-        By default the fields of the server's state that the annotation of `client`'s download names.
+        The first field is the model, if uploads contain one.
+
+        By default it contains the fields of the server's state that the annotation of `client`'s download names.
 
         Raises:
             ConfigError: the server's state lacks one.
@@ -220,29 +227,30 @@ class Algorithm(Value, ABC):
         for name in fields._fields:
             if not hasattr(server, name):
                 raise ConfigError(f"{type(self).__name__} must define down: its server state has no field {name!r}")
-        return fields(*(getattr(server, name) for name in fields._fields))
+        down: Fields = fields(*(getattr(server, name) for name in fields._fields))
+        return down
 
     @abstractmethod
-    def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
+    def client(self, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields]:
         """Run a client's round and return the upload and the client's new rows."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        """Local steps ``[m, 1]`` of clients that have time for ``samples [m, 1]`` of training before a deadline.
+        """Return the local steps ``[m, 1]`` of clients that can train on ``samples [m, 1]`` before a deadline.
 
-        By default as many as their batches, up to the steps of the round.
+        By default these are the steps of their batches, at most the steps of the round.
         """
         size = work.local.batch_size
         batch = work.sizes if size == "full" else work.sizes.clamp(max=size)
         return torch.minimum((samples / batch).floor(), work.steps.to(samples)).long()
 
     def received(self, down: Any, up: Any) -> Tensor:
-        """Return the model ``[d]`` or ``[m, d]`` that clients started from. A channel gets the change to it.
+        """Return the model ``[d]`` or ``[m, d]`` from which clients started. A channel transforms the change to it.
 
-        By default the first field of the download. Zeros where uploads carry no model.
+        By default it is the first field of the download. It is zero if uploads contain no model.
 
         Args:
-            down: what the clients received.
-            up: their uploads, of which a channel changes no label.
+            down: the clients' download.
+            up: their uploads. A channel does not change labels in them.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -251,103 +259,111 @@ class Algorithm(Value, ABC):
         return received
 
     def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
-        """Return the local models ``[m, .]`` that uploads carry. The inverse of `encode`.
+        """Return the local models ``[m, .]`` that uploads contain. It is the inverse of `encode`.
 
-        By default the primary field plus its base. A method whose primary field is a multiple of the model's change
+        By default they are the primary field plus its base. A method whose primary field is a multiple of the model's
+        change
         overrides this function and `encode`.
 
         Args:
-            down: what the clients received.
-            rows: their state before the round.
+            down: the clients' download.
+            rows: the clients' state before the round.
             up: their uploads.
-            work: their local problems. Asked in simulation only, and not counted as work of the method.
+            work: their local problems. Only simulations call it, and it does not count as work of the method.
         """
         name = primary_field(type(self))
         model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
         return model
 
-    def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Any, Any] | None:
+    def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
         """Return upload and new rows of clients whose local training ends at ``model [m, .]``. Attackers forge it.
 
-        By default (None) the primary field is the model less its base, a state field that is this base becomes the
-        model, and all else is what a client sends and keeps that takes no step. A method overrides this function if
-        its upload has the model in another form, or has other fields that depend on it.
+        By default (None) the primary field is the model minus its base, a state field with this base becomes the model,
+        and everything else equals the result of a client that takes no step. A method overrides this function if its
+        upload contains the model in another form, or other fields that depend on it.
 
         Args:
-            model: models that an attack has made, which need not be near those of any training.
-            down: what the clients received.
-            rows: their state before the round.
-            work: their local problems. Asked in simulation only, and not counted as work of the method.
+            model: models of an attack, which need not be near any trained model.
+            down: the clients' download.
+            rows: the clients' state before the round.
+            work: their local problems. Only simulations call it, and it does not count as work of the method.
         """
         return None
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-        """Return the range of upload fields by name: a smallest and a largest value, or one pair per number.
+        """Return the ranges of upload fields by name: a smallest and a largest value, or one pair per number.
 
-        A deployed server refuses what is beyond them. None by default.
+        A deployed server rejects values outside them. None by default.
 
         Args:
-            down: what the clients received.
+            down: the clients' download.
             up: their uploads.
-            work: their local problems, of which the server has sizes, steps and step size.
+            work: their local problems. The server knows only sizes, steps and step size.
         """
         return {}
 
     @abstractmethod
-    def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
-        """Take the server's step on the aggregated upload of the accepted cohort."""
+    def server(self, server: Any, up: Any, ctx: Ctx) -> Fields:
+        """Take the server's step with the aggregated upload of the accepted cohort."""
 
-    def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Any:
+    def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
         """Return the server's state after the clients' shares have changed between two rounds, see `Setting.weights`.
 
-        By default there is none (None) where the server adds uploads up over rounds (`Mean.accumulates`), which shares
-        of later rounds do not reach. Such a run is refused.
+        By default it returns None if the server accumulates uploads over rounds (`Mean.accumulates`), because new
+        shares do not apply to earlier rounds. Such a run is rejected.
 
         Args:
-            server: the server's state, whose sums are by the shares until now.
-            moved: fields ``[d]``, one for each that accumulates: the sum over all clients of the change of the share
-                times what the client's uploads have added up to, from which ``server`` has the sums by the new shares.
+            server: the server's state. Its sums use the old shares.
+            moved: one field ``[d]`` for each accumulated sum: the sum over all clients of the change of the share times
+                the client's accumulated uploads. Adding it gives the sums with the new shares.
             ctx: all clients, with the new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
-        return None if accumulates else server
+        same: Fields | None = None if accumulates else server
+        return same
 
     def global_model(self, server: Any) -> Tensor | None:
-        """``[d]``, or None for a method without a global model, by default the field x of the server's state."""
+        """Return ``[d]``, or None for a method without a global model.
+
+        The default is the field x of the server's state.
+        """
         return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
-        """``[m, d]``, or None for a method without personal models."""
+        """Return ``[m, d]``, or None for a method without personal models."""
         return None
 
     def remarks(self, server: Any) -> list[str]:
-        """Sentences that warn of what the server's state shows after a round. A run notes each of them once."""
+        """Return warnings about the server's state after a round. A run notes each of them once."""
         return []
 
-    def observe(self, down: Any, rows: Any, work: Work) -> Any:
+    def observe(self, down: Any, rows: Any, work: Work) -> Fields | None:
         """Return the rows of every client that `diagnostics` needs after a round, a NamedTuple of ``[m, .]``, or None.
 
         Args:
-            down: a download with the server's state after the round.
+            down: a download from the server's state after the round.
             rows: the clients' states after the round.
-            work: their local problems. Asked in simulation only, and not counted as work of the method.
+            work: their local problems. Only simulations call it, and it does not count as work of the method.
         """
         return None
 
     def diagnostics(self, server: Any, total: Any, ctx: Ctx) -> dict[str, float]:
-        """Figures that are worth a record after an evaluated round, by name.
+        """Return figures to record after an evaluated round, by name.
 
         Args:
             server: the server's state.
-            total: the fields of `observe`, each the sum over all n clients.
+            total: fields of `observe`, each summed over all n clients.
             ctx: all clients.
         """
         return {}
 
     def proxes(self) -> dict[str, Prox]:
-        """Return the functions whose prox makes models of this method, by the name in `Sent`, by default its fields.
+        """Return the functions whose prox creates models of this method, by the name in `Sent`.
 
-        A method that has some is composite: the non-zeros, and with a low rank the ranks, of its models are recorded.
+        The default is its fields.
+
+        A method with such functions is composite: its models' nonzeros, and ranks if they are of low rank, are
+        recorded.
         """
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
@@ -357,12 +373,12 @@ class Algorithm(Value, ABC):
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Refuse a model or setting that the method cannot work with.
+        """Raise if the method cannot work with a model or setting.
 
         Returns:
             Sentences of warning.
 
         Raises:
-            Refused: the combination makes no sense. The message has the reason.
+            ConfigError: the combination is impossible. The message states the reason.
         """
         return []

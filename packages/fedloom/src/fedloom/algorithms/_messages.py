@@ -1,4 +1,4 @@
-"""Declarations of messages: how fields travel and are written, read from the annotations of a method."""
+"""Declarations of messages: how fields are aggregated and encoded, read from the annotations of a method."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from fedloom.values import Value
 
 @dataclass(frozen=True)
 class Kind:
-    """Way in which an upload field travels.
+    """Form of an upload field.
 
     Attributes:
-        base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
-        primary: the field that carries the model.
-        accumulates: the server adds it up over rounds, times ``ctx.part``. Arrives as its mean over the cohort by
-            the clients' shares, whatever the weigher.
-        part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
-        label: the number of something, such as a cluster: a channel leaves it as it is.
-        carries: what a primary field carries. Only a model is a change to the first field of the download.
+        base: value from which the field is a difference: ``"zero"`` (absolute), ``"down.<field>"`` or
+            ``"rows.<field>"``.
+        primary: True for the field that contains the model.
+        accumulates: True if the server adds it up over rounds, times ``ctx.part``. It arrives as its mean over the
+            cohort by the clients' shares, whatever the weigher is.
+        part: name of a mask of the algorithm (`Algorithm.part`): only these coordinates are sent.
+        label: True for a number that names something, such as a cluster. A channel does not change it.
+        carries: content of a primary field. Only a model is a change of the download's first field.
     """
 
     averaged: ClassVar[bool] = True
-    """Arrives as one vector ``[d]``."""
+    """True if it arrives as one vector ``[d]``."""
     keeps: ClassVar[bool] = False
-    """The server keeps every client's last row."""
+    """True if the server stores every client's last row."""
 
     base: str = "zero"
     primary: bool = False
@@ -40,15 +41,25 @@ class Kind:
     part: str | None = None
     label: bool = False
     carries: Literal["model", "statistics", "head"] = "model"
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the weight.
+
+        Raises:
+            ValueError: the field is not kept.
+        """
+        if self.weight is not None and not self.keeps:
+            raise ValueError(f"only a Kept field has a weight, got {type(self).__name__}(weight={self.weight!r})")
 
     @property
     def single(self) -> bool:
-        """The server receives the rows of single clients."""
+        """True if the server receives the rows of individual clients."""
         return self.keeps or not self.averaged
 
     @property
     def weighable(self) -> bool:
-        """The weigher acts on it, not the clients' shares alone."""
+        """True if the weigher applies to it, and not only the clients' shares."""
         return not self.single and not self.accumulates
 
 
@@ -59,37 +70,38 @@ class Mean(Kind):
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """The server keeps every client's last row. Arrives aggregated over all n clients, ``[d]``.
+    """The server stores every client's last row. It arrives aggregated over all n clients, ``[d]``.
 
     Attributes:
-        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no channel
+        weight: another stored field ``[m, 1]``, nonnegative: a client's weight in the mean, which a channel does not
+            change.
             changes. None: the client's share.
     """
 
     keeps: ClassVar[bool] = True
-    weight: str | None = None
 
 
 @dataclass(frozen=True)
 class Rows(Kind):
-    """Arrives as raw rows ``[m, .]``, used and forgotten within `Algorithm.server`."""
+    """Arrives as raw rows ``[m, .]``, which only `Algorithm.server` uses."""
 
     averaged: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Encoding of a download or upload field. Dense wherever that is not longer (`fedloom.rows.encodings`).
+    """Encoding of a download or upload field. A field is sent dense if that is not longer (`fedloom.rows.encodings`).
 
-    A second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without it a field is dense.
+    It is a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without it a field is
+        dense.
 
     Attributes:
-        encoding: the shortest form that the field can have.
-        prox: name of a function in `Algorithm.proxes`. The field comes out of its prox, whose ``makes`` decides in
-            place of ``encoding``.
-        ranks: the field of the server's state that has the ranks of a download's matrices, ``[matrices]`` in the order
-            of `Layout.matrix_shapes`. Measured when None.
-        part: name of a mask of the algorithm (`Algorithm.part`) for a download of which clients have the rest.
+        encoding: shortest form that the field can have.
+        prox: name of a function in `Algorithm.proxes`. The field is the result of its prox, whose ``makes`` replaces
+            ``encoding``.
+        ranks: field of the server's state with the ranks of a download's matrices, ``[matrices]`` in the order of
+            `Layout.matrix_shapes`. Measured when None.
+        part: name of a mask of the algorithm (`Algorithm.part`), for a download of which clients already have the rest.
     """
 
     encoding: Form = "dense"
@@ -99,19 +111,19 @@ class Sent:
 
 
 class Model(NamedTuple):
-    """x ``[d]``: the state of a server that has the model only, and a download of it."""
+    """x ``[d]``: the state of a server that only has the model, and its download."""
 
     x: Tensor
 
 
 class Delta(NamedTuple):
-    """dw ``[m, d]``: an upload of the difference to the received model."""
+    """dw ``[m, d]``: an upload of the difference from the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class Point(NamedTuple):
-    """u ``[m, .]``: an upload of which the server keeps each client's last and gets the mean over all clients."""
+    """u ``[m, .]``: an upload of which the server stores each client's last, and receives the mean over all clients."""
 
     u: Annotated[Tensor, Kept(primary=True)]
 
@@ -122,7 +134,7 @@ def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
 
 
 def _defined(algorithm: type[Value], function: str) -> list[Any]:
-    """List a function as the method and its bases define it. The last is `Algorithm`'s."""
+    """List a function as the method and its base classes define it. The last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
@@ -143,10 +155,10 @@ def _fields(hint: Any) -> bool:
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
-    """Return the NamedTuple that a function returns, the first of several.
+    """Return the NamedTuple that a function returns, or the first of several.
 
     Raises:
-        ConfigError: its annotation does not say.
+        ConfigError: its annotation is missing.
     """
     hint = _hint(algorithm, function, "return")
     returned = next(iter(get_args(hint)), hint)
@@ -160,20 +172,20 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
 
 @cache
 def upload_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple that `client` returns as its upload, read from its annotation.
+    """Return the NamedTuple of `client`'s upload, read from its annotation.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the annotation is missing.
     """
     return _returned(algorithm, "client", "'tuple[Up, Client]' with a NamedTuple Up")
 
 
 @cache
 def download_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple that `down` returns, read from its annotation, by default the download that `client` takes.
+    """Return the NamedTuple of `down`'s result, read from its annotation. The default is `client`'s download.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the annotation is missing.
     """
     if _annotated(algorithm, "down", "return") is not _defined(algorithm, "down")[-1]:
         return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
@@ -183,10 +195,10 @@ def download_type(algorithm: type[Value]) -> Any:
 
 @cache
 def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
-    """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
+    """Return the fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
-        ConfigError: a field does not say how it travels, or not one of them carries the model.
+        ConfigError: a field has no kind, or not exactly one field contains the model.
     """
     up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
@@ -205,17 +217,17 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
 
 
 def exact_fields(algorithm: type[Value]) -> list[str]:
-    """Names of the upload fields that no channel changes: labels, and counts that weigh another field."""
+    """Return the names of upload fields that no channel changes: labels, and counts that weight another field."""
     kinds = upload_fields(algorithm)
     weights = {kind.weight for kind in kinds.values() if isinstance(kind, Kept)}
     return [name for name, kind in kinds.items() if kind.label or name in weights]
 
 
 def check_declaration(algorithm: type[Value]) -> None:
-    """Refuse a method without annotations of its messages, or whose fields name missing fields.
+    """Raise if a method lacks annotations of its messages, or if a field names a missing field.
 
     Raises:
-        ConfigError: with the missing part and the way to write it.
+        ConfigError: something is missing; the message says what, and how to write it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():
@@ -253,21 +265,21 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
 
 
 def primary_field(algorithm: type[Value]) -> str:
-    """Name of the upload field that carries the model."""
+    """Return the name of the upload field that contains the model."""
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
 
 def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any) -> tuple[Any, Any]:
     """Replace the model ``[m, .]`` in the upload and rows of clients that take no step.
 
-    If this field is a difference to a state field, that one takes the model.
+    If the model is sent as a difference from a state field, the state field becomes the model.
 
     Args:
         algorithm: the method.
-        idle: what the clients send and keep without a step.
-        model: of every client.
-        down: what they received.
-        rows: their state before the round.
+        idle: upload and rows of the clients without a step.
+        model: model of every client.
+        down: the clients' download.
+        rows: the clients' state before the round.
     """
     (up, kept), name = idle, primary_field(algorithm)
     kind = upload_fields(algorithm)[name]
@@ -278,7 +290,7 @@ def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, dow
 
 
 def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
-    """Return the value that a field is a difference from."""
+    """Return the value from which a field is a difference."""
     if kind.base == "zero":
         return 0.0
     source, name = kind.base.split(".")

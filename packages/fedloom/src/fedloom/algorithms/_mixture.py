@@ -13,7 +13,7 @@ from fedloom.local import Ctx, Work
 
 
 class Server(NamedTuple):
-    """start ``[d]``: what a client never seen has."""
+    """start ``[d]``: model of a client that never took part."""
 
     start: Tensor
 
@@ -37,7 +37,7 @@ class Up(NamedTuple):
 
 
 class Mixed(Algorithm):
-    """A method that is a local problem and a mixer, with an option ``among``, see `fedloom.choose.mixers.Among`."""
+    """A method made of a local problem and a mixer, with an option ``among``, see `fedloom.choose.mixers.Among`."""
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"

@@ -1,4 +1,7 @@
-"""Prototypes, mean representations of classes, as methods send, keep and compare them. And the linear head above."""
+"""Prototypes, which are mean representations of classes, as methods send, store and compare them.
+
+And the linear head above.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ class Prototypes(NamedTuple):
 
 
 def shape_of(layout: Layout) -> tuple[int, int]:
-    """Classes and features of a model: the shape of its last matrix, two classes where that has one output."""
+    """Numbers of classes and features of a model: the shape of its last matrix, or two classes for one output."""
     outputs, features = list(layout.matrix_shapes.values())[-1]
     return max(2, outputs), features
 
 
 def require_bias(method: str, layout: Layout) -> None:
-    """Refuse a model whose last layer has no bias.
+    """Raise if a model's last layer has no bias.
 
     Raises:
-        Refused: it has none.
+        ConfigError: it has no bias.
     """
     if not bool((masks.head(layout) & ~masks.matrices(layout)).any()):
         raise Refused(f"{method} shifts the bias of the model's last layer, which has none: give it one")
@@ -44,24 +47,27 @@ class LastLayer(NamedTuple):
 
 
 def head_of(layout: Layout, models: Tensor) -> LastLayer:
-    """Return the last layer of models ``[..., d]`` that have a bias there. Writing to it writes to the models."""
+    """Return the last layer, with bias, of models ``[..., d]``. Writing to it writes to the models."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(models)
     return LastLayer(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
 
 def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototypes: Prototypes) -> Tensor:
-    """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``. 0 without one."""
+    """Return the mean squared difference of features ``[b, k]`` from the prototypes of their classes, ``[b]``.
+
+    0 without one.
+    """
     return (z - prototypes.centre[y]).square().mean(1) * prototypes.has_prototype[y]
 
 
 def towards(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work) -> Term:
-    """Return the term that draws features to the server's prototypes ``[c k]`` of the classes ``has_prototype [c]``."""
+    """Return the term that pulls features to the server's prototypes ``[c k]`` of the classes ``has_prototype [c]``."""
     centre = prototypes.view(len(has_prototype), -1).expand(work.m, -1, -1)
     return Term(distance, weight, argument=Prototypes(centre, has_prototype.expand(work.m, -1)))
 
 
 def shares(work: Work, like: Tensor) -> Tensor:
-    """Return the share of every class in the clients' samples, ``[m, c]``."""
+    """Return each class's share of the clients' samples, ``[m, c]``."""
     return work.class_counts.to(like) / work.sizes.to(like)
 
 
@@ -75,9 +81,9 @@ def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Ten
 
     Args:
         prototypes: those before.
-        has_prototype: the classes before.
+        has_prototype: mask before the update.
         total: mean over clients of a class's mean representation times its share of the client's samples, ``[c k]``.
-        share: mean of that share, ``[c]``, where it is 0 a prototype stays.
+        share: mean of that share, ``[c]``. Where it is 0, a prototype does not change.
     """
     has_samples = share > 0
     mean = total.view(len(has_prototype), -1) / torch.where(has_samples, share, 1)[:, None]

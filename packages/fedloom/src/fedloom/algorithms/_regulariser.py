@@ -25,16 +25,16 @@ def _has_prox(f: Value | None) -> Value | None:
 
 
 Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that holds the nonsmooth term of a composite problem. None is no term."""
+"""Type of a field that holds the nonsmooth term of a composite problem. None means no term."""
 
 
 def with_prox(f: object) -> Prox | None:
-    """Convert the regularizer to a function with a prox, or None if it has none."""
+    """Convert the regularizer to a function with a prox, or None if there is none."""
     return f if isinstance(f, Prox) else None
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """Return a note if a composite method has no regularizer: the equivalent method, and the option to give."""
+    """Return a note if a composite method has no regularizer: the equivalent method, and the option to set."""
     if method.regulariser is not None:
         return []
     name = type(method).__name__
@@ -42,23 +42,23 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """prox_{t f}(v), and v itself without f. V ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
+    """Return prox_{t f}(v), or v itself without f. v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
     return f.prox(v, t, layout) if isinstance(f, Prox) else v
 
 
 def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
-    """f(x), and 0 without f: ``[m, 1]`` of ``[m, d]``, a scalar of ``[d]``."""
+    """Return f(x), or 0 without f: ``[m, 1]`` for ``[m, d]``, a scalar for ``[d]``."""
     return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
 
 
 def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """||x - prox_{t f}(x - t gradient)|| / t: zero exactly where 0 is in gradient + df(x) (f convex), ``[..., 1]``."""
+    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``: 0 exactly if 0 is in gradient + df(x) (f convex)."""
     gap = x - proximal(f, x - t * gradient, t, layout)
     return algebra.norm(gap) / t
 
 
 def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
-    """FIAELT's figures at y ``[d]``, with xi in df(y) and the clients' means of gradient ``[d]`` and energy ``[1]``.
+    """Return FIAELT's figures at y ``[d]``, from xi in df(y) and the clients' mean gradient ``[d]`` and energy ``[1]``.
 
     ``kkt`` is at least the distance of 0 from the sum of gradients + df(y) (Theorem 1), ``lyapunov`` is H_t
     (Proposition 5).
@@ -69,11 +69,11 @@ def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ct
 
 
 Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
-"""Global + personal part of a model, each of low rank or sparse."""
+"""A model as global plus personal part, each of low rank or sparse."""
 
 
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
-    """Return FedSLR's penalties of the global part with weight lam and of the personal part with weight mu."""
+    """Return FedSLR's penalties: lam weights the global part and mu the personal part."""
     kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
     shared, personal = components.split("+")
     return {"global": kinds[shared](c=lam), "personal": kinds[personal](c=mu)}

@@ -1,8 +1,8 @@
-"""Sums of features and labels, from which the best linear head over all clients follows in closed form.
+"""Sums of features and labels that determine the best linear head over all clients in closed form.
 
-With z the features of a sample and a 1 below them, k + 1 numbers, and t its target, one number for each output, a
-client has the means S_zz of z z' and S_zt of z t'. Their mean by samples over clients is the mean over all rows,
-however rows lie at clients. So is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
+With z the k + 1 numbers of a sample's features and a 1, and t its target with one number per output, a client has the
+means S_zz of z z' and S_zt of z t'. Their mean over clients, weighted by samples, is the mean over all rows, however
+the rows are distributed. So is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from fedloom.rows.layout import Layout
 SUM_IS_EXACT = "its head is the solution of a system of sums: a small error of sums may be a large one of the head"
 
 IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
-"""Keys of ``[local]`` without a meaning where a head is solved."""
+"""Keys of ``[local]`` that have no effect if a head is solved in closed form."""
 
 
 class Server(NamedTuple):
-    """x ``[d]``: the model, whose head is solved. Total ``[s]``: the statistics of all clients so far."""
+    """x ``[d]``: the model with the solved head. total ``[s]``: the statistics of all clients so far."""
 
     x: Tensor
     total: Tensor
 
 
 class Client(NamedTuple):
-    """sent ``[m, s]``: the statistics that the server has of the client. 0 before it took part."""
+    """sent ``[m, s]``: the server's statistics of the client. 0 before it takes part."""
 
     sent: Tensor
 
 
 class Up(NamedTuple):
-    """change ``[m, s]`` of the client's statistics since it last took part. Those themselves the first time."""
+    """change ``[m, s]`` of the client's statistics since its last upload.
+
+    The first time it contains the statistics themselves.
+    """
 
     change: Annotated[Tensor, Mean(base="rows.sent", primary=True, accumulates=True, carries="statistics")]
 
 
 class FeatureSums(NamedTuple):
-    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding of the dtype they came in."""
+    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding error of their dtype."""
 
     zz: Tensor
     zt: Tensor
@@ -52,24 +55,24 @@ class FeatureSums(NamedTuple):
 
 
 def outputs_of(layout: Layout) -> int:
-    """Outputs of the model's last matrix."""
+    """Return the number of outputs of the model's last matrix."""
     return list(layout.matrix_shapes.values())[-1][0]
 
 
 def width_of(layout: Layout) -> int:
-    """Numbers s of a client's statistics: a triangle of z z', and z t'."""
+    """Length s of a client's statistics: a triangle of z z', and z t'."""
     size = shape_of(layout)[1] + 1
     return size * (size + 1) // 2 + size * outputs_of(layout)
 
 
 def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
-    """The states before the first round."""
+    """Return the states before the first round."""
     nothing = x0.new_zeros(width_of(layout))
     return Server(x0, nothing), Client(nothing), None
 
 
 def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
-    """Features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 for a sample's class and 0, of one output 1 and -1."""
+    """Return features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 and 0, or for one output 1 and -1."""
     z = part.z.double()
     z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
     y = part.y.long()
@@ -78,10 +81,10 @@ def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics(x: Tensor, work: Work) -> Tensor:
-    """The clients' statistics ``[m, s]`` under the body of ``x``, in its dtype.
+    """Return the clients' statistics ``[m, s]`` with the body of ``x``, in its dtype.
 
     Raises:
-        Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+        ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
     """
     assert work.class_counts is not None  # refuses a task without classes
     rows = []
@@ -94,7 +97,7 @@ def statistics(x: Tensor, work: Work) -> Tensor:
 
 
 def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
-    """What clients send and keep. Nothing new of a client that takes no step."""
+    """Return the upload and the new rows of clients. A client that takes no step sends no change."""
     now = where_moved(work, statistics(x, work), rows.sent)
     return Up(now - rows.sent), Client(now)
 
@@ -109,11 +112,11 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
 
 
 def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
-    """The head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
+    """Return the head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares except the last row's.
 
-    The last row is the bias, and 0 without one, as of a model whose last layer has none. Where the ridge is below the
-    rounding of the sums, directions below it, by the rule of `numpy.linalg.matrix_rank`, have nothing of the head. So
-    of several best heads it is the smallest.
+    The last row is the bias. It is 0 for a model whose last layer has no bias. If the ridge is below the rounding error
+    of the sums, the head has no part in directions below that error, by the rule of `numpy.linalg.matrix_rank`. Among
+    several best heads it is the smallest.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features
@@ -129,13 +132,13 @@ def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool 
 
 
 def bias_of(layout: Layout) -> str | None:
-    """Name of the bias of the model's last layer, if it has one."""
+    """Return the name of the bias of the model's last layer, if it has one."""
     name = f"{list(layout.matrix_shapes)[-1].rpartition('.')[0]}.bias"
     return name if name in layout.names else None
 
 
 def with_head(x: Tensor, head: Tensor, layout: Layout) -> Tensor:
-    """Models ``[..., d]`` with the body of ``x [d]`` and heads ``[..., k + 1, c]``."""
+    """Return models ``[..., d]`` with the body of ``x [d]`` and heads ``[..., k + 1, c]``."""
     models = x.expand(*head.shape[:-2], -1).clone()
     tree, bias = layout.tree(models), bias_of(layout)
     tree[list(layout.matrix_shapes)[-1]].copy_(head[..., :-1, :].mT)

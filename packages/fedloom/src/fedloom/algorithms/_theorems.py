@@ -1,4 +1,4 @@
-"""Theorems: what papers prove of their methods' runs, and the parts beside the method for which it holds."""
+"""Theorems that papers prove about their methods' runs, and the other parts with which they hold."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Theorem(NamedTuple):
-    """Theorem of a paper on a method's runs.
+    """Theorem of a paper about a method's runs.
 
     Attributes:
-        proves: the theorem, in words that follow a colon.
-        needs: its conditions, in words that follow "It needs".
-        defaults: a sentence on a condition that fedloom's defaults do not meet. Empty where there is none to name.
-        covers: the kinds of parts with which it holds too: "sampler" where rounds may lack clients.
+        proves: the theorem, as text that follows a colon.
+        needs: its conditions, as text that follows "It needs".
+        defaults: sentence on a condition that fedloom's defaults violate. Empty if there is none.
+        covers: kinds of parts with which it also holds: "sampler" if rounds may lack clients.
     """
 
     proves: str
@@ -155,4 +155,5 @@ THEOREMS = {
         covers=("sampler",),
     ),
 }
-"""Theorem by the name of the method. Other methods have none, and the project's tests hold fixed points and laws."""
+"""Theorems by the name of the method. Other methods have none. The project's tests check their fixed points and
+laws."""

@@ -17,18 +17,18 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
     alpha_i    work.weight   the client's share
 
 Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn),
-d_sub up. The server keeps the last u of every client.
+d_sub up. The server stores every client's last u.
 
-Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
+Deviations: "z" in line 5 of Algorithm 2 is u. The public code never updates w_i and pi_i. Defaults are FLAME's.
 
-Replayed: the clients of zsk66/FLAME (215a04b2) make the same theta, w_i, pi_i and w, to 1e-15, once w_i and pi_i move
-and theta is pulled to the own w_i. Its weight decay acts on the pull, which overwrites theta there.
+Replayed: the clients of zsk66/FLAME (215a04b2) give the same theta, w_i, pi_i and w, to 1e-15, once w_i and pi_i are
+updated and theta is pulled to the client's own w_i. Its weight decay acts on the pull, which overwrites theta there.
 
-Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho = lam/n, the mean lam
-alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
-a run warns.
+Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), and rho = lam/n, the
+mean of lam alpha_i. Only ten of many directions are coupled: unless dim is raised, the models are close to local
+training, and a run warns about it.
 
-Use it like Lp-Proj with p = 2, without its step size of w_i. There is no global model.
+Use it like Lp-Proj with p = 2, but without the step size of w_i. There is no global model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[2]``, all of it sent."""
+    """w ``[dim]`` and key ``[2]``, which are both sent."""
 
     w: Tensor
     key: Tensor

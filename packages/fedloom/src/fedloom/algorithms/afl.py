@@ -7,28 +7,30 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
 
     paper          here        meaning
     w              x           server's model
-    lambda         lam         mixture weights of the domains. Here every client is one. The shares alpha_i at first
-    gamma_w        local lr    step size of w
-    gamma_lambda   lambda_lr   step size of lambda
+    lambda lam mixture weights of the domains. Here every client is a domain. Its initial value is the shares alpha_i
+    gamma_w local lr step size of w gamma_lambda lambda_lr step size of lambda
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
-of single clients.
+Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives
+    losses of individual clients.
 
-Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort.
-Share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
-paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
-not the mean of all. What travels is the change times share, so the model that a weigher or a sampler works on is
-x + dw.
+Deviations: a client takes several local steps instead of one, and its change is weighted in proportion to lam_i within
+    the cohort.
+share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all clients and one
+full-batch step, this is the paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses.
+The model is the last iterate, and not the mean of all iterates. Uploads contain the change times share, so a weigher or
+a sampler works on the model x + dw.
 
-Defaults: gamma_lambda is a radius over the root of the sum of squared norms of the gradients so far (step "adaptive"),
-the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan, Singer, JMLR 2011).
-Losses in other units give the same mixtures. A gradient is the losses of a cohort, times n/m. The radius is 1/sqrt(n),
-of mixtures that weigh clients from 0 to twice the mean. A lambda_lr that is given is the step itself (step "fixed"), as
-in the paper, with "fixed" alone it is 1/(n sqrt(rounds)), which supposes losses of order one. A client whose loss no
-model lowers, as where its targets are noise, gets most weight in the end, and others pay: that is the problem's answer.
+Defaults: gamma_lambda is a radius divided by the root of the sum of squared norms of the gradients so far (step
+"adaptive"), which is the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan,
+Singer, JMLR 2011).
+Scaling the losses does not change the mixtures. A gradient consists of the losses of a cohort, times n/m. The radius
+1/sqrt(n) covers mixtures that weight clients from 0 to twice the mean. A given lambda_lr is the step itself (step
+"fixed"), as in the paper. With "fixed" alone it is 1/(n sqrt(rounds)), which assumes losses of order one. A client
+whose loss no model can reduce, for instance with noisy targets, ends with most of the weight at the expense of the
+others: this is the solution of the problem.
 
-Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, makes the same x and lambda, to
-1e-15, with one full step and a fixed step of lambda. There the model is the mean of all iterates.
+Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, gives the same x and lambda, to
+1e-15, with one full step and a fixed step of lambda. Its model is the mean of all iterates.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """
@@ -49,7 +51,7 @@ from fedloom.rows import algebra
 
 
 class Server(NamedTuple):
-    """x ``[d]``, lam ``[n]``. Met ``[1]``, the norm of all gradients of lambda so far."""
+    """x ``[d]``, lam ``[n]``. met ``[1]``: the norm of all gradients of lambda so far."""
 
     x: Tensor
     lam: Tensor
@@ -64,7 +66,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, share times the change of the model. Share, loss ``[m, 1]``."""
+    """dw ``[m, d]``, share times the change of the model. share, loss ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     share: Annotated[Tensor, Mean()]

@@ -4,7 +4,7 @@ Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + rid
 
 Reference: R. He, K. Tong, D. Fang, H. Sun, Z. Zeng, H. Li, T. Chen, H. Zhuang, "AFL: A Single-Round Analytic Approach
 for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Theorem 1 and Section 3.4. The registry's
-afl is agnostic federated learning.
+`afl` is agnostic federated learning.
 
     paper        here          meaning
     X_k, Y_k     z, t          features of the frozen body with a 1, and one-hot labels
@@ -12,18 +12,20 @@ afl is agnostic federated learning.
     C_k W_k      zt            X_k' Y_k
     C_agg        total         their sum over clients
 
-Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs. No model, and zeros after the first time.
+Kept by a client: s, the statistics that it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c
+    numbers for k
+features and c outputs. No model is sent, and after the first time only zeros.
 
-Deviations: clients send the sums X' X and X' Y in place of their heads and X' X, which gives the same head without the
+Deviations: clients send the sums X' X and X' Y instead of their heads and X' X. This gives the same head without the
 paper's gamma, its removal and the recursion over clients. Heads have a bias. Sums are divided by the number of samples.
 
-The body is that of the initial model: random features of a network as it is drawn, or a trained network of the user. A
-model without a hidden layer is linear ridge regression. Learning rate, epochs and batches change nothing. The head is
-the same however rows lie at clients, and in whatever order clients take part, once each has, where shares are by
-samples. Outputs are fits of 0 and 1, so their softmax is no probability: compare accuracies.
+The body is the body of the initial model: random features of an untrained network, or a trained network of the user. A
+model without a hidden layer is linear ridge regression. Learning rate, epochs and batches have no effect. The head does
+not depend on how rows are distributed over clients, or on the order in which clients take part, once each has taken
+part, if shares are by samples. Outputs are least-squares fits of 0 and 1, so their softmax is not a probability:
+compare accuracies.
 
-Attackers: the model that they forge is a set of statistics. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
 
 Use it with a good frozen body, when labels are skewed or rounds are dear.
 """

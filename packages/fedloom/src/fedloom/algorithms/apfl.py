@@ -1,6 +1,6 @@
 """APFL: a personal model that is a mixture of a local model and the global one, with a fixed or learned share.
 
-Problem: min over v_i of f_i(alpha_i v_i + (1 - alpha_i) w*), with w* a minimiser of the global problem.
+Problem: min over v_i of f_i(alpha_i v_i + (1 - alpha_i) w*), with w* a minimizer of the global problem.
 
 Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, Algorithm 1
 (public code: MLOPTPSU/FedTorch).
@@ -14,15 +14,15 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
 
 Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 
-Deviations: mix is formed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix, in the
-public code (``mix = "after"``) mix has the w that has moved already, and decay acts on v. alpha moves once per round,
-in the first local step, and stays in [0, 1], as in the public code. There its slope is (alpha^2 + (1 - alpha)^2)
-times the paper's, at the v that has moved, with a decay of 0.02. There outputs are mixed, on a linear model the same.
+Deviations: mix is computed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix. In the
+public code (``mix = "after"``) mix contains the new w, and decay acts on v. alpha is updated once per round, in the
+first local step, and stays in [0, 1], as in the public code. The public code's slope is (alpha^2 + (1 - alpha)^2) times
+the paper's, at the new v, with a decay of 0.02. It mixes outputs, which is the same for a linear model.
 
-Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), in its loop's order, make the same w and v, to 1e-15, with
-``mix = "after"`` and a fixed alpha on a linear model.
+Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), in its loop's order, give the same w and v, to 1e-15, with ``mix
+= "after"`` and a fixed alpha on a linear model.
 
-Use it when the right amount of federation differs between clients: ``adaptive`` finds it, 0 is FedAvg and 1 is Local.
+Use it if the best share of federation differs between clients: ``adaptive`` learns it, 0 is FedAvg and 1 is Local.
 """
 
 from __future__ import annotations

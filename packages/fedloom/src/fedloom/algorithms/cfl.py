@@ -1,6 +1,6 @@
-"""CFL: clients that pull their model apart are parted into two clusters, each with a model of its own, and so on.
+"""CFL: clients that pull their model in different directions are split, recursively, into clusters with own models.
 
-Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)), the clusters c(i) and their number found on the way.
+Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). The clusters c(i) and their number are found during training.
 
 Reference: F. Sattler, K.-R. Mueller, W. Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask
 Optimization Under Privacy Constraints", IEEE TNNLS 2021, arXiv:1910.01991 (public code: felisat/clustered-federated-
@@ -13,25 +13,27 @@ learning).
     eps_1/eps_2  ratio    a cluster may part where ||mean of its dw|| is below this times the longest dw
     g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
 
-Kept by a client: nothing. The server keeps its last dw and its cluster. Sent per round: d down, d up. The server
-receives the changes of single clients: no secure aggregation and no robust rule.
+Kept by a client: nothing. The server stores its last dw and its cluster. Sent per round: d down, d up. The server
+receives the changes of individual clients, so it supports neither secure aggregation nor robust rules.
 
-Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values belong to a model
-and a step size. Here it is their ratio (0.4/1.6 in the public code). The best bipartition is the paper's. The public
-code clusters by complete linkage, and in that round its parts already take means of their own changes. A cluster may
-part once each member has taken part since it last did. Absent members count with their last change. The bound on the
-noise of gradients is left out, as in the public code. Later clients join the first client's cluster.
+Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values depend on the
+model and the step size. Here the option is their ratio (0.4/1.6 in the public code). The best bipartition is the
+paper's. The public code clusters by complete linkage, and in that round its new clusters already average their own
+changes. A cluster may be split once each member has taken part since its last split. Absent members count with their
+last change. The bound on gradient noise is omitted, as in the public code. Later clients join the first client's
+cluster.
 
-Defaults: a separation gap of 0.1 decides, with a large ratio of the paper's range: a positive gap, by which the paper
-defines that clients fall into two groups, shows long before the mean change is short. Of cosines that mean nothing it
-comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller ones stay. None parts in the first fifth
-of the rounds.
+Defaults: a separation gap of 0.1 decides, with a large ratio from the paper's range: a positive gap, by which the paper
+defines that clients form two groups, appears long before the mean change is short. With random cosines such a gap
+occurs in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller clusters are not split. No cluster is split in the
+first fifth of the rounds.
 
-Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) make the same models and clusters, to
-1e-15, with bound, parts and means as here. Its notebook takes places in a cluster for ids: a second parting is wrong.
+Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) give the same models and clusters, to
+1e-15, with bound, splits and means as here. Its notebook confuses positions in a cluster with client ids, so a second
+split is wrong.
 
-Use it when clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, of
-which a run warns.
+Use it if clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, and a
+run warns about it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """models, last ``[n, d]``. Cluster ``[n, 1]``: its smallest id, whose row of ``models`` it has, seen ``[n, 1]``."""
+    """models, last ``[n, d]``.
+
+    cluster ``[n, 1]``: its smallest id, whose row of ``models`` it uses. seen ``[n, 1]``.
+    """
 
     models: Tensor
     last: Tensor
@@ -124,19 +129,19 @@ class CFL(Algorithm):
 
 
 def mean(mass: Tensor, rows: Tensor) -> Tensor:
-    """Mean of ``rows [m, d]`` by ``mass [m]``, ``[d]``."""
+    """Return the mean of ``rows [m, d]`` weighted by ``mass [m]``, ``[d]``."""
     return ((mass / mass.sum()).double() @ rows.double()).to(rows)
 
 
 def grown(rows: Tensor, n: int) -> Tensor:
-    """Append rows ``[k, ...]`` of clients that joined later, copies of the first client's."""
+    """Append rows ``[k, ...]`` for clients that joined later, copies of the first client's."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Split clients into the two parts, bool ``[m]``, with the smallest largest cosine across.
+    """Split clients into two parts, bool ``[m]``, that minimize the largest cosine across.
 
-    And their separation gap: the smallest cosine within a part less the largest across.
+    Also return their separation gap: the smallest cosine within a part minus the largest across.
     """
     unit = (changes / norm(changes).clamp(min=torch.finfo(changes.dtype).tiny)).double()
     cosine, m = unit @ unit.T, len(unit)

@@ -8,10 +8,10 @@ Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: 
 
     paper       here      meaning
     z           features  representation, the head's input. k features
-    z_i^p       memory    personalised representation bias memory (PRBM), added to z before the head
+    z_i^p       memory    personalized representation bias memory (PRBM), added to z before the head
     zbar_i      running   mean of a client's representation, as an average over its batches
     zbar^g      mean      consensus of these means, formed once
-    kappa       kappa     weight of the mean regularisation (MR)
+    kappa       kappa     weight of the mean regularization (MR)
     mu          momentum  weight of the newest batch in the average
 
 Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k up are of use in the first round only.
@@ -20,12 +20,12 @@ Deviations: the consensus is formed in the first round, which is a round of FedA
 of all clients before it. A client's part of it is the mean over its samples after training. The head on z + m is the
 head on z with another bias, which makes the personal model one network. Means of batches are taken without dropout.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and memories, to 1e-15, from the
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to 1e-15, from the
 consensus on.
 
 Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer. Momentum 1.
 
-Use it where clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a
+Use it if clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a
 head with a bias.
 """
 

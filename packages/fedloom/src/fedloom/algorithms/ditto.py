@@ -1,6 +1,6 @@
 """Ditto: a personal model pulled to the global one, which is trained beside it.
 
-Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimiser of the global problem.
+Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimizer of the global problem.
 
 Reference: T. Li, S. Hu, A. Beirami, V. Smith, "Ditto: Fair and Robust Federated Learning Through Personalization",
 ICML 2021, arXiv:2012.04221v3, Algorithm 1.
@@ -18,10 +18,11 @@ batches unless ``batches = "own"``. V has as many steps as w unless ``personal_e
 Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (d more are kept) and
 takes one batch per epoch, so that the global model is a mean of purely local runs.
 
-Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): FLAME's pull,
-for its reasons. A fixed pull makes v the global model where rounds are long and Local where they are short.
+Defaults: lam = 2/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps):
+FLAME's pull, for its reasons. A fixed pull makes v the global model where rounds are long and Local where they are
+short.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
 Use it for personal models that keep working under attack or with little data: lam moves between Local (0) and the
 global model.

@@ -19,9 +19,9 @@ Deviations: S, its quantile and Eq. 4 are those of the cohort. Algorithm 1 and E
 one model, so clients never seen have cosine 1 with each other. alpha_k is 1, which makes Eq. 3 Eq. 4: R and lambda do
 not show then, with ``lam`` it is lambda beta_k, as in Theorem 2.1. The comparison with delta is >= and includes the
 client itself (strict comparison leaves the set empty when models coincide). Rows whose weights do not sum to a positive
-number fall back to the client's own model. The server receives single models: no secure aggregation.
+number fall back to the client's own model. The server receives individual models, so it supports no secure aggregation.
 
-Use it when clients fall into groups that are not known. A larger ``quantile`` means a higher bar and LESS
+Use it if clients fall into groups that are not known. A larger ``quantile`` means a higher bar and LESS
 collaboration: 1 is Local.
 """
 

@@ -19,15 +19,16 @@ Deviations: the public code takes theta for the old w_i in Delta_i, so that thet
 Here Delta_i is the paper's, with its theory's eta = |S|/n: where few take part, the experiments' 1 belongs to the
 public code's. Clients do the epochs of the run, not a random number of them.
 
-Replayed: the clients of YonghaiGong/FedADMM (1efef575) make the same theta and y_i, to 1e-14, once Delta_i has the old
+Replayed: the clients of YonghaiGong/FedADMM (1efef575) give the same theta and y_i, to 1e-14, once Delta_i has the old
 w_i, with server_lr = 1 and |S|/n.
 
-Defaults: rho = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
-server's model moves by 1/rho times that gradient in a round, which is FedAvg's speed. server_lr is |S|/n, by which the
-server's model is the mean of u over all clients. Delta_i holds all that theta moved by since the client's last round,
-so that a larger server_lr adds it up again: with 1 and one client in ten theta nearly doubles in every round.
+Defaults: rho = 1/reach, where reach is the length of a round (lr times its mean number of steps): on a constant
+gradient the server's model moves by 1/rho times that gradient in a round, which is FedAvg's speed. server_lr is |S|/n,
+by which the server's model is the mean of u over all clients. Delta_i holds all that theta moved by since the client's
+last round, so that a larger server_lr adds it up again: with 1 and one client in ten theta nearly doubles in every
+round.
 
-Use it for one global model when clients differ. Where most clients are absent it moves little, of which a run warns.
+Use it for one global model when clients differ. If most clients are absent, it moves little, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ falls, where ||change of g|| < r/4 ||change of w||, it falls, by half at most, n
 grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w moves
 sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is off by a
 factor above 1.9, as u of absent clients has an older one, with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps and
-batch size (without it the schedule) are unused. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave makes the same x,
+batch size (without it the schedule) are unused. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x,
 to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i, not x, and tests the gradient there.
 
 Defaults: r0 = 1/inner and up to five linearised steps (six full gradients), 0.6 of the way to a local solution.
 
-Use it where full gradients are cheap.
+Use it if full gradients are cheap.
 """
 
 from __future__ import annotations

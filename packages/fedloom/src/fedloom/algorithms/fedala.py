@@ -20,10 +20,10 @@ Deviations: s % of the data are the first s % of the batches of an epoch of thei
 until their loss settles in the first round in which the two models differ. Here for ``first`` passes. The personal
 model is the client's own after its training, not the mixture with the newest received one.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, with as many
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with as many
 passes in the first round.
 
-Use it when the received model helps some of the layers only, with eta = 0 all weights stay 1 and it is FedAvg whose
+Use it if the received model helps some of the layers only, with eta = 0 all weights stay 1 and it is FedAvg whose
 personal models are the clients' last.
 """
 

@@ -21,14 +21,14 @@ are scaled to sum to 1. alpha_k is one number for all rounds unless
 ``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i. ``start =
 "server"`` starts it at u_i, as FedACS does.
 
-Defaults: alpha = reach sqrt(rounds)/2, reach the length of a round (lr times its mean number of steps): the pull
-lam/alpha is FLAME's, for its reasons. Sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+Defaults: alpha = reach sqrt(rounds)/2, where reach is the length of a round (lr times its mean number of steps): the
+pull lam/alpha is FLAME's, for its reasons. Sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, once the pull has a gradient
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, once the pull has a gradient
 (there it is formed of detached values, so that it pulls nothing) and is squared.
 
 Use it with small models, whose distances mean something, for networks there is HeurFedAMP, which looks at angles. The
-server receives single models: no secure aggregation.
+server receives individual models, so it supports no secure aggregation.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ step size. 0.01 there. In the authors' own code a client aligns what the client 
 information counts times its share alpha_i. Absent clients compute nothing. The personal model is the client's own after
 its training.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, with equal shares, ``lr`` 0.01
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, with equal shares, ``lr`` 0.01
 and every sample of the alignment alike.
 
 Attackers: a forged model counts by its own Fisher information. In one round of five clients, noise in the place of a
 model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
 
-Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
-alignment and one client it is Local, as on a model that is all head, of which a run warns.
+Use it if heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
+alignment and one client it is Local, as on a model that is all head, and a run warns about it.
 """
 
 from __future__ import annotations

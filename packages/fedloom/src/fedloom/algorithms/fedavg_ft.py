@@ -17,13 +17,13 @@ Its gradients count as work of the round after which it was made.
 
 Deviations: all parameters are tuned with the run's local SGD, momentum and weight decay included.
 
-Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) make the same models, to 1e-15.
+Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) give the same models, to 1e-15.
 There a batch of one sample is left out.
 
 Defaults: five epochs at the step size of the round. With as many epochs as a run has rounds it costs as much again as
 FedAvg's training, with none it is FedAvg.
 
-Use it as the first reference of every comparison of personalised methods.
+Use it as the first reference of every comparison of personalized methods.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ is made where it is asked for and never sent. Its gradients count as work of the
 
 Deviations: the head is the last layer with a matrix unless ``head`` names others.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same bodies and tuned models, to 1e-15, once the
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and tuned models, to 1e-15, once the
 last mean is sent before the fine-tuning. There each client tunes the body that it had in the last round.
 
 Defaults: whole models are tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local epochs
 where that is more: the head has to be learned from where it was drawn, in steps of the run's size.
 
-Use it when clients share features but not labels, and new clients come: what it sends does not know labels. On a
-model that is all head it trains nothing in the rounds, of which a run warns.
+Use it if clients share features but not labels, and new clients come: what it sends does not know labels. On a
+model that is all head it trains nothing in the rounds, and a run warns about it.
 """
 
 from __future__ import annotations

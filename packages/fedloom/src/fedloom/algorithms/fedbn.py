@@ -1,24 +1,24 @@
-"""FedBN: all is shared but the normalisation layers, which stay with their client.
+"""FedBN: all is shared but the normalization layers, which stay with their client.
 
-Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalisation layers.
+Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalization layers.
 
 Reference: X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
 Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/FedBN).
 
     paper         here      meaning
     w, not BN     x         shared parameters, on the server
-    w, BN         norm      weight and bias of the client's normalisation layers
+    w, BN         norm      weight and bias of the client's normalization layers
 
-Kept by a client: the parameters of its normalisation layers. Sent per round: all others, down and up.
+Kept by a client: the parameters of its normalization layers. Sent per round: all others, down and up.
 
 Deviations: the statistics of the layers are no parameters, for evaluation they come from the client's own training
 part. Normalisation layers are known by the shapes of their parameters (a weight with fewer than two dimensions, or of
 the shape of the bias; a PReLU looks the same), of whatever kind. ``layers`` names others. A model without any is
 refused: it would be FedAvg.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI make the same models, to 1e-15.
+Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15.
 
-Use it when the features differ between clients (scanners, cameras) and the labels do not.
+Use it if the features differ between clients (scanners, cameras) and the labels do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedDR: randomised Douglas-Rachford splitting for composite problems.
+"""FedDR: randomized Douglas-Rachford splitting for composite problems.
 
 Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
@@ -8,7 +8,7 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
     paper      here          meaning
     xbar       x             server's model
     x_i        w             local model, prox_{eta f_i}(y_i)
-    y_i        y             centre of the local problem
+    y_i        y             center of the local problem
     xhat_i     u             reflected model 2 x_i - y_i
     alpha      alpha         relaxation
     eta        eta           step of the proxes
@@ -18,23 +18,23 @@ Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as th
 the last u of every client.
 
 Deviations: clients start with x_i = y_i = x^0, so that a client's first round is the paper's step before the first (x_i
-= prox of x^0). u travels, not its difference to the last one. The server's mean over all clients is the same. The
+= prox of x^0). u is sent, and not its difference from the last one. The server's mean over all clients is the same. The
 public code starts y at zero and weighs by samples. Local work starts at xbar, of which the prox does not depend.
 ``start = "own"`` is the public code's, the client's x_i.
 
-Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, make the same x_i, y_i and xbar, to
+Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, y_i and xbar, to
 1e-15, with L1 and without, absent clients among them, once their y_i and xhat_i start at x^0.
 
-Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps), and a start at xbar. With c_i
-the part of the way to the prox that client i's steps go, the server's model moves eta/((1 - 1/alpha) m + 2/alpha - 1)
-on a steady gradient, m the mean of the 1/c_i: 1.6 reach where clients have equal sizes (c = 0.39), and still FedAvg's
-reach where m is 4, as with some clients that take a tenth of the steps. From the own x_i it is eta/(m - 1 + 1/alpha),
-so that one small client halts the others. No regulariser, as it belongs to the problem. Models have no zeros then, of
-which a run warns. L1 with c = 0.01 is that of the experiments.
+Defaults: eta = 2 reach, where reach is the length of a round (lr times its mean number of steps), and a start at xbar.
+With c_i the part of the way to the prox that client i's steps go, the server's model moves eta/((1 - 1/alpha) m +
+2/alpha - 1) on a constant gradient, m the mean of the 1/c_i: 1.6 reach where clients have equal sizes (c = 0.39), and
+still FedAvg's reach where m is 4, as with some clients that take a tenth of the steps. From the own x_i it is eta/(m -
+1 + 1/alpha), so that one small client halts the others. No regularizer, because it is part of the problem. Models then
+have no zeros, and a run warns about it. L1 with c = 0.01 is that of the experiments.
 
-Use it for composite problems with partial participation, where most clients are absent its model moves little, of
-which a run warns. A large eta with few local steps behaves like local training. The regulariser's threshold at the
-server is eta times its weight.
+Use it for composite problems with partial participation. If most clients are absent its model moves little, and a run
+warns about it. A large eta with few local steps behaves like local training. The regularizer's threshold at the server
+is eta times its weight.
 """
 
 from __future__ import annotations

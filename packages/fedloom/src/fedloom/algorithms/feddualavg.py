@@ -19,10 +19,10 @@ Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 Deviations: the server adds t up from the clients' reports, because step sizes and numbers of steps may change, with
 constant ones it is the paper's. The received model that weighers may ask about is z.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, make the same z and w, to
+Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same z and w, to
 1e-15, once its L1 prox takes all parameters, as here. There it takes the kernels of dense layers.
 
-Defaults: no regulariser, as it belongs to the problem. The method is then FedAvg, of which a run warns.
+Defaults: no regularizer, as it belongs to the problem. The method is then FedAvg, and a run warns about it.
 
 Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
 The weight t of psi grows without bound as the steps add up, so it wants small steps near the end.

@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularisation that makes local and global stationary points agree.
+"""FedDyn: dynamic regularization that makes local and global stationary points agree.
 
 Problem: min over theta of sum_i alpha_i f_i(theta), alpha_i = 1/n in the paper.
 
@@ -18,11 +18,11 @@ Deviations: alpha is the paper's constant. The public code scales a client's by 
 down), which weighs by samples in itself and so takes ``weights = "uniform"``, and clips gradients at 10, here a setting
 of local training. The difference w - x travels once: the server's h and its mean over the cohort both come from it.
 
-Replayed: the clients of alpemreacar/FedDyn (48a19fa) make the same models, to 1e-15, with ``scaled`` and clipping at
+Replayed: the clients of alpemreacar/FedDyn (48a19fa) give the same models, to 1e-15, with ``scaled`` and clipping at
 10.
 
-Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
-server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
+Defaults: alpha = 1/reach, where reach is the length of a round (lr times its mean number of steps): on a constant
+gradient the server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
 
 Attackers: h repeats the change of the mean. In a round of m of n clients, a forged model moves theta 1 + m/n times as
 far as in FedAvg.

@@ -17,11 +17,11 @@ Deviations: none. A step is on sum_m q_m (-log p(y | theta_m)) with the q of the
 the mixture plus a term. The paper's server has no model for clients that it does not know. The components with equal
 weights are none either. A new client's pi takes one expectation over its samples.
 
-Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, make the same x, pi
+Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, give the same x, pi
 and predictions, to 1e-15, a new client's pi too. In its mean of a cohort absent clients count with what they received.
 
-Use it when clients mix a few kinds of data in other proportions. Set ``mixture`` in [model] to the number of kinds, 3
-in the paper. FedEM on a model without a mixture is FedAvg, of which a run warns. It needs classes.
+Use it if clients mix a few kinds of data in other proportions. Set ``mixture`` in [model] to the number of kinds, 3
+in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ models of any clients, absent ones included, with probability epsilon all of the
 The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too.
 Its distance is by default the sum of absolute differences, with "l2" the square of the norm.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, of equal received
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, of equal received
 models and held-out samples, without the 1e-5 that it adds to distances. With ``returns`` so do the functions of
 NVlabs/FedFomo (fe04f664) for weights and mixtures, once the root is taken of its "l2".
 
@@ -30,7 +30,7 @@ Defaults: five models, a fifth of the samples held out, epsilon as in the paper 
 client for which no model is better than where its training began keeps its trained one, as in PFLlib, with ``returns``
 it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few samples.
 
-Use it when some clients are alike but it is unknown which. Traffic grows with ``peers``. With peers = 0 it is Local.
+Use it if some clients are alike but it is unknown which. Traffic grows with ``peers``. With peers = 0 it is Local.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """The head of sums, and the mean squared error on each of the client's rows of the head without that row."""
+        """Return the head of sums, and the mean squared error on each row of the head without that row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

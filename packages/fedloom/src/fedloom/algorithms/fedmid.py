@@ -18,10 +18,10 @@ Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the 
 Deviations: eta_c K, which the server's prox needs, travels as one number because clients may take different numbers of
 steps. The server takes its mean.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, make the same w, to 1e-15,
+Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same w, to 1e-15,
 once its L1 prox takes all parameters, as here. There it takes the kernels of dense layers.
 
-Defaults: no regulariser, as it belongs to the problem. The method is then FedAvg, of which a run warns.
+Defaults: no regularizer, as it belongs to the problem. The method is then FedAvg, and a run warns about it.
 
 Use it as the simplest composite baseline. The prox is taken twice per round (one client, one step: threshold 2 eta_c
 c), and the mean of sparse local models is not sparse ("curse of primal averaging"): its limit is biased even with one

@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging, so that clients with more local steps do not pull harder.
+"""FedNova: normalized averaging, so that clients with more local steps do not pull harder.
 
 Problem: min over x of sum_i p_i f_i(x).
 
@@ -12,7 +12,7 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
     ||a_i||_1    size         their sum. tau_i for plain SGD
     mu           mu           proximal weight of the local problems
     gamma_i      gamma        factor of the step size per local step
-    eta d_i      -dw          normalised change of the model
+    eta d_i      -dw          normalized change of the model
     tau_eff      mean size    effective steps, sum_i p_i ||a_i||_1
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
@@ -22,11 +22,10 @@ Momentum is the local one of the run. ``mu`` and ``gamma`` are the proximal and 
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher or a sampler works on is x + dw.
 
-Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0, with
+Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with momentum and without, mu = 0, with
 mu its tau_eff counts the steps.
 
-Use it where clients take different numbers of local steps. With equal numbers it is FedAvg,
-of which a run warns.
+Use it if clients take different numbers of local steps. With equal numbers it is FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

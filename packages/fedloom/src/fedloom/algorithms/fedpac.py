@@ -22,10 +22,10 @@ head. The alignment is that of the public code: every sample to the prototype of
 class that no earlier cohort had adds nothing. There its samples are drawn to the client's own mean. Heads have the
 round's step size. There 0.1, and weights of heads below 0.001 are dropped.
 
-Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, make the same bodies, heads and
+Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
 prototypes, to 1e-13, with its momentum and weight decay, where no weight of a head is dropped.
 
-Use it when labels are skewed and some clients are alike. With lam = 0 features are not aligned.
+Use it if labels are skewed and some clients are alike. With lam = 0 features are not aligned.
 """
 
 from __future__ import annotations

@@ -20,16 +20,16 @@ Deviations: a round here is all iterations from one communication to the next, s
 has every client take part. A client that does not is counted with its last u. Local work starts at the client's own
 x_i, with ``start = "server"`` at its copy of the server's model.
 
-Replayed: FedPD's clients and server in unc-optimization/FedDR (4097eb44), in TensorFlow, make the same x_i, lambda_i
+Replayed: FedPD's clients and server in unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, lambda_i
 and x_0, to 1e-15, with p = 0.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a steady gradient that moves by eta times it in a round, FedAvg's speed. Local work that continues from x_i
+model: on a constant gradient that moves by eta times it in a round, FedAvg's speed. Local work that continues from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho), where most
-clients are absent its model moves little, of which a run warns. ``skip`` saves communication only where clients differ
-little.
+clients are absent its model moves little, and a run warns about it. ``skip`` saves communication only where clients
+differ little.
 """
 
 from __future__ import annotations

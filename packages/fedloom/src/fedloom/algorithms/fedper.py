@@ -7,13 +7,13 @@ arXiv:1912.00818, Algorithms 1 and 2.
 
     paper      here     meaning
     W_B        x        base layers, on the server
-    W_P_j      head     personalisation layers of client j
+    W_P_j      head     personalization layers of client j
 
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
 Deviations: the head is the last layer with a matrix unless ``head`` names others.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
 Use it as the simplest split of a model. FedRep trains the head to its end first. A model that is all head makes it
 Local, of which a run warns, one without a head FedAvg.

@@ -18,13 +18,13 @@ client's means. Squared, over k. All clients have one architecture and start fro
 head, in place of the nearest prototype. Prototypes are those of the trained model, averaged by samples (Eq. 6), in the
 public code those of the last epoch's batches, over clients alike. A class without a prototype yet adds nothing.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, given the same prototypes.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, given the same prototypes.
 
 Attackers: the model that they forge is a set of prototypes. A forged model moves each prototype by the attacker's share
 of the samples of its class (Eq. 6).
 
-Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local, on a model that is all
-head, too, of which a run warns.
+Use it if models must not leave the clients, or traffic is dear. With lam = 0 it is Local, on a model that is all
+head, too, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Networks", MLSys 2020, arXiv:1812.06127v5, Algorithm 2.
 
     paper    here    meaning
     w^t      x       server's model
-    w_k      w       inexact minimiser of h_k(w; w^t) = F_k(w) + mu/2 ||w - w^t||^2
+    w_k      w       inexact minimizer of h_k(w; w^t) = F_k(w) + mu/2 ||w - w^t||^2
     mu       mu      strength of the pull
 
 Kept by a client: nothing. Sent per round: d down, d up.
@@ -15,13 +15,14 @@ Kept by a client: nothing. Sent per round: d down, d up.
 Deviations: stragglers are not simulated (every client does its steps). Clients are drawn uniformly and their mean is by
 samples, where the paper draws with probability p_k and takes the uniform mean (sampler ``size-weighted``).
 
-Defaults: mu = 1/(3 reach), reach the length of a round (lr times its mean number of steps): with c = mu reach a round
-drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it. More pull costs speed, less cannot be distinguished from other batches.
+Defaults: mu = 1/(3 reach), where reach is the length of a round (lr times its mean number of steps): with c = mu reach
+a round drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it. More pull costs speed, less cannot be distinguished from other
+batches.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it where local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
-With one local step it is FedAvg, of which a run warns.
+Use it if local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
+With one local step it is FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ client never seen trains once before it is scored.
 
 Defaults: four epochs of the head, so that a round costs at most five times FedAvg's.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it when clients share features but not labels. A model that is all head (softmax regression) makes it Local, of
-which a run warns.
+Use it if clients share features but not labels. A model that is all head (softmax regression) makes it Local, and a run
+warns about it.
 """
 
 from __future__ import annotations

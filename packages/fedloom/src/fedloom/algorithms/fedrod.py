@@ -19,10 +19,10 @@ Deviations: log n_ic is added to the head's bias for the gradient, which is the 
 as 1e-9 samples. The personal head starts at zero. There as a copy of the generic one: the personal model is the generic
 one at first. Both heads are linear, so the personal model is one network with the sum of both.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-9, where personal heads
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads
 start at zero. There they start as copies of the generic one.
 
-Use it when labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
+Use it if labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
 FedAvg. It needs classes and a head with a bias.
 """
 

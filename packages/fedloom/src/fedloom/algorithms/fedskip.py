@@ -16,13 +16,13 @@ the last model of every client.
 
 Deviations: the paper has every client take part. Here the models of the cohort are permuted among the cohort, and the
 mean is over the last models of all clients that have taken part, by the samples that they have seen, whatever the
-run's ``weights``. The server receives single models: no secure aggregation.
+run's ``weights``. The server receives individual models, so it supports no secure aggregation.
 
-Replayed: the training loop of MediaBrain-SJTU/FedSkip (96acb90f) makes the same models, to 1e-15, with the same
+Replayed: the training loop of MediaBrain-SJTU/FedSkip (96acb90f) gives the same models, to 1e-15, with the same
 permutations.
 
-Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
-Where most clients are absent its model moves little, of which a run warns.
+Use it if clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
+If most clients are absent, its model moves little, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ the server learns as much as from gradients.
 Deviations: Algorithm 2 line 10 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this multiply.
 Algorithm 3 (one mean gamma) also with partial participation, where it gives the iterates of Algorithm 2. p starts at
 zero. The public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II, in the
-public code on p (``personal_decay``). Replayed: it (35dc740c) makes the same w, gamma_i and p with these two, to 1e-14.
+public code on p (``personal_decay``). Replayed: it (35dc740c) gives the same w, gamma_i and p with these two, to 1e-14.
 
 Defaults: eta_g = 4 reach. Reach is the length of a round, lr times its mean number of steps. A quadratic of curvature h
 settles where 3 s + 2 a < 4: s is the share of the way to the minimum that a client goes in a round, a the share of the

@@ -19,14 +19,14 @@ Deviations: the download is dense and masked by the client: the server needs no 
 uploads. The paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
 regrown is the largest gradients of one batch among all that is out, the pruned included.
 
-Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors, whose search is the same, make the same
+Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors, whose search is the same, give the same
 models and masks, to 1e-15, once the number that is exchanged is rounded down. There it is rounded up.
 
 Defaults: T is the rounds of the run.
 
 Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no others.
 
-Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
+Use it if clients can afford a part of the model only. ``density`` 1 is FedAvg.
 """
 
 from __future__ import annotations

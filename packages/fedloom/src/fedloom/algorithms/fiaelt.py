@@ -14,7 +14,7 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) needs the unknown minimiser. The check of `fedloom.local.inexact` implies it. Where it is looked at and
+Deviations: (9) needs the unknown minimizer. The check of `fedloom.local.inexact` implies it. Where it is looked at and
 L is not given, the first round measures the cohort's and does nothing else. So does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
 repeats its steps until (9) holds. The server receives each L.
@@ -23,7 +23,7 @@ Variant: solver "released" is the public code: SVRG on f_i alone from the server
 No dual, penalty, prox or criterion (9) enters a model: the server's model is the mean of the x_i.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
-and data. (9) then takes L = beta/5. No regulariser, of which a run warns.
+and data. (9) then takes L = beta/5. No regularizer, and a run warns about it.
 
 Attackers: z_i has tau of the change of x_i again, so that a forged model moves y 1 + tau times as far as in FedAvg.
 

@@ -19,7 +19,7 @@ Deviations: losses are those of the received model on the client's training part
 of which no client has been seen are left out of the order. The public code starts with a random one. p_k is the
 client's share of the objective.
 
-Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) make the same models, to 1e-15, with
+Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) give the same models, to 1e-15, with
 its lambda: once its losses are those of the received model, the first order is empty, and its mean is by samples (there
 clients are drawn by p_k, and r_k follows the mean loss of the batches).
 

@@ -21,12 +21,12 @@ features.
 Deviations: the conditions are of the received embeddings, in the public code of the client's own after its last
 training, and 0 before it. There the norm is over a batch, about the square root of its size times the mean of norms.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and conditions, to 1e-15, once these are
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and conditions, to 1e-15, once these are
 of the received embeddings, from the first round on, and the norm is the mean over a batch.
 
 Defaults: lam and mu of the public code for small networks, 0.01 and 0.1.
 
-Use it when labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
+Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
 a run warns, as with ``angle``, lam and mu 0 on one with a valve that stays. It needs classes.
 """
 

@@ -18,13 +18,13 @@ Kept by a client: d (w). Sent per round: d down (a different u to every client),
 
 Deviations: mixtures are over the cohort, in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
 
-Replayed: clients and server of WwZzz/easyFL (ea07f1d0) make the same models and mixtures, to 1e-15, with ``start =
+Replayed: clients and server of WwZzz/easyFL (ea07f1d0) give the same models and mixtures, to 1e-15, with ``start =
 "server"``, once gradients are set to zero between its steps. There they add up.
 
 Defaults: alpha = reach sqrt(rounds)/2, as FedAMP's: with a fixed pull, large steps leave a client one step from u_i.
 
 Use it for networks, whose distances say little. FedAMP's mixture is a gradient step of a stated problem, this one is
-not. The server receives single models: no secure aggregation.
+not. The server receives individual models, so it supports no secure aggregation.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ are as likely to be drawn. The paper draws them, and takes the best of several d
 
 Defaults: two clusters, as the number belongs to the federation.
 
-Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with another network, make the
+Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with another network, give the
 same models and choices, to 1e-15. The first with equal shares, the second with cohorts and shares by samples.
 
 Attackers: a forged model counts in the mean of one cluster alone. With n clients, of which k chose that cluster, it
 moves this model n/k times as far as FedAvg's.
 
-Use it when clients fall into groups, each with a model of its own, where they do not, a model has a part of them, and
+Use it if clients fall into groups, each with a model of its own, where they do not, a model has a part of them, and
 learns slower. With one cluster it is FedAvg.
 """
 

@@ -21,10 +21,10 @@ training leaves out: the best of 0, 0.1, ..., 1 by accuracy, of equal ones that 
 samples. Where it has fewer places, it has a random part of them. A weight chosen on fewer than 30 samples, of which a
 run warns, may make a client's model worse than the server's.
 
-Replayed: clients and server of omarfoq/knn-per (ee175202) make the same x and predictions, to 1e-12, and to 1e-6 with
+Replayed: clients and server of omarfoq/knn-per (ee175202) give the same x and predictions, to 1e-12, and to 1e-6 with
 faiss in float32. The lambda chosen here is best by its accuracies too. Its script has those of the test part.
 
-Use it when clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of
+Use it if clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of
 personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
 memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
 """

@@ -15,10 +15,10 @@ Kept by a client: the body's parameters. Sent per round: the head's parameters, 
 Deviations: it starts from the run's initial model. The public code starts from a model trained with FedAvg. The head is
 the last layer with a matrix unless ``head`` names others. Personal models have the new head.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it when inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes
-it FedAvg, of which a run warns.
+Use it if inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes
+it FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

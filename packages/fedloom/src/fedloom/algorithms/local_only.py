@@ -2,7 +2,7 @@
 
 Problem: min over v_i of f_i(v_i), for every client by itself.
 
-Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalised federated learning.
+Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalized federated learning.
 
     here    meaning
     v       the client's own model

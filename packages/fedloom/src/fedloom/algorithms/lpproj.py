@@ -20,12 +20,12 @@ Deviations: w starts at zero, as in the public code. For 1 < p the code's step o
 its p-th power over p, unless p = 2. Here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train, in the code all do.
 
-Replayed: clients and server of desternylin/perfed (33c68d77) make the same theta and w, to 1e-15: for p = 1
+Replayed: clients and server of desternylin/perfed (33c68d77) give the same theta and w, to 1e-15: for p = 1
 (``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. Weight decay does
 nothing in ``lp_proj``, and w starts at the model where P is the identity.
 
-Defaults: lam = 1/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps), so that the
-signs of p = 1, added up over a run, stay of order one. Eta = reach, and one local round, the run's.
+Defaults: lam = 1/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps), so
+that the signs of p = 1, added up over a run, stay of order one. Eta = reach, and one local round, the run's.
 
 Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.

@@ -19,13 +19,13 @@ Deviations: the representation is the input of the model's head. The paper adds 
 network, which can be part of the model here. Representations of the received and the last model are taken without
 dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI make the same models, to 1e-15, absent clients among them.
+Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15, absent clients among them.
 
 Defaults: mu = 0.5, between the two smallest of the paper's: the term holds representations where the received model has
 them, which with 1 and more, in a few rounds of small steps, leaves a network where it started.
 
-Use it when labels are skewed and networks are deep enough to have representations. A sample costs two further forward
-passes. With mu = 0 it is FedAvg, on a model that is all head, too, of which a run warns.
+Use it if labels are skewed and networks are deep enough to have representations. A sample costs two further forward
+passes. With mu = 0 it is FedAvg, on a model that is all head, too, and a run warns about it.
 """
 
 from __future__ import annotations

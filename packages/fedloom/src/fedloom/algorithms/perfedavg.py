@@ -18,12 +18,12 @@ Deviations: ``variant`` "hf" takes three batches per local step and "fo" two, dr
 epoch of local steps passes three times (twice) over the data. The personal model is one step of size alpha on a batch
 of the client's own training part. The public code of pFedMe takes two steps on test batches.
 
-Replayed: the clients of KarhouTam/FL-bench (06e658b) make the same models, "fo" and "hf", and clients and server of
+Replayed: the clients of KarhouTam/FL-bench (06e658b) give the same models, "fo" and "hf", and clients and server of
 TsingZ0/PFLlib (d832e76f) the same with "fo", to 1e-14.
 
 Defaults: alpha = local.lr, so that a personal model is one step of local training away.
 
-Use it when new clients come with little data: they need one step only. "fo" drops the Hessian term and costs half.
+Use it if new clients come with little data: they need one step only. "fo" drops the Hessian term and costs half.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 d
 
 Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class). Own means of
 classes with three samples. The server lifts eigenvalues below min(ridge, 1)/2. Replayed: cj-mclaughlin/pFedFDA
-(73c7c407) makes the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no class of one sample in
+(73c7c407) gives the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no class of one sample in
 its folds, features of its steps, means of fewer samples, and covariances with 1e-4 in all entries, shrunk by 1e-4.
 
-Use it when classes look differently from client to client. It needs a bias, and trains nothing of a model all head.
+Use it if classes look differently from client to client. It needs a bias, and trains nothing of a model all head.
 """
 
 from __future__ import annotations

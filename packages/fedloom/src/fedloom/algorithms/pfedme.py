@@ -23,12 +23,12 @@ Deviations: theta starts every round at the received model and is carried from b
 ones. Here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings, and so is
 momentum of the inner steps (FLAME's public code: 0.5), which neither has.
 
-Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), so that a round leaves the
-pull and the data in balance. Eta = 1/lam moves w_i to theta_i.
+Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), so that a round
+leaves the pull and the data in balance. Eta = 1/lam moves w_i to theta_i.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, without its decay of 0.001.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, without its decay of 0.001.
 
-Use it for personal models with one more knob than Ditto, with R > 1 its limit is not the Moreau minimiser unless all
+Use it for personal models with one more knob than Ditto, with R > 1 its limit is not the Moreau minimizer unless all
 curvatures are equal (FLAME's is).
 """
 

@@ -20,10 +20,10 @@ when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohor
 draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
 travels is the change times F_k^q, so the model that a weigher or a sampler works on is x + dw.
 
-Replayed: the server of litian96/fair_flearn (f097971) makes the same models, to 1e-11, with L = "step".
+Replayed: the server of litian96/fair_flearn (f097971) gives the same models, to 1e-11, with L = "step".
 
-Defaults: L = 1/reach, reach the length of a round (lr times its mean number of steps): a round is one step of that
-size, where the paper's 1/lr would count every local step as a round.
+Defaults: L = 1/reach, where reach is the length of a round (lr times its mean number of steps): a round is one step of
+that size, where the paper's 1/lr would count every local step as a round.
 
 Attackers: h_k grows with the square of the change. A forged model that is far from x makes sum h_k large, so that the
 server takes a short step: it moves x less than in FedAvg, and slows the honest clients down.

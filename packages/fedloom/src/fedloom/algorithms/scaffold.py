@@ -20,7 +20,7 @@ FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/
 and c is the mean of all s_i c_i, which clients then keep in the place of c_i. It weighs by samples in itself and takes
 ``weights = "uniform"``.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same x and c, to 1e-15, with equal shares.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same x and c, to 1e-15, with equal shares.
 
 Attackers: c_i follows from a forged model as from any other (option II), and c has its share of it. In the next rounds
 honest clients then repeat the change that the attacker made.

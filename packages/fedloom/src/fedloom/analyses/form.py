@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -78,6 +78,8 @@ class Question:
                 count = int(torch.Size(shape).numel())
                 piece = content[at : at + 8 * count]
                 values[key] = torch.tensor(struct.unpack(f"<{count}d", piece), dtype=torch.float64).view(shape)
+                if not bool(values[key].isfinite().all()):
+                    raise ValueError
                 at += 8 * count
             if at != len(content):
                 raise ValueError
@@ -141,7 +143,9 @@ class Info(NamedTuple):
 class Rules(Value):
     """Rules that all parties agree on before the first question of an analysis."""
 
-    questions: int = Field(200, ge=1, description="questions of the analysis at most")
+    questions: int = Field(
+        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
+    )
     least: int = Field(
         1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
     )
@@ -196,11 +200,22 @@ class Analysis(Value):
     kind: ClassVar[str]
     """The name in files and in `fl.analyze`, of user code its import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    """The declared form of every question: its fields by name, with the number of their dimensions."""
+    """The declared form of every question: its fields by name, with the number of their dimensions.
+
+    They are in the order in which they are asked. Real sites answer no other order. The last one may be repeated.
+    """
+    most_questions: ClassVar[int] = 24
+    """Questions that a real site answers at most, where no rules say how many."""
+    retried: ClassVar[Collection[str]] = ()
+    """Questions that a client may be unable to answer, as where a step is too long. `step` then tries another one."""
+    suppresses: ClassVar[bool] = False
+    """Whether a client leaves its rare cells out of every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
     """True if an answer reads `ClientRows.models`, so that a run must come first."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
+
+    rules: Rules | None = Field(None, description="what clients agree on; none: the defaults of the place")
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         """Refuse data or a setting that the analysis cannot be of. Called before any work.
@@ -218,6 +233,29 @@ class Analysis(Value):
         """Refuse a federation that the analysis cannot be of, see `check`."""
         self.check(schema_of(fed.data), setting)
 
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        """Refuse an agreement by which real sites cannot answer. Called when they agree, after `check`.
+
+        Args:
+            schema: with the agreed ranges.
+            masked: whether answers are summed under masks.
+
+        Raises:
+            ConfigError: the analysis shows figures of single clients, or a number has no agreed range.
+        """
+        if masked and self.shows_rows:
+            raise ConfigError(
+                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide; "
+                "leave the option out, or the secure aggregation"
+            )
+        unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
+        if unagreed:
+            raise ConfigError(
+                f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
+                f"{', '.join(map(repr, unagreed[:5]))} has none; give each range = [LOWEST, HIGHEST] in the agreement "
+                "(fedloom init --agree)"
+            )
+
     @property
     def kept_columns(self) -> Sequence[str]:
         """Columns, or bounds of them, that a table must keep beside those that models get."""
@@ -231,9 +269,17 @@ class Analysis(Value):
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         """Return what a client makes public before the first question, float64 ``[c]``. Most analyses have nothing.
 
-        Under masks these are flags only: 1 for a cell that reaches the minimum at the client, else 0.
+        At real sites these are flags only: 1 for a cell that reaches the minimum at the client, else 0. The sizes of
+        the others are not known then.
         """
         return torch.zeros(0, dtype=torch.float64)
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        """Return the rows of a client that have a part in sums: all of them, if the analysis says nothing else.
+
+        A client whose part has fewer subjects than agreed answers zeros.
+        """
+        return client
 
     def start(self, terms: AnalysisTerms) -> State:
         """Return the state before the first question."""
@@ -249,6 +295,11 @@ class Analysis(Value):
         Raises:
             Refused: the question is none that the rules lead to.
         """
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the questions in the order in which they are asked. The last one may be repeated."""
+        return tuple(self.questions)
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         """Return the bounds of one client's answer."""

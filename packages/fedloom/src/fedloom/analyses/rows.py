@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.federation import DATA_PARTS, Federation
+from fedloom.data.groups import subjects_of
 from fedloom.data.tables import Table, TableColumn
 
 Range = tuple[float, float]
@@ -187,4 +188,6 @@ def _rows_of(
     if not data.classed:
         y = y * data.unit + data.centre if data.task == "regression" else y
     columns = {name: codes.cpu()[rows] for name, codes in data.columns.items()}
-    return ClientRows(x, y, part, torch.arange(len(rows)), columns, fetch, place, models)
+    units = subjects_of(data)
+    subjects = torch.arange(len(rows)) if units is None else units[rows]
+    return ClientRows(x, y, part, subjects, columns, fetch, place, models)

@@ -114,7 +114,7 @@ def analyze(
         analysis: a value, or its name in `fedloom.analyses.ANALYSES`, or an import path.
         clients: a `Federation`. A `Dataset`, whose users are the clients, what `Federation.create` or `Dataset.create`
             takes. Or the `Result` of a run, for an analysis of models.
-        rules: what the clients agree on (`Rules`), as a value or a table of options.
+        rules: what the clients agree on (`Rules`), as a value or a table of options. None: the rules of the analysis.
         folder: keeps every sum, so that the same call resumes an interrupted analysis. None: nothing is kept.
         options: of an analysis that is given by name.
 
@@ -124,7 +124,7 @@ def analyze(
         CheckpointError: the folder holds another analysis.
     """
     value = analysis_of(analysis, options)
-    agreed = rules if isinstance(rules, Rules) else Rules(**(rules or {}))
+    agreed = rules if isinstance(rules, Rules) else Rules(**rules) if rules is not None else value.rules or Rules()
     if isinstance(clients, Result) and not value.by_sums:
         value.check_run(clients.job.eval_fed, clients.job.setting)
         table, notes = value.measure(clients)
@@ -247,7 +247,7 @@ def answer_question(
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
         analysis.check_question(question, terms)
-        if len(client) > 0 and client.count < terms.rules.least:
+        if 0 < analysis.used(client, terms).count < terms.rules.least:
             return Answer(torch.zeros_like(bounds.low), 0, True, 0)
         answer = analysis.answer(question, client, terms)
     if answer is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -236,6 +236,21 @@ class Dataset:
         if self.vocabulary:
             facts["vocabulary"], facts["tokens"] = len(self.vocabulary), int((self.x != 0).sum())
         return facts
+
+    def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
+        """Append copies of the samples at `index` ``[k]``, with other features ``x`` and targets ``y``."""
+
+        def more(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.cat([values, values[index.to(values.device)]])
+
+        design, columns = self.design, {name: torch.cat([c, c[index]]) for name, c in self.columns.items()}
+        if design is not None:
+            rows: dict[str, Any] = {
+                name: more(getattr(design, name)) for name in ("subject", "order", "strata", "held_out")
+            }
+            design = replace(design, **rows)
+        moved: dict[str, Any] = {"users": more(self.users), "ready": more(self.ready), "columns": columns}
+        return replace(self, x=torch.cat([self.x, x]), y=torch.cat([self.y, y]), design=design, **moved)
 
     def _coded(self) -> list[tuple[str, Tensor, tuple[str, ...]]]:
         coded = [(f"column {key!r}", codes, self.levels.get(key, ())) for key, codes in self.columns.items()]

@@ -102,7 +102,7 @@ class RunCheckpoints:
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Rounds of a run that has ended in the folder after fewer rounds than this one, which goes on from there.
+        """Return the rounds of a shorter run that has ended in the folder, which this run continues.
 
         Raises:
             RunDirError: something in it depends on the number of rounds, so that the longer run is another one.
@@ -163,7 +163,7 @@ def find_round_readers(setting: Setting) -> list[str]:
 
 
 def _replace_rounds(job: Job, rounds: int) -> Job:
-    """The run with another number of rounds, and the same stores."""
+    """Return the run with another number of rounds, and the same stores."""
     other = copy.copy(job)
     other.__dict__.update(setting=job.setting.with_(rounds=rounds))
     return other

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
+from fedloom.algorithms import Algorithm, Kind, primary_field, upload_fields, upload_type
 from fedloom.choose.shares import period_of
 from fedloom.data.federation import Federation
 from fedloom.engine.clients.messages import Messages
@@ -66,7 +65,7 @@ class RunProblem:
         return self.fed.n
 
     @cached_property
-    def fields(self) -> Mapping[str, Any]:
+    def fields(self) -> Mapping[str, Kind]:
         """Upload fields and their kinds."""
         return upload_fields(type(self.algorithm))
 
@@ -78,7 +77,7 @@ class RunProblem:
         its clients send.
         """
         aggregator = self.setting.aggregator
-        weighed = any(getattr(kind, "weight", None) for kind in self.fields.values())
+        weighed = any(kind.weight for kind in self.fields.values())
         alike = self.algorithm.uses_shares or weighed or (aggregator is not None and not aggregator.weighted)
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 

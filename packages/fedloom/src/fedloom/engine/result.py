@@ -21,7 +21,7 @@ from fedloom.errors import ConfigError, Stop
 from fedloom.formats import as_pandas, folded
 from fedloom.lazy import display
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.local.rows import to_device
+from fedloom.local.rows import Fields, to_device
 from fedloom.metrics import SUMMARY_METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
@@ -233,7 +233,7 @@ class Live:
         return rows.cpu(), statistics
 
     @cached_property
-    def _down(self) -> Any:
+    def _down(self) -> Fields:
         """The download of all clients, which may mix all that is kept."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
@@ -253,7 +253,7 @@ class Live:
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.setting.evaluate.select_on
-        scores: Any = {
+        scores: dict[tuple[str, str], dict[str, Tensor]] = {
             (model, part): {
                 metric: torch.from_numpy(values)
                 for metric in SUMMARY_METRICS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import RunStopped, Stop, attribute_error
+from fedloom.local.rows import Fields
 from fedloom.processes.clients import CLIENT_COUNTS, AskRequest, Clients, TrainRequest, TrainTask
 
 
@@ -54,7 +54,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 
 
 def take(
-    job: Job, state: State, t: int, cohort: Tensor, sampler: Any, query_counts: Tensor, uploads: Uploads
+    job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
     """Step the server on the uploads of a cohort ``[m]``, after a draw with ``sampler`` and ``query_counts [7]``.
 
@@ -90,7 +90,7 @@ def _is_finite(values: Tensor) -> bool:
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
 
 
-def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
+def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
     """Draw the cohort. Return it with the sampler's new state and the cost ``[7]`` of asking candidates."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)

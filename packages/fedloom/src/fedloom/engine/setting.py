@@ -146,8 +146,8 @@ class Setting(Value):
     """
 
     per_method: ClassVar[tuple[str, ...]] = (
-        "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds", "weights",
-        "schedule",
+        "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel", "rounds",
+        "weights", "schedule",
     )  # fmt: skip
     """Choices that every method of an experiment may have for itself."""
 

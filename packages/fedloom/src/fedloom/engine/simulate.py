@@ -210,7 +210,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 
 def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
-    """The function of a chunk, in which a user's code that draws from a global generator draws what the seed decides.
+    """Seed the global generators for user code within a chunk's function.
 
     Chunks do not depend on the number of workers, so neither does a draw. Afterwards the generators are as before.
     """

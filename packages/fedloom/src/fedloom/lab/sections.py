@@ -7,12 +7,13 @@ A section is a function ``(runs, rows, lead) -> Section | None``, named by an en
 from fedloom.lab.report.comparison.contenders import contenders_of
 from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Estimate, Row
 from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import Section, plain_section
-from fedloom.lab.report.tables import cell_text, scrolling
+from fedloom.lab.report.tables import cell_text
 
 __all__ = [
     "Estimate",

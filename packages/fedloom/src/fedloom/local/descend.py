@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.errors import CodeError, Refused
 from fedloom.local.iterate import iterate
 from fedloom.local.optimizer import decays_itself
-from fedloom.local.rows import each_client, per_client
+from fedloom.local.rows import each_client, per_client, per_coordinate
 from fedloom.local.steppers import Steppers
 from fedloom.local.terms import Bound, active, bound
 from fedloom.rows.masks import spans
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]
-"""(mu, x): the term mu/2 ||w - x||^2. Mu a number or ``[m, 1]``, x ``[d]`` or ``[m, d]``."""
+"""(mu, x): the term mu/2 ||w - x||^2, x ``[d]`` or ``[m, d]``.
+
+Mu is a number or ``[m, 1]``. With mu ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2.
+"""
 
 ALL_ROWS = [slice(None)]
 
@@ -65,7 +68,7 @@ def descend(
     Args:
         w: ``[d]`` or ``[m, d]`` start of every client. Not modified.
         work: the local problems.
-        pull: pairs (mu, x).
+        pull: pairs (mu, x). Mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a strength per coordinate.
         shift: ``[d]`` or ``[m, d]``, added to the gradient.
         prox: (f, centre). A center of None is zero.
         mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates change.
@@ -80,7 +83,7 @@ def descend(
         ``[m, d]``. A problem with an exact solution (`Quadratic` with ``solve=True``) is solved exactly.
 
     Raises:
-        CodeError: pulls are not pairs.
+        CodeError: pulls are not pairs, or a strength has another shape.
         ConfigError: a prox is given with an optimizer other than plain SGD, or the model or an exact solution does not
             support the terms.
     """
@@ -90,6 +93,7 @@ def descend(
         raise CodeError("descend: pull must be pairs of a strength and a point, as pull=((mu, x),)")
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
+    pull = [(per_coordinate(mu, m, w) if isinstance(mu, Tensor) else mu, x) for mu, x in pull]
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
     plain, terms = local.optimizer == "sgd", active(terms)
     handed = not plain and work.oracle.minimise is None and decays_itself(local)
@@ -104,7 +108,7 @@ def descend(
         else:
             shrinks = per_client(shrinking, m, w) * reached
     if isinstance(pulled, Tensor):
-        pulled = per_client(pulled, m, w)
+        pulled = per_coordinate(pulled, m, w)
     if work.oracle.minimise is not None and terms:
         raise Refused("a problem that is solved exactly has no terms; take steps")
     if work.oracle.minimise is not None and prox is None:
@@ -117,6 +121,7 @@ def descend(
     mask = None if mask is None or moving != ALL_ROWS else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
     whole = plain and local.clip is None and moving == ALL_ROWS and decay == 1 and not terms and shrinks is None
+    whole = whole and not (isinstance(pulled, Tensor) and pulled.shape[1] > 1)
     in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
@@ -226,9 +231,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
     """Return factor (shift - sum mu x), the constant part of a step, as ``[d]`` if it is the same for all clients."""
     total: Tensor | None = None
     for mu, x in pull:
-        if isinstance(mu, Tensor):
-            mu = per_client(mu, len(w), w)
-        elif mu == 0:
+        if not isinstance(mu, Tensor) and mu == 0:
             continue
         total = (-factor * mu) * x if total is None else total - (factor * mu) * x
     if shift is None:
@@ -243,4 +246,4 @@ def _minimum(
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s
-    return work.oracle.minimise(w, work.ids, per_client(mu, work.m, w) / s, rest, mask)
+    return work.oracle.minimise(w, work.ids, per_coordinate(mu, work.m, w) / s, rest, mask)

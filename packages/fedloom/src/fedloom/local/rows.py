@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from fedloom.errors import CodeError
+
 R = TypeVar("R")
 
 
@@ -85,6 +87,28 @@ def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
     """Return ``value`` as ``[m, 1]``, with the dtype and device of ``like``."""
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1, 1).expand(m, 1)
+
+
+def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
+    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has an entry per coordinate.
+
+    Args:
+        value: a number, ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
+        m: number of clients.
+        like: ``[m, d]``, whose dtype and device the result has.
+
+    Raises:
+        CodeError: another shape.
+    """
+    rows, d = torch.as_tensor(value, dtype=like.dtype, device=like.device), like.shape[-1]
+    if rows.numel() == 1 or tuple(rows.shape) == (m, 1):
+        return per_client(rows, m, like)
+    if tuple(rows.shape) not in ((d,), (1, d), (m, d)):
+        raise CodeError(
+            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each; give one "
+            f"number, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
+        )
+    return rows.expand(m, d)
 
 
 def each_client(value: Tensor, m: int) -> Tensor:

@@ -29,7 +29,7 @@ def step_(
         batch: one batch per client.
         lr: step size, a number or ``[m, 1]``.
         at: ``[m, d]`` point at which the gradient is computed. None: ``w`` before the step.
-        keep: factor of w, a number or ``[m, 1]``.
+        keep: factor of w, a number, ``[m, 1]`` or ``[m, d]``.
         steady: ``[m, d]``, or None for zero.
 
     Returns:
@@ -40,6 +40,9 @@ def step_(
         move = work.grad(at, batch).mul_(-lr)
         w.mul_(keep).add_(move)
         return w if steady is None else w.add_(steady)
+    if isinstance(keep, Tensor) and keep.shape[1] > 1:  # oracles take one factor per client
+        rest = w * (keep - 1)
+        keep, steady = 1.0, rest if steady is None else rest.add_(steady)
     decay = work.local.weight_decay
     shrunk = None
     if decay and work.oracle.reached is not None:

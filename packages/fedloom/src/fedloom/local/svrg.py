@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.local.iterate import iterate
-from fedloom.local.rows import each_client, per_client
+from fedloom.local.rows import each_client, per_coordinate
 from fedloom.local.step import step_, where_moved
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SvrgResult(NamedTuple):
 class Solving(NamedTuple):
     """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
 
-    mu ``[m, 1]`` and steady ``[m, d]`` come from `pull_terms`.
+    mu ``[m, 1]`` or ``[m, d]`` and steady ``[m, d]`` come from `pull_terms`.
     """
 
     w: Tensor
@@ -162,12 +162,15 @@ def iterate_solver(
 
 
 def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the terms that pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, mu ``[m, 1]``."""
+    """Return the terms that pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``.
+
+    mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
+    """
     m = len(w)
-    mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
+    mu = sum((per_coordinate(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
     steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
     for k, x in pull:
-        steady = steady - per_client(k, m, w) * x
+        steady = steady - per_coordinate(k, m, w) * x
     return mu, steady
 
 

@@ -110,23 +110,23 @@ class Work:
         return e * self.batches()
 
     def passes(self) -> Tensor:
-        """Number of passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
+        """Return the passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
         per = self._per_epoch()
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """True if step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
+        """Return whether step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
     def _per_epoch(self) -> Tensor:
-        """Number of steps per epoch, ``[m, 1]``."""
+        """Return the number of steps per epoch, ``[m, 1]``."""
         if self.local.steps is None:
             return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """Number of steps in a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of all of them."""
+        """Return the steps of a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of them all."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from fedloom.models.parts import Bodied, parted
+from fedloom.errors import Refused
+from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
 """Parameters of a guided network: embeddings of the classes, and the two conditions of its valve."""
@@ -68,3 +73,25 @@ class Guided(Bodied):
         self.guidance(torch.cat([generic, cosines, size.expand(z.shape[0], 1)], 1))
         logits: Tensor = self.head(personal)
         return logits
+
+
+class GuidedOption(Construction):
+    """The field ``guided`` of a model: `Guided` around its network."""
+
+    option = "guided"
+    guided: bool = Field(
+        False, description="add a conditional valve before the head, and an embedding of every class (GPFL)"
+    )
+
+    @staticmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        return Guided(networks[0])
+
+    @staticmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        if each:
+            raise Refused(
+                f"model.guided compares one representation of a sample with classes, and {POSITIONS_REASON}",
+                rule="guided-needs-one-label",
+                fix="leave {model.guided} out",
+            )

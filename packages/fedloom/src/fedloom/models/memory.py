@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from fedloom.errors import Refused
 from fedloom.models.mixture import log_probabilities
-from fedloom.models.parts import Bodied, parted
+from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
 """Parameters of a network with a memory: those of its `Recall`."""
@@ -98,3 +103,26 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
     counts = (-near.square() / (z.shape[1] * scale)).masked_fill(beyond, -torch.inf)
     counts = torch.where(vacant[order], -torch.finfo(z.dtype).max, counts).softmax(1)
     return torch.zeros_like(counts).scatter(1, order, counts) @ labels
+
+
+class MemoryOption(Construction):
+    """The field ``memory`` of a model: `WithMemory` around its network."""
+
+    option = "memory"
+    memory: int | None = Field(
+        None, ge=1, description="samples that a client's network stores for its predictions (kNN-Per)"
+    )
+
+    @staticmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        return WithMemory(networks[0], value)
+
+    @staticmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        if each or not classed:
+            what = POSITIONS_REASON if each else "this task has none"
+            raise Refused(
+                f"model.memory recalls the classes of samples, and {what}",
+                rule="memory-needs-classes",
+                fix="leave {model.memory} out",
+            )

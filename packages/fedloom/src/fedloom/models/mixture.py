@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from fedloom.models.parts import Bodied
+from fedloom.errors import Refused
+from fedloom.models.parts import Bodied, Construction
 
 MIXING = "mixing"
 """Name of the parameter that contains the logarithms of a mixture's weights, up to a constant."""
@@ -54,3 +57,38 @@ class Mixture(Bodied):
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)
         return mixed if logits.shape[-1] > 1 else mixed[..., 1:] - mixed[..., :1]
+
+
+class MixtureOption(Construction):
+    """The field ``mixture`` of a model: a `Mixture` of its networks."""
+
+    option = "mixture"
+    mixture: int | None = Field(
+        None,
+        ge=2,
+        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
+    )
+
+    @staticmethod
+    def count_networks(value: Any) -> int:
+        return int(value)
+
+    @staticmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        return Mixture(networks)
+
+    @staticmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        if not classed:
+            raise Refused(
+                "model.mixture mixes probabilities of classes, and this task has none",
+                rule="mixture-needs-classes",
+                fix="leave {model.mixture} out",
+            )
+        for key in ("class_weights", "loss"):
+            if key in task_keys:
+                raise Refused(
+                    "model.mixture takes -log of probabilities as its loss",
+                    rule="mixture-has-a-loss",
+                    fix=f"leave {{task.{key}}} out",
+                )

@@ -6,12 +6,52 @@ A module of user code may name its parts by string attributes ``head`` and ``pen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 from fedloom.models.dropout import Dropout
+from fedloom.values import Value
+
+POSITIONS_REASON = "these sequences have a label per position"
+"""Reason why a construction that needs one label per sample does not fit."""
+
+
+class Construction(Value):
+    """A field that every model inherits, and the larger network that it builds around the plain one.
+
+    A method asks for a construction by the names of its parameters in the layout. No other code knows the method.
+    """
+
+    option: ClassVar[str]
+    """Name of the field. The field is false while the model is the plain network."""
+
+    @staticmethod
+    def count_networks(value: Any) -> int:
+        """Return the number of plain networks to build in."""
+        return 1
+
+    @staticmethod
+    @abstractmethod
+    def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
+        """Build the larger network from plain ones. They are not used any more."""
+
+    @staticmethod
+    @abstractmethod
+    def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
+        """Refuse a task for which the construction has no use.
+
+        Args:
+            classed: labels are classes.
+            each: every position of a sequence has a label.
+            task_keys: keys of [task] that are set.
+
+        Raises:
+            Refused: the construction and the task do not fit. The message has the reason.
+        """
 
 
 class Bodied(nn.Module, ABC):

@@ -17,9 +17,10 @@ from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, add_adapters
-from fedloom.models.guided import Guided
-from fedloom.models.memory import WithMemory
-from fedloom.models.mixture import Mixture
+from fedloom.models.guided import GuidedOption
+from fedloom.models.memory import MemoryOption
+from fedloom.models.mixture import MixtureOption
+from fedloom.models.parts import Construction
 from fedloom.seeds import as_global, generator
 from fedloom.storage.disk import regular
 from fedloom.values import Value
@@ -37,13 +38,8 @@ DIGEST_MARK = "#sha256="
 """Separator between a weight file's name and its required SHA-256."""
 
 
-class ModelSpec(Value, ABC):
-    """The choice of a model in an experiment.
-
-    Models take normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Models of
-    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
-    length, outputs]`` if every position has a label.
-    """
+class InitialValues(Value):
+    """The fields of every model that decide its values before round 1, and which of them train."""
 
     weights: str | None = Field(
         None,
@@ -52,27 +48,35 @@ class ModelSpec(Value, ABC):
             "digest after #sha256= (default: drawn by the seed)"
         ),
     )
-    mixture: int | None = Field(
-        None,
-        ge=2,
-        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
-    )
-    guided: bool = Field(
-        False, description="add a conditional valve before the head, and an embedding of every class (GPFL)"
-    )
-    memory: int | None = Field(
-        None, ge=1, description="samples that a client's network stores for its predictions (kNN-Per)"
-    )
     adapters: Adapters | None = Field(
         None, description="low-rank adapters that train instead of the layers: a table with rank, on, scale, head"
     )
 
+
+CONSTRUCTIONS: tuple[type[Construction], ...] = (MixtureOption, GuidedOption, MemoryOption)
+"""Fields of every model that build its network into a larger one. A model has at most one of them."""
+
+
+class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
+    """The choice of a model in an experiment.
+
+    Models take normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Models of
+    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
+    length, outputs]`` if every position has a label.
+    """
+
     @model_validator(mode="after")
     def _one_construction(self) -> Self:
-        chosen = [name for name in ("mixture", "guided", "memory") if getattr(self, name)]
+        chosen = [one.option for one in self.constructions]
         if len(chosen) > 1:
-            raise ValueError(f"a network has one of mixture, guided and memory, got {' and '.join(chosen)}")
+            *names, last = (one.option for one in CONSTRUCTIONS)
+            raise ValueError(f"a network has one of {', '.join(names)} and {last}, got {' and '.join(chosen)}")
         return self
+
+    @property
+    def constructions(self) -> list[type[Construction]]:
+        """The constructions that are chosen, at most one."""
+        return [one for one in CONSTRUCTIONS if getattr(self, one.option)]
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
@@ -104,12 +108,11 @@ class ModelSpec(Value, ABC):
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with _drawing(seed, "model"):
             try:
-                components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
-                if self.guided:
-                    return Guided(components[0])
-                if self.memory is not None:
-                    return WithMemory(components[0], self.memory)
-                return Mixture(components) if self.mixture else components[0]
+                for one in self.constructions:
+                    value = getattr(self, one.option)
+                    count = one.count_networks(value)
+                    return one.wrap_networks([self._network(shape, outputs, tokens) for _ in range(count)], value)
+                return self._network(shape, outputs, tokens)
             except (RuntimeError, TypeError) as error:  # of a size beyond 64 bits PyTorch raises a TypeError
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
@@ -118,6 +121,7 @@ class ModelSpec(Value, ABC):
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+        shape = tuple(shape)
         if tokens is None:
             return self.module(shape, outputs)
         if not tokens[0]:

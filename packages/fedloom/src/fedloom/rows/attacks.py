@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import distances, norm
 from fedloom.seeds import generator
-from fedloom.values import Value
+from fedloom.values import Value, choose
 
 
 class Attack(Value, ABC):
@@ -115,6 +115,69 @@ class FlippedLabels(Poison):
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
         _classes(y, classes)
         return classes - 1 - y
+
+
+class Backdoor(Attack):
+    """Attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
+
+    fedloom evaluates ``attack_success``: the share of the clients' other test samples that a model assigns to the
+    target class once they carry the trigger. With ``fraction = 0`` nobody attacks, and the metric shows the rate of a
+    clean model.
+    """
+
+    kind: Literal["backdoor"] = "backdoor"
+    target: int | str = Field(0, description="target class, by its number or its name", union_mode="left_to_right")
+    share: float = Field(0.5, gt=0, le=1, description="share of an attacker's training samples with the trigger")
+    size: int = Field(3, ge=1, description="edge of the trigger in images, a square at the lower right, in pixels")
+    value: float = Field(1.0, description="value of the trigger's pixels. Images stored as bytes range from 0 to 1")
+    columns: dict[str, float | str] = Field(
+        default_factory=dict, description="trigger in tables: value or level of each column that it changes"
+    )
+
+    def stamp(self, x: Tensor, names: Mapping[str, tuple[str, ...]]) -> Tensor:
+        """Return samples with the trigger. Override it for another trigger.
+
+        Args:
+            x: ``[k, channels, height, width]`` images (from bytes: 0 to 1), ``[k, p]`` raw columns of a table, in their
+                units, with level codes and NaN for missing cells, or ``[k, *shape]`` other features.
+            names: levels of each column by its name, empty for a number. Empty if the data have no columns.
+
+        Returns:
+            A new tensor of the shape and dtype of x.
+
+        Raises:
+            ConfigError: the data have no such columns or levels, or no pixels.
+        """
+        x = x.clone()
+        if names:
+            if not self.columns:
+                raise ConfigError(
+                    "a backdoor in a table needs columns to change; set attack.columns, such as "
+                    f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
+                )
+            for name, value in self.columns.items():
+                place = choose("column", _numbered(names), name, "attack.columns")
+                x[:, place] = _code(name, value, names[name])
+            return x
+        if self.columns:
+            raise ConfigError("attack.columns are of a table, and these data have no columns; leave attack.columns out")
+        if x.ndim < 3 or self.size > min(x.shape[-2:]):
+            raise ConfigError(
+                f"samples {[*x.shape[1:]]} have no square of {self.size} x {self.size} pixels; set a smaller "
+                "attack.size of images, or override stamp in your own subclass"
+            )
+        x[..., -self.size :, -self.size :] = self.value
+        return x
+
+    def label(self, classes: Sequence[str]) -> int:
+        """Return the number of the target class.
+
+        Raises:
+            ConfigError: there is no such class.
+        """
+        if isinstance(self.target, int) and 0 <= self.target < len(classes):
+            return self.target
+        return choose("class", _numbered(classes), str(self.target), "attack.target")
 
 
 # ------------------------------------------------------------------------------------------- blind to the other rows
@@ -318,6 +381,7 @@ class ForgedActivations(Attack):
 ATTACKS: dict[str, type[Attack]] = {
     "random-labels": RandomLabels,
     "flipped-labels": FlippedLabels,
+    "backdoor": Backdoor,
     "same-value": SameValue,
     "sign-flip": SignFlip,
     "gaussian": Gaussian,
@@ -342,6 +406,20 @@ def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
 def _std(rows: Tensor) -> Tensor:
     """Return the sample standard deviation [d] of rows [h, d], which is 0 for a single row."""
     return rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
+
+
+def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
+    """Return the number that a trigger writes into a column: a level's code, or the number itself."""
+    if levels:
+        return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
+    if isinstance(value, str):
+        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}; give a number")
+    return value
+
+
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    """Return the place of every name."""
+    return {name: place for place, name in enumerate(names)}
 
 
 def _classes(y: Tensor, classes: int) -> None:

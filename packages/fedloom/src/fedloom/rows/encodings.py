@@ -220,7 +220,7 @@ class _Packed:
 
 
 def wide(x: Tensor) -> Tensor:
-    """The type is at least float32, for LAPACK."""
+    """Return at least float32, for LAPACK."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

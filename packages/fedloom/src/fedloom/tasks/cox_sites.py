@@ -21,7 +21,7 @@ from fedloom.tasks.secure_cox import SecureCoxFit
 
 
 def table_of(data: Dataset) -> Table:
-    """The table of a survival task.
+    """Return the table of a survival task.
 
     Raises:
         Refused: the samples are no rows of a table, or their targets are no times.
@@ -37,7 +37,7 @@ def table_of(data: Dataset) -> Table:
 
 
 def agreement_of(choice: Any, ranges: tuple[Sequence[float], Sequence[float]]) -> CoxAgreement:
-    """What the sites agree on.
+    """Return what the sites agree on.
 
     Args:
         choice: of the experiment.
@@ -79,7 +79,7 @@ def survival_site(data: Dataset, table: Table, rows: Tensor) -> SurvivalSite:
 
 
 def within(site: SurvivalSite, terms: CoxAgreement) -> SurvivalSite:
-    """The rows within the agreed ranges."""
+    """Return the rows within the agreed ranges."""
     inside = ((site.x >= terms.low) & (site.x <= terms.high)).all(1)
     return SurvivalSite(site.x[inside], site.time[inside], site.event[inside])
 
@@ -90,7 +90,7 @@ def rows_of(fed: Federation, client: int) -> Tensor:
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """A row per column of the regression, with what the fit is of and what was lost."""
+    """Return a row per column of the regression, with the rows of the fit and the lost rows."""
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

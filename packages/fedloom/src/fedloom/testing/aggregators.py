@@ -60,12 +60,12 @@ class LawUploads(NamedTuple):
 
 
 def runs(s: LawUploads) -> None:
-    """The rule combines two rounds of rows."""
+    """Check that the rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
 def shapes(s: LawUploads) -> None:
-    """The result is one finite vector per field, in the dtype of the rows. The state is a dict of tensors."""
+    """Check that the result is one finite vector per field, in the rows' dtype, and the state a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()
@@ -84,7 +84,7 @@ def shapes(s: LawUploads) -> None:
 
 
 def arguments_unmodified(s: LawUploads) -> None:
-    """The rule does not change the given rows, weights or state."""
+    """Check that the rule does not change the given rows, weights or state."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
     before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
@@ -106,7 +106,7 @@ def repeatable(s: LawUploads) -> None:
 
 
 def resume(s: LawUploads) -> None:
-    """A state that is loaded from a checkpoint gives the same round, to the last bit."""
+    """Check that a state that is loaded from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
@@ -114,14 +114,14 @@ def resume(s: LawUploads) -> None:
 
 
 def permutation(s: LawUploads) -> None:
-    """The order of the clients does not matter."""
+    """Check that the order of the clients does not matter."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
 def weighted(s: LawUploads) -> None:
-    """A rule that is `weighted` reads weights up to a factor. Other rules do not read weights."""
+    """Check that a rule that is `weighted` reads weights up to a factor. Other rules do not read weights."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
@@ -134,7 +134,7 @@ def agreement(s: LawUploads) -> None:
 
 
 def linear(s: LawUploads) -> None:
-    """A `linear` rule is the weighted mean."""
+    """Check that a `linear` rule is the weighted mean."""
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
@@ -148,7 +148,7 @@ def precision(s: LawUploads) -> None:
 
 
 def small_cohorts(s: LawUploads) -> None:
-    """A cohort is either rejected by `require`, or combined."""
+    """Check that a cohort is either rejected by `require`, or combined."""
     for m in range(1, len(s.ids)):
         few = LawUploads.create(s.rule, m)
         try:
@@ -200,7 +200,7 @@ def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _enough(rule: Aggregator) -> int:
-    """Number of rows of a cohort that the rule accepts: the minimum plus two, at least 5."""
+    """Check that number of rows of a cohort that the rule accepts: the minimum plus two, at least 5."""
     refusal = ""
     for m in range(1, MOST_ROWS + 1):
         try:

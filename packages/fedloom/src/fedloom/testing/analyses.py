@@ -85,7 +85,7 @@ class AnalysisScene:
 
 
 def finishes(s: AnalysisScene) -> None:
-    """The analysis ends with a table within the agreed number of questions."""
+    """Check that the analysis ends with a table within the agreed number of questions."""
     demand(s.log, "the analysis asks nothing")
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
@@ -103,7 +103,7 @@ def declared(s: AnalysisScene) -> None:
 
 
 def union(s: AnalysisScene) -> None:
-    """The answer for two clients' rows together is the sum of their answers."""
+    """Check that the answer for two clients' rows together is the sum of their answers."""
     first, second = s.clients[0], s.clients[1]
     for question, (one, two, both) in s.answers([first, second, join_clients(first, second)]):
         if one is None or two is None or both is None:
@@ -112,7 +112,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """The order of a client's rows only affects rounding."""
+    """Check that the order of a client's rows only affects rounding."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):
@@ -121,14 +121,14 @@ def rows_in_any_order(s: AnalysisScene) -> None:
 
 
 def clients_in_any_order(s: AnalysisScene) -> None:
-    """The order of clients does not change the result, bit for bit."""
+    """Check that the order of clients does not change the result, bit for bit."""
     turned = replace(s.terms, sizes=s.terms.sizes.flip(0), published=s.terms.published[::-1])
     other = s.analysis.result(s.run(turned, s.clients[::-1])[0])
     demand(other.equals(s.table), "the order of clients changes the result")
 
 
 def nothing_of_no_rows(s: AnalysisScene) -> None:
-    """A client without rows answers zeros."""
+    """Check that a client without rows answers zeros."""
     for question, (answer,) in s.answers([s.clients[0].select(torch.zeros(0, dtype=torch.long))]):
         demand(
             answer is not None and not bool(answer.any()),
@@ -157,7 +157,7 @@ def within_bounds(s: AnalysisScene) -> None:
 
 
 def pure(s: AnalysisScene) -> None:
-    """An answer does not change its arguments or use a global generator, and a second call gives the same answer."""
+    """Check that an answer changes no argument, uses no global generator, and repeats in a second call."""
     for client in s.clients:
         before = (client.x.clone(), client.y.clone())
         with generators_untouched():
@@ -171,7 +171,7 @@ def pure(s: AnalysisScene) -> None:
 
 
 def resumes(s: AnalysisScene) -> None:
-    """A kill between two sums loses no sum: the analysis continues and reaches the same result."""
+    """Check that a kill between two sums loses no sum: the analysis continues and reaches the same result."""
     for most in range(len(s.log)):
         with TemporaryDirectory() as place:
             with suppress(Killed):
@@ -191,7 +191,7 @@ def resumes(s: AnalysisScene) -> None:
 
 
 def few_stay_silent(s: AnalysisScene) -> None:
-    """A client with fewer subjects than agreed answers zeros, and is counted."""
+    """Check that a client with fewer subjects than agreed answers zeros, and is counted."""
     terms = replace(s.terms, rules=s.terms.rules.with_(least=10**6))
     question = s.log[0].question
     reply = s.reply(question, s.clients[0], terms, s.analysis.bounds(question, s.terms))

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.data.dataset import default_to_cpu
-from fedloom.rows.attacks import Attack, Forgery, Poison
+from fedloom.rows.attacks import Attack, Backdoor, Forgery, Poison
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import agree, demand
@@ -53,24 +53,35 @@ class AttackScene(NamedTuple):
         activations = torch.arange(4.0 * ROW_WIDTH, dtype=self.base.dtype).view(4, ROW_WIDTH)
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
+    def stamped(self) -> tuple[Tensor, Tensor]:
+        """Images, or rows of a table if the attack names columns, and the same samples with the trigger."""
+        assert isinstance(self.attack, Backdoor)
+        columns, g = self.attack.columns, generator(0, purpose="laws of attacks")
+        names = {name: (value,) if isinstance(value, str) else () for name, value in columns.items()}
+        x = torch.rand(5, *([len(names)] if names else [1, 8, 8]), generator=g, dtype=self.base.dtype)
+        before, got = x.clone(), self.attack.stamp(x, names)
+        agree(x, before, "stamp changed its argument; clone it first")
+        return x, got
+
     def results(self) -> tuple[Tensor, ...]:
         """Return all results of the attack on the scene."""
         forged = (self.forged(), self.forged(informed=False)) if isinstance(self.attack, Forgery) else ()
         poisoned = self.poisoned()[1:] if isinstance(self.attack, Poison) else ()
-        return (*forged, *poisoned, self.disguised()[2])
+        stamped = self.stamped()[1:] if isinstance(self.attack, Backdoor) else ()
+        return (*forged, *poisoned, *stamped, self.disguised()[2])
 
     def _gens(self) -> list[Generator]:
         return [generator(ATTACK_SEED, 1, i, "attack") for i in range(len(self.base))]
 
 
 def runs(s: AttackScene) -> None:
-    """The attack runs if honest models are known, if they are not, and with a single client of each kind."""
+    """Check that the attack runs if honest models are known, if they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
 
 
 def attackers(s: AttackScene) -> None:
-    """The same clients attack in every round: ids, ascending, drawn from the seed."""
+    """Check that the same clients attack in every round: ids, ascending, drawn from the seed."""
     got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
@@ -79,7 +90,7 @@ def attackers(s: AttackScene) -> None:
 
 
 def shapes(s: AttackScene) -> None:
-    """Forged models are finite rows [b, d] in the dtype of the models. Labels stay labels. Others' rows stay."""
+    """Forged models are finite rows [b, d] in the dtype of the models. Labels stay labels, samples keep their shape."""
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
             scene = AttackScene.create(s.attack, dtype=dtype)
@@ -94,6 +105,11 @@ def shapes(s: AttackScene) -> None:
             demand(got.shape == y.shape and got.dtype == y.dtype, f"poison must return {y.dtype} {[*y.shape]}")
             inside = int(got.min()) >= 0 and int(got.max()) < classes
             demand(inside, f"labels must stay within 0..{classes - 1}, got {int(got.min())}..{int(got.max())}")
+    if isinstance(s.attack, Backdoor):
+        x, got = s.stamped()
+        demand(got.shape == x.shape and got.dtype == x.dtype, f"stamp must return {x.dtype} {[*x.shape]}")
+        demand(got.isfinite().all(), "samples with the trigger are not finite")
+        demand(not torch.equal(got, x), "the trigger changes no sample")
     activations, forges, sent = s.disguised()
     demand(sent.shape == activations.shape, f"disguised must return {[*activations.shape]}, got {[*sent.shape]}")
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
@@ -119,7 +135,7 @@ def repeatable(s: AttackScene) -> None:
 
 
 def knowledge(s: AttackScene) -> None:
-    """An attack reads only what it declares: honest models with `sees_honest`, its own training with `trains`."""
+    """Check that an attack reads only what it declares: honest models by `sees_honest`, its training by `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
@@ -147,7 +163,7 @@ def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
     """Check that an attack satisfies every law, on random models, labels and activations.
 
     Args:
-        attack: a `Forgery`, a `Poison`, or an `Attack` that disguises activations.
+        attack: a `Forgery`, a `Poison`, a `Backdoor`, or an `Attack` that disguises activations.
         without: names of laws that the attack violates on purpose.
 
     Raises:

@@ -105,7 +105,7 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is the new value minus the old value of its base.
+    """Check that a difference is the new value minus the old value of its base.
 
     What accumulates beside the model adds up to the mean by shares of all.
     """
@@ -163,14 +163,14 @@ def kept_rows(s: Subject) -> None:
 
 
 def idle_is_finite(s: Subject) -> None:
-    """A client that takes no step returns a finite answer."""
+    """Check that a client that takes no step returns a finite answer."""
     scene = Scene(s)
     for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
         demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
 
 
 def idle_is_zero(s: Subject) -> None:
-    """A client that takes no step sends zero differences."""
+    """Check that a client that takes no step sends zero differences."""
     scene = Scene(s)
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():

@@ -52,7 +52,7 @@ from fedloom.testing.trees import distance, locate_difference, picked, received_
 
 
 def row_independence(s: Subject) -> None:
-    """A client's upload and state do not depend on the other clients that train."""
+    """Check that a client's upload and state do not depend on the other clients that train."""
     scene = Scene(s)
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """The value does not change, and equal calls give equal results to the last bit, without any global generator."""
+    """Check that the value does not change, and equal calls give equal bits, without any global generator."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -134,7 +134,7 @@ def no_state(s: Subject) -> None:
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
-    """A client whose upload is lost keeps its rows, and no mean includes it."""
+    """Check that a client whose upload is lost keeps its rows, and no mean includes it."""
     scene = Scene(s)
     lost = scene.ids[1]
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
@@ -184,7 +184,7 @@ def precision(s: Subject) -> None:
 
 
 def resume(s: Subject) -> None:
-    """A run that resumes from its checkpoint ends like an uninterrupted run, to the last bit."""
+    """Check that a run that resumes from its checkpoint ends like an uninterrupted run, to the last bit."""
     rounds = [*COHORT_HISTORY, SCENE_COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]

@@ -50,7 +50,7 @@ class Case:
 
 
 def runs(s: Case) -> None:
-    """The partition draws clients, and a federation can be built from them."""
+    """Check that the partition draws clients, and a federation can be built from them."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 

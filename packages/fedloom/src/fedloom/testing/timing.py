@@ -118,7 +118,7 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 
 
 def a_clock_changes_no_bit(method: object) -> None:
-    """A synchronous run gives the same models with and without devices."""
+    """Check that a synchronous run gives the same models with and without devices."""
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
@@ -139,7 +139,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """An upload uses nothing that came after its dispatch: changing a client's labels changes no earlier upload."""
+    """Check that an upload uses nothing later than its dispatch: new labels change no earlier upload."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -225,7 +225,7 @@ def scale_of_time(method: object) -> None:
 
 
 def silence(method: object) -> None:
-    """A device that never answers occupies its place until the time-out, and does not change other uploads."""
+    """Check that a silent device occupies its place until the time-out, and does not change other uploads."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())

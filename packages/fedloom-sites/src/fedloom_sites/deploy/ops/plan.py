@@ -34,12 +34,13 @@ from fedloom.local.rows import rows_of, to_device
 from fedloom.models.spec import weights_content
 from fedloom.processes.clients import TrainTask
 from fedloom.schedule import Synchronous
+from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.code import Code, code_of
-from fedloom_sites.deploy.cox import check_cox
 from fedloom_sites.deploy.groups import agreed_groups, check_groups
 from fedloom_sites.deploy.protocol.lengths import lengths
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold, safe_threshold
+from fedloom_sites.deploy.secure.vectors import bits_before
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
@@ -154,8 +155,10 @@ def plan(
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
     check_groups(job, agreed_groups(one, samples))
-    check_cox(job, one, samples)
     agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
+    groups = [name for _, name in agreed_groups(one, samples)]
+    first = 0 if agreed_threshold is None else bits_before(job, groups)
+    check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
     if changes is not None and not secure_aggregation:
         raise ConfigError("--changes is of secure aggregation: say --secure-aggregation too, or leave it out")
     _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)

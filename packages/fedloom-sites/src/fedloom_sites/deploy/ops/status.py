@@ -23,7 +23,7 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.disk import regular
 from fedloom.storage.locks import is_in_use
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.cox import cox_state, words_of
+from fedloom_sites.deploy.ops.analyses import analysis_states, words_of
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import Server, read_server
@@ -136,8 +136,8 @@ def status_of(server: Server) -> dict[str, Any]:
     ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
     None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
-    ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
-    ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
+    ``analyses``: of each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the ``sums`` so
+    far, ``reason``, and of one that is done ``rows``;
     ``counted``: sentences on the counters of masked sums, see `summarize_counters`;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
@@ -163,7 +163,7 @@ def status_of(server: Server) -> dict[str, Any]:
         "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(document),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
-        "cox": cox_state(document, server.checkpoints, log), "sites": sites, "means": means,
+        "analyses": analysis_states(document, server.checkpoints, log), "sites": sites, "means": means,
         "counted": summarize_counters(log),
         "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
@@ -180,8 +180,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
         texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
-    if (cox := status["cox"]) is not None:
-        texts.append(f"Cox regression: {words_of(cox)}")
+    texts += [f"analysis {one['name']}: {words_of(one)}" for one in status["analyses"]]
     texts += status["counted"]
     for row in status["means"]:
         figures = [f"{k} {row[k]:.4g}" for k in SUMMARY_METRICS if k in row] + (

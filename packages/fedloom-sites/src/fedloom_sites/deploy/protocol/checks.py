@@ -29,6 +29,7 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.envelope import (
     HEAD_LIMIT,
     HEAD_RECORD,
+    MAX_FLAG_DIGITS,
     PROTOCOL_VERSION,
     REPLY_FIELDS,
     STATUS_FIELDS,
@@ -216,7 +217,7 @@ class Checks:
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
-        if not re.fullmatch(r"[0-9a-f]{0,2000}", head["figures"]):
+        if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
             raise Rejected(9, f"figures must be bits in hexadecimal digits, got {head['figures'][:60]!r}")
 
     def _decode(self, draft: _Draft) -> _Draft:
@@ -224,7 +225,7 @@ class Checks:
         if pending.kind == "hello":
             return draft
         assert self._forms is not None
-        count = 0 if pending.kind in ("score", "fitted") else 1
+        count = 0 if pending.kind in ("score", "result") else 1
         if len(arrays) != count:
             raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
         if not count:

@@ -16,19 +16,21 @@ from fedloom.errors import WireError
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.identity import new_nonce
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 Kind = Literal[
-    "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "count",
-    "unmask",
+    "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
+    "count", "unmask",
 ]  # fmt: skip
 MESSAGE_TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
-    "cox": "query", "fitted": "query",
+    "analysis": "query", "result": "query",
     "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
     "count": "query", "unmask": "query",
 }  # fmt: skip
 """Flower's message types."""
 
+MAX_FLAG_DIGITS = 9000
+"""Most hexadecimal digits in which a site lists figures, groups and cells. A field of a head has 10,000 characters."""
 MAX_FIGURES = 5000
 """Most numbers of a message: figures of every class, part and model."""
 MAX_ARRAYS = 5
@@ -47,8 +49,8 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "ask": {},
     "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
     "score": {"accepted": int, "weight": float, "global": bool},
-    "cox": {},
-    "fitted": {},
+    "analysis": {"accepted": int},
+    "result": {},
     "keys": {"session": bytes},
     "shares": {"session": bytes},
     "masked": {"session": bytes, "accepted": int},
@@ -84,8 +86,8 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "ask": {"samples": int, "work": list},
     "train": {"samples": int, "work": list},
     "score": {"samples": int},
-    "cox": {},
-    "fitted": {"samples": int},
+    "analysis": {},
+    "result": {"samples": int},
     **{step: {} for step in SESSION_STEPS},
 }
 """Further fields of a site's reply."""

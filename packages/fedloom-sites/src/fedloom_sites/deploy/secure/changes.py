@@ -50,7 +50,7 @@ class Changes(NamedTuple):
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """The sites in which a sum differs from the newest one.
+        """Return the sites in which a sum differs from the newest one.
 
         Args:
             sites: of the sum.
@@ -70,7 +70,7 @@ class Changes(NamedTuple):
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
     def after(self, sites: Collection[str], weights: Weights) -> Changes:
-        """The same after a sum.
+        """Return the record after a sum.
 
         Args:
             sites: of the sum.
@@ -110,7 +110,7 @@ class Changes(NamedTuple):
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """The sites of two sums whose weight has changed against the weights of most of the others.
+    """Find the sites of two sums whose weight changed, unlike the weights of most of the others.
 
     Args:
         before: weights of each site in the first sum, one for every kind of field.

@@ -367,7 +367,7 @@ def _listed(clients: Collection[int]) -> str:
 
 
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
-    """What every site counts in each sum of a session. None where the sum has noise of its own.
+    """Return what every site counts in each sum of a session. None where the sum adds noise.
 
     An upload travels times its weight. All else is a sum of what the sites send.
     """

@@ -165,7 +165,7 @@ class OpenedSums:
     def _counting(
         self, clients: Iterable[str], weights: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> tuple[list[str], dict[str, dict[str, tuple[float, ...]]]]:
-        """The sites of a sum whose part in it is not known, and what these count, by name."""
+        """Return the sites of a sum whose part in it is not known, and what these sites count, by name."""
         listed = {self._name(c) for c in clients}
         named = {
             what: {self._name(c): tuple(values) for c, values in one.items() if self._name(c) in listed}
@@ -181,7 +181,7 @@ class OpenedSums:
 
     @staticmethod
     def _on_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
-        """The sums on the same models, of all experiments."""
+        """Return the sums on the same models, of all experiments."""
         for experiment in record["experiments"].values() if models else ():
             for one in experiment["opened"].get(what, {}).values():
                 if one["models"] == models:
@@ -189,7 +189,7 @@ class OpenedSums:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """The record, while no other process of the site has it: experiments on the same data share it.
+        """Hold the record alone: all processes of the site with experiments on the same data share it.
 
         Where it is gone or damaged, and the site has given shares of a sum, the sites of that sum are not known: the
         next sum tells them, and from then on no site leaves or returns.
@@ -208,7 +208,7 @@ class OpenedSums:
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The part of the record on this experiment. Where there is none, all rounds up to the newest are summed.
+        """Return this experiment's part of the record. Without one, all rounds up to the newest are summed.
 
         The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
         left it. So are all steps of analyses, but where whole records show that the site has answered none:
@@ -246,7 +246,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 
 def _summed_rounds(folder: Path) -> list[int]:
-    """The rounds of the sessions of an experiment of which a site gave shares, by its log of what left it."""
+    """List the rounds for which a site gave shares of an experiment, by its log of what left it."""
     return [
         line["round"]
         for line in lines_of(folder / SENT_FILE)

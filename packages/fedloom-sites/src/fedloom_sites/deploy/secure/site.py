@@ -21,10 +21,10 @@ from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS,
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
-from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
+from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, bits_before
 from fedloom_sites.deploy.settings import Site, bound_of
+from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.asked import AskedModels
-from fedloom_sites.deploy.site.cox import SiteCox
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, metrics_of, single
@@ -47,14 +47,15 @@ class MaskedAnswers:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
-        self._cox, self._asked = SiteCox(trainer, folder), asked
+        self._analyses = SiteAnalyses(trainer, folder, lambda: bits_before(trainer.job, self._groups.sums.groups))
+        self._asked = asked
         self._last: tuple[object, Job] | None = None
         self._numbers = 0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of messages that are answered."""
-        return (*SESSION_STEPS, "fitted") if self._trainer.scoring == "masked" else (*SESSION_STEPS, "score", "fitted")
+        return (*SESSION_STEPS, "result") if self._trainer.scoring == "masked" else (*SESSION_STEPS, "score", "result")
 
     @cached_property
     def figures(self) -> str:
@@ -65,7 +66,7 @@ class MaskedAnswers:
         vector, groups, bits = ScoreVector(trainer.job), self._groups, 0
         if trainer.scoring == "masked":
             bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
-        bits |= self._cox.bits << len(vector.figures) + len(groups.sums.groups)
+        bits |= self._analyses.bits
         return f"{bits:x}" if bits else ""
 
     def answer(self, envelope: Envelope) -> Answer:
@@ -77,14 +78,13 @@ class MaskedAnswers:
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
             return self._scores(envelope)
-        if kind == "fitted":
-            with publish_reasons():
-                self._cox.keep(single(arrays))
+        if kind == "result":
+            self._analyses.keep(single(arrays))
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
             return {}, [self._masked(envelope)], None
         if kind == "keys":
-            self._cox.begin()
+            self._analyses.begin()
         fewest, most = (0, 0) if kind == "keys" else (1, 3) if kind == "unmask" else (1, 1)
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
@@ -136,12 +136,7 @@ class MaskedAnswers:
         if accusations:
             return ACCUSATION_PREFIX + accusations
         if terms.question is not None:
-            with publish_reasons():
-                if terms.question.analysis != "cox":
-                    raise Broken(f"this site answers no analysis {terms.question.analysis}: it is not agreed on")
-            first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            step, counters = self._cox.masked_vector(terms, first)
-            return self._under_masks(envelope, step, counters)
+            return self._under_masks(envelope, *self._analyses.answer(terms, models))
         job, state = trainer.attach_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:

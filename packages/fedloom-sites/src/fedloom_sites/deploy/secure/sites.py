@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,23 +14,20 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
-from fedloom.tasks.cox_vectors import CoxAgreement, Ring, open_sum
-from fedloom_sites.deploy.cox import CoxStep
+from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import Request
 from fedloom_sites.deploy.protocol.forms import Forms, is_common
 from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.secure.counters import AnswerCounts
-from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.sums import SecureSums, Weights
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_summands
+from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
-from fedloom_sites.deploy.server.sites import CoxSum, Sites
+from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
-from fedloom_sites.deploy.site.cox import merge_bins
 
 Figure = tuple[float, float, int]
 """A score's mean over sites, over samples, and of how many sites."""
@@ -49,7 +45,6 @@ class MaskedSites(Sites):
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
         self._groups = list[GroupScore]()
-        self._cox: Terms | None = None
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, figures = self._tallied
@@ -162,39 +157,23 @@ class MaskedSites(Sites):
             self._tally(request)
         yield self.global_sizes(request)
 
-    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
-        if self._cox is None:
-            self._cox = self._cox_terms()
-        question = AnalysisStep.of("cox", step.step, step.encode())
-        terms, first = self._cox.with_(question=question), len(self._figures.figures) + len(self.group_sums.groups)
-        bins = merge_bins(agreed, terms, first, self._agreed.threshold)
-        beta = np.array(step.beta)
+    def analysis_sum(
+        self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
+    ) -> AnalysisSum:
+        models = () if request is None else next(iter(self._score_letters(request).values())).arrays
 
         def letter(c: int, inbox: bytes) -> Request:
-            return Request("tally", c, [terms.encode(), inbox], {"accepted": terms.bases[c]})
+            return Request("tally", c, [terms.encode(), inbox, *models], {"accepted": terms.bases[c]})
 
-        def read(total: Integers, count: int) -> Ring:
-            open_sum(total, bins, beta, count)
+        def read(total: Integers, count: int) -> Integers:
+            form.decode(total, count)
             return total
 
         session = self._sessions.sum(
-            terms, self._weights(terms), letter, bins.length, read, counted=True, all_answer=True
+            terms, self._weights(terms), letter, form.length, read, counted=True, all_answer=True
         )
         assert session.counts is not None
-        return CoxSum(session.value, session.clients, bins, session.counts)
-
-    def _cox_terms(self) -> Terms:
-        """Return the terms that all steps of the Cox regression share. A restarted server sends the same terms."""
-        path = self._settings.checkpoints / "cox-terms.json"
-        kept = read_checked(path)
-        if kept is not None:
-            return Terms.model_validate_json(kept["terms"], strict=False)
-        t, asks = self._job.setting.rounds, dict.fromkeys(self._transport.nodes, Request("tally", None))
-        terms = self._terms(t, asks, {}, -1).with_(
-            question=AnalysisStep.of("cox", 0, b""), figures=tuple(self._transport.figures)
-        )
-        write_checked(path, {"terms": terms.encode().decode()})
-        return terms
+        return AnalysisSum(session.value, session.clients, session.counts)
 
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all sites that are there, in a session of its own, without a sum the run continues."""

@@ -263,7 +263,7 @@ class SecureSums:
         return [*clients]
 
     def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
-        """The cohort without sites that would return to the sums more often than was agreed on."""
+        """Return the cohort without sites that would return to the sums more often than was agreed on."""
         listed, _ = self._counting(terms, weights, cohort)
         returning = (
             {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
@@ -316,7 +316,7 @@ class SecureSums:
     def _counting(
         self, terms: Terms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
-        """The sites of a sum whose part in it is not known, and what these count, as the sites find it."""
+        """Return the sites of a sum whose part is not known, and what these sites count, as the sites find it."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}

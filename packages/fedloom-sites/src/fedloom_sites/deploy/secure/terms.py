@@ -26,6 +26,7 @@ from fedloom.errors import WireError
 from fedloom.local import Nothing
 from fedloom.values import Value
 from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEPS, Broken
 from fedloom_sites.deploy.site.local_data import federation_of
 
@@ -33,14 +34,16 @@ MAX_TERMS_BYTES = 1 << 18
 """Most bytes of terms."""
 
 Count = Annotated[int, Field(ge=0)]
-Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{0,2000}$")]
-"""Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups that it publishes."""
+Bits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}$")]
+"""Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups and cells it publishes."""
 
 
 class AnalysisStep(Value):
     """A question of an analysis whose answers are summed: bytes, whose form the analysis declares."""
 
-    analysis: str = Field(pattern=r"^[a-z][a-z0-9-]{0,39}$", description="name of the analysis")
+    analysis: str = Field(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$", description="name of the analysis, of user code its import path"
+    )
     step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
     content: str = Field(
         pattern=r"^([0-9a-f]{2})*$", max_length=MAX_TERMS_BYTES, description="the bytes, in hexadecimal digits"
@@ -48,7 +51,7 @@ class AnalysisStep(Value):
 
     @classmethod
     def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """The step of an analysis with the bytes of its question."""
+        """Return the step of an analysis with the bytes of its question."""
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property
@@ -70,7 +73,7 @@ class Terms(Value):
     download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
     scored: int = Field(-1, ge=-1, description="round whose models are scored. -1 for none")
     common: bool = Field(False, description="the global model is scored")
-    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to score")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models that are read")
     figures: tuple[Bits, ...] = Field(
         (), max_length=MAX_SITES, description="figures and bins defined by the samples of every site, if any are summed"
     )
@@ -93,6 +96,11 @@ class Terms(Value):
         """
         digests = {"uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests.get(what, what) for what in self.sums}
+
+    @property
+    def course(self) -> str:
+        """SHA-256 of all but the question: every step of an analysis has the same."""
+        return hashlib.sha256(self.with_(question=None).encode()).hexdigest()
 
     @property
     def bases(self) -> dict[int, int]:
@@ -233,7 +241,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
             raise Broken(f"an analysis cannot be called {terms.question.analysis}")
-        if (terms.trains, terms.scored, terms.download, terms.models) != (False, -1, "", ()):
+        if (terms.trains, terms.scored, terms.download) != (False, -1, ""):
             raise Broken("terms of an analysis must ask nothing else")
     elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
         raise Broken("terms must score a round that is done, and scores alone have no download")

@@ -140,6 +140,11 @@ class UploadVector:
         return numbers
 
 
+def bits_before(job: Job, groups: Sequence[str]) -> int:
+    """Return the number of a site's bits before those of analyses: figures, and groups."""
+    return len(ScoreVector(job).figures) + len(groups)
+
+
 class ScoreVector:
     """Scores as integers, four each: its value, that times the samples, and whether it is there, as 1 and as samples.
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fedloom.analyses.patients import GroupScore, group_table
 from fedloom.engine.job import Job
@@ -22,9 +23,6 @@ from fedloom.lab.experiment.outputs import (
 from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
-from fedloom.tasks.cox_sites import cox_table
-from fedloom.tasks.cox_vectors import CoxAgreement
-from fedloom.tasks.secure_cox import SecureCoxFit
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.status import summarize_counters, tallies
 from fedloom_sites.deploy.settings import Server
@@ -74,9 +72,9 @@ class Results:
             self._settings.results / GROUPS_FILE, [labelled(group_table(scores), label, seed)] if scores else []
         )
 
-    def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
-        """Write the Cox regression over the rows of all sites."""
-        write_parquet(self._settings.results / analysis_file("cox"), [cox_table(fit, names, terms)])
+    def analysis(self, name: str, table: pa.Table) -> None:
+        """Write the result of an analysis over the rows of all sites."""
+        write_parquet(self._settings.results / analysis_file(name), [table])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """Summarize the run's progress or end, and every site's part in it.

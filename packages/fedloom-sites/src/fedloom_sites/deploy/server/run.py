@@ -35,16 +35,17 @@ from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.locks import lock
 from fedloom.version import __version__
+from fedloom_sites.deploy.analyses import agreed_analyses
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.cox import agreed_cox
 from fedloom_sites.deploy.groups import GroupSums, agreed_groups, min_rows
 from fedloom_sites.deploy.noise import SharedMean, deployed, remaining_noise
 from fedloom_sites.deploy.ops.status import serve_metrics
 from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
-from fedloom_sites.deploy.server.cox import CoxServer
+from fedloom_sites.deploy.secure.vectors import bits_before
+from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.server.results import Results
 from fedloom_sites.deploy.server.sites import Sites
 from fedloom_sites.deploy.server.transport import Transport
@@ -122,8 +123,10 @@ def check_deployable(
         ConfigError: the schedule needs more sites than there are.
     """
     method = experiment.methods[0]
-    if experiment.common.attack is not None:
-        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if any(one.setting.attack is not None for one in experiment.methods):
+        raise Refused(
+            "an attack is for simulation: leave attack out, here and in [[method]], to deploy this experiment"
+        )
     if method.setting.devices is not None:
         raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
     schedule = method.setting.schedule
@@ -222,27 +225,33 @@ class _Run(Hooks):
         if end.state.records.items:
             self._results.tables(job, end.state)
         if end.stop in (Stop.DONE, Stop.DIVERGED):
-            self._fit_cox()
+            self._analyze(end.state)
         return end
 
-    def _fit_cox(self) -> None:
-        """Fit the Cox regression that was agreed on. One that cannot be is a note.
+    def _analyze(self, state: State) -> None:
+        """Answer the analyses by sums that were agreed on. One without a result is a note.
 
         Raises:
             RunStopped: sites are missing. The same call continues.
         """
-        settings, agreed = self._settings, agreed_cox(self._experiment, self._settings.samples)
-        if agreed is None:
-            return
-        cox = CoxServer(self._sites, *agreed, settings.checkpoints)
-        try:
-            fit = cox.fit()
-        except (DataError, GivenUp, Refused) as error:
-            self._transport.note("no Cox regression", self._job.setting.rounds, [], str(error))
-            return
-        self._results.cox(fit, agreed[1], cox.terms)
-        self._say(f"fedloom: Cox regression of {fit.fit.rows} rows with {fit.fit.events} events")
-        self._audit.write("cox", rows=fit.fit.rows, events=fit.fit.events, lost=fit.losses._asdict())
+        settings, first = self._settings, 0
+        if settings.secure is not None:
+            first = bits_before(self._job, self._sites.group_sums.groups)
+        agreed = agreed_analyses(self._experiment, settings.samples, settings.clients, settings.survivors, first)
+        for name, one in agreed.items():
+            try:
+                request = score_request(self._job, state) if one.analysis.uses_models else None
+                if one.analysis.uses_models and request is None:
+                    raise Refused("the run scores no models")
+                end = AnalysisServer(self._sites, one, settings.checkpoints, request).run()
+            except (DataError, GivenUp, Refused) as error:
+                self._say(f"fedloom: no result of the analysis {name}: {error}")
+                self._audit.write("no result", analysis=name, reason=str(error))
+                continue
+            self._results.analysis(name, end.table)
+            rows = max((record.info.rows for record in end.log), default=0)
+            self._say(f"fedloom: analysis {name}: {rows} rows, {len(end.log)} questions")
+            self._audit.write("analysis", analysis=name, questions=len(end.log), rows=rows)
 
     def prepare_round(self, state: State) -> RunStopped | None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -18,8 +21,7 @@ from fedloom.engine.job import Job
 from fedloom.errors import Refused, WireError
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
-from fedloom.tasks.cox_vectors import CoxAgreement, Ring, open_sum
-from fedloom_sites.deploy.cox import CoxFound, CoxStep
+from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Reply, Request
 from fedloom_sites.deploy.protocol.forms import Forms, for_client, is_common, output_of
@@ -30,23 +32,23 @@ from fedloom_sites.deploy.secure.counters import (
     NEUTRAL_COUNTS,
     AnswerCounts,
 )
+from fedloom_sites.deploy.secure.protocol import Integers
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 
-class CoxSum(NamedTuple):
-    """The sum of a step of a Cox regression.
+class AnalysisSum(NamedTuple):
+    """The sum of a step of an analysis.
 
     Attributes:
         total: of the vectors of all sites. None where a site could not answer.
         clients: sites that were asked and sent a vector.
-        terms: the agreement, with the bins that the sum has.
         counts: how many of them answered from their rows, and how many could not.
     """
 
-    total: Ring | None
+    total: Integers | None
     clients: list[int]
-    terms: CoxAgreement
     counts: AnswerCounts
 
 
@@ -153,44 +155,71 @@ class Sites(StreamedClients):
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 
-    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
+    def analysis_terms(self, name: str, request: ScoreRequest | None) -> Terms:
+        """Return the terms that all steps of an analysis share.
+
+        Args:
+            name: of the analysis.
+            request: the models that it reads. None: it reads none.
+        """
+        cohort, transport = sorted(self._transport.nodes), self._transport
+        digests = () if request is None else self._model_digests(request, cohort[0])
+        return Terms(
+            round=self._job.setting.rounds, trains=False, sizes=tuple(map(tuple, transport.sizes.tolist())),
+            cohort=tuple(cohort), accepted=tuple(self._place(c)["accepted"] for c in cohort), models=digests,
+            common=request is not None and request.model is not None, figures=tuple(transport.figures),
+            question=AnalysisStep.of(name, 0, b""),
+        )  # fmt: skip
+
+    def analysis_sum(
+        self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
+    ) -> AnalysisSum:
         """Sum the sites' vectors of a step.
 
         Args:
-            step: what is asked.
-            agreed: on by all.
+            terms: with the question.
+            form: of a vector.
+            request: the models that the analysis reads. None: it reads none.
             clients: the sites of the steps before. None before the first.
 
         Raises:
             RunStopped: one of these does not answer, or fewer than the quorum.
         """
-        beta, need = np.array(step.beta), len(clients) or self._settings.quorum
+        need, letters = len(clients) or self._settings.quorum, {} if request is None else self._score_letters(request)
 
-        def read(message: bytes) -> tuple[Ring, AnswerCounts]:
+        def read(message: bytes) -> tuple[Integers, AnswerCounts]:
             try:
                 numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
                 vector, counts = numbers[:-COUNTER_COUNT], tuple(numbers[-COUNTER_COUNT:].tolist())
-                open_sum(vector, agreed, beta, 1)
+                form.decode(vector, 1)
                 if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS):
                     raise ValueError(f"the counters of a site cannot be {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
             return vector, AnswerCounts(*counts)
 
-        asks = {
-            c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTER_COUNT))
-            for c in (clients or self._transport.nodes)
-        }
+        asks = dict[int, Request]()
+        for c in clients or terms.cohort:
+            models = letters[c].arrays if c in letters else ()
+            own = terms if request is None else terms.with_(models=self._model_digests(request, c))
+            arrays, accepted = [own.encode(), *models], {"accepted": terms.bases[c]}
+            most = 8 * (form.length + COUNTER_COUNT)
+            asks[c] = Request("analysis", c, arrays, accepted, read=read, most=most)
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
         counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
-        total: Ring | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
-        return CoxSum(total, sorted(replies), agreed, counted)
+        total: Integers | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
+        return AnalysisSum(total, sorted(replies), counted)
 
-    def share_cox(self, fit: CoxFound) -> None:
-        """Send the sites that are there what the regression found."""
-        asks = {c: Request("fitted", c, [fit.model_dump_json().encode()]) for c in self._transport.nodes}
+    def share_result(self, name: str, table: pa.Table) -> None:
+        """Send the sites that are there the result of an analysis."""
+        content = json.dumps({"analysis": name, "columns": table.to_pydict()}).encode()
+        asks = {c: Request("result", c, [content]) for c in self._transport.nodes}
         self._transport.collect_replies(self._job.setting.rounds, asks, 0)
+
+    def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
+        """Digests of the models that a site gets."""
+        return tuple(hashlib.sha256(m).hexdigest() for m in self._score_letters(request)[client].arrays)
 
     def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
         """Build requests for scores to every connected site."""

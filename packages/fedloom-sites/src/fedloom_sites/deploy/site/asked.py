@@ -18,7 +18,7 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
-MODEL_MESSAGES = ("ask", "train", "score")
+MODEL_MESSAGES = ("ask", "train", "score", "analysis")
 """Kinds of messages with models that a site answers on its own. Under masks they are `masked` and `tally`."""
 IN_RUN = "in the whole run"
 """Entry of the record with the number of models of every kind that were answered in the experiment."""
@@ -62,6 +62,8 @@ class AskedModels:
         models = dict[tuple[str, int], str]()
         if terms.trains:
             models["masked", terms.round] = f"{terms.download} {[accepted]}"
+        if terms.question is not None and terms.models:
+            models["analysis", terms.round] = f"{digest_of([m.encode() for m in terms.models])} {[terms.common]}"
         if terms.scored >= 0:
             models["tally", terms.scored] = f"{digest_of([m.encode() for m in terms.models])} {[terms.common]}"
         self._enter(models)
@@ -97,6 +99,8 @@ def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
     """Digest of the models of a message, with the state that it is asked for, by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
+    if head["kind"] == "analysis":  # whose terms come first; most read no model
+        return {("analysis", head["round"]): f"{digest_of(arrays[1:])} {place}"} if arrays[1:] else {}
     if head["kind"] != "train":
         return {(head["kind"], head["round"]): f"{head['digest']} {place}"}
     download = head["digest"] if len(arrays) == 1 else digest_of(arrays[:1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +16,9 @@ from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom.processes.clients import AskTask, Scores
 from fedloom_sites.deploy.protocol.envelope import Envelope, Kind
-from fedloom_sites.deploy.site.cox import SiteCox
+from fedloom_sites.deploy.protocol.public import publish_reasons
+from fedloom_sites.deploy.secure.terms import check_models, check_terms, read_terms
+from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.state import Generation
@@ -33,14 +37,17 @@ class PlainAnswers:
 
     Attributes:
         kinds: kinds of messages that are answered.
-        figures: that the site's samples define, where scores are summed.
     """
 
-    kinds: tuple[Kind, ...] = ("ask", "train", "score", "cox", "fitted")
-    figures = ""
+    kinds: tuple[Kind, ...] = ("ask", "train", "score", "analysis", "result")
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self._trainer, self._groups, self._cox = trainer, SiteGroups(trainer), SiteCox(trainer, folder)
+        self._trainer, self._groups, self._analyses = trainer, SiteGroups(trainer), SiteAnalyses(trainer, folder)
+
+    @cached_property
+    def figures(self) -> str:
+        """The cells of analyses that the site reaches, as bits in hexadecimal digits."""
+        return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:
         """Answer a message of a round.
@@ -49,11 +56,11 @@ class PlainAnswers:
             FedloomError: there is none. The sentence has the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
-        if head["kind"] == "cox":
-            return {}, [self._cox.answer(single(arrays))], None
+        if head["kind"] == "analysis":
+            return {}, [self._analysed(arrays, head["accepted"])], None
         samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
-        if head["kind"] == "fitted":
-            self._cox.keep(single(arrays))
+        if head["kind"] == "result":
+            self._analyses.keep(single(arrays))
             return samples, [], None
         if head["kind"] == "ask":
             task = AskTask(head["round"], trainer.ids)
@@ -79,7 +86,21 @@ class PlainAnswers:
         """
         if kind == "train":
             return sum(field.numel() for field in self._trainer.forms.idle) if arrays else 0
-        return sum(map(len, arrays)) // 8 if kind in ("ask", "cox") else 0
+        return sum(map(len, arrays)) // 8 if kind in ("ask", "analysis") else 0
+
+    def _analysed(self, arrays: Sequence[bytes], accepted: int) -> bytes:
+        """Answer a step of an analysis with the vector, and then with the site's counters."""
+        site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
+        with publish_reasons():
+            if not arrays:
+                raise WireError("a step of an analysis has terms")
+            terms, models = read_terms(arrays[0]), arrays[1:]
+            if terms.question is None:
+                raise WireError("these terms ask no analysis")
+            check_terms(terms, site.client, sizes, figures, site.clients, accepted)
+            check_models(terms, None, models)
+        vector, counters = self._analyses.answer(terms, models)
+        return np.concatenate([vector, np.array(counters, dtype=np.uint64)]).astype("<u8", copy=False).tobytes()
 
     def _send(self, job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(trained.output)), dtype=torch.uint8)}

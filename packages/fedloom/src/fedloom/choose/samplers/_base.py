@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work
+from fedloom.local.rows import Fields
 from fedloom.values import Value
 
 
@@ -46,7 +47,7 @@ class Sampler(Value, ABC):
         """Return the sampler with defaults that n clients allow."""
         return self
 
-    def init(self, ctx: Ctx) -> Any:
+    def init(self, ctx: Ctx) -> Fields:
         """Return the state before the first round."""
         return Nothing()
 
@@ -59,7 +60,7 @@ class Sampler(Value, ABC):
         raise AssertionError("this sampler has no query")
 
     @abstractmethod
-    def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
+    def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
         """Draw the cohort and return it with the new state.
 
         Args:
@@ -126,7 +127,7 @@ class SizedSampler(Sampler, ABC):
         return self
 
     def size(self, n: int) -> int:
-        """Number of clients that are drawn from n."""
+        """Return the number of clients that are drawn from n."""
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:

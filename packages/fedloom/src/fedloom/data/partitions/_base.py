@@ -106,7 +106,7 @@ class Draw(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
-        """The draw of the clients that train ``[n]``. The rows of the others are the common test set, with a note."""
+        """Return the draw of the clients that train ``[n]``. Other clients' rows become the common test set."""
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
         kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
@@ -258,7 +258,7 @@ class Partition(Value):
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """The samples to give away: all but the official test set, or all with ``pool = true``. One of each subject."""
+        """Return the samples to deal, one per subject. Without ``pool = true`` the official test set is left out."""
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
@@ -283,7 +283,7 @@ class Partition(Value):
             )
 
     def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
-        """The draw with all rows of every subject. Clients of test rows alone become a common test set."""
+        """Return the draw with all rows of every subject. Clients with only test rows become a common test set."""
         design = data.design
         if design is None:
             return draw
@@ -310,7 +310,7 @@ class Partition(Value):
         return draw if trains.all() else draw.without_tested(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """The note on a share for test parts that the partition itself gives, or the data."""
+        """Return the note on a share for test parts that the partition itself gives, or the data."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None

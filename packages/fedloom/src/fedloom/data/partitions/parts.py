@@ -37,7 +37,7 @@ def cut_parts(
 
 
 def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
-    """The part of each sample by code, where every sample is on its own."""
+    """Return the part of each sample by code, if every sample is independent."""
     label = np.zeros_like(owner) if y is None else y[dealt.index]
     if quota.folds is None or quota.fold is None:
         in_test = np.zeros(len(owner), bool)

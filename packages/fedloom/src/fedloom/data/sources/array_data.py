@@ -247,7 +247,7 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """A data set of images, with a note on copies with small changes."""
+    """Make a data set of images, with a note on copies with small changes."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))

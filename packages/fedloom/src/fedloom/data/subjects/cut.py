@@ -128,7 +128,7 @@ def parts_by_subject(
 
 
 def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """The part of each subject ``[k]``. ``place`` has their last rows, ``draw`` a random number each."""
+    """Return the part of each subject ``[k]``. ``place`` has their last rows, ``draw`` a random number each."""
     if design.order is not None:
         return codes_in_order(cells, design.order.numpy()[place], quota, draw)
     return codes_at_random(cells, quota, draw)

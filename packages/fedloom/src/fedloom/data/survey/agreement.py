@@ -79,6 +79,9 @@ class Agreement(Value):
     classes: tuple[str, ...] = Field((), description="all classes that may occur. Empty if targets are numbers")
     centre: float = Field(0.0, description="number subtracted from the target of a regression")
     divisor: float = Field(1.0, gt=0, description="divisor of the target of a regression after that")
+    target_range: tuple[float, float] | None = Field(
+        None, description="smallest and largest plausible target, or time, for analyses by sums at sites"
+    )
     missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
     impute: bool = Field(True, description="each site fills missing cells from its training rows")
     patients: int = Field(1, ge=1, description="least rows of a participating site")
@@ -107,6 +110,8 @@ class Agreement(Value):
                 raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
         if all(column.scoring for column in self.column):
             raise ValueError("column: at least one must be a feature, without scoring = true")
+        if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
+            raise ValueError(f"target_range must rise, got {self.target_range[0]:g} to {self.target_range[1]:g}")
         least = 2 if self.task in CLASS_TASKS else 0
         if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
             raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")

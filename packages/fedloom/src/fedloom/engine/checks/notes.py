@@ -88,7 +88,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
-    if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
+    if weights != "samples" and any(kind.weight for kind in kinds):
         return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
     if explicit and not kinds:
         return [f"weights = {weights!r} changes nothing in {name}, which uploads nothing"]

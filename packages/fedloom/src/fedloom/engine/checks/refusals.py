@@ -231,43 +231,6 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         )
 
 
-def check_mixture(setting: Setting, *, classed: bool, each: bool) -> None:
-    """Refuse a mixture of networks, embeddings of classes or a memory of labels where the task has no use for them.
-
-    Raises:
-        Refused: the task has no classes, a label per position, or other losses than those of probabilities.
-    """
-    positions = "these sequences have a label per position"
-    if setting.model.guided and each:
-        raise Refused(
-            f"model.guided compares one representation of a sample with classes, and {positions}",
-            rule="guided-needs-one-label",
-            fix="leave {model.guided} out",
-        )
-    if setting.model.memory is not None and (each or not classed):
-        what = positions if each else "this task has none"
-        raise Refused(
-            f"model.memory recalls the classes of samples, and {what}",
-            rule="memory-needs-classes",
-            fix="leave {model.memory} out",
-        )
-    if not setting.model.mixture:
-        return
-    if not classed:
-        raise Refused(
-            "model.mixture mixes probabilities of classes, and this task has none",
-            rule="mixture-needs-classes",
-            fix="leave {model.mixture} out",
-        )
-    for key in ("class_weights", "loss"):
-        if getattr(setting.task, key) is not None:
-            raise Refused(
-                "model.mixture takes -log of probabilities as its loss",
-                rule="mixture-has-a-loss",
-                fix=f"leave {{task.{key}}} out",
-            )
-
-
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
     """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
 

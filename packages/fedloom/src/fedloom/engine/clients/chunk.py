@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -13,7 +13,7 @@ from fedloom.choose.shares import described
 from fedloom.engine.clients.uploads import partials
 from fedloom.engine.job import Job
 from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
-from fedloom.local import Work
+from fedloom.local import Nothing, Work
 from fedloom.local.rows import Fields, remade, rows_of, select_rows, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
@@ -155,7 +155,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
     return returned
 
 
-def _fault(job: Job, inputs: Inputs, returned: Any) -> str:
+def _fault(job: Job, inputs: Inputs, returned: object) -> str:
     """Describe how a client step's result differs from the declaration, or "" if it does not."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
@@ -191,7 +191,7 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
             messages, residue = job.messages, job.residue.read(work.ids)
             base = residue[0].to(upload[0]) if messages.tracks else job.algorithm.received(inputs.down, upload)
             upload = messages.change(upload, base)
-            upload, left = apply_channel(job, upload, () if messages.tracks else residue, work.rng("channel"))
+            upload, left = apply_channel(job, upload, Nothing() if messages.tracks else residue, work.rng("channel"))
             sent = upload if messages.sends_change else None
             upload = messages.absolute(upload, base)
             residue = remade(residue, [getattr(upload, job.primary)]) if messages.tracks else left
@@ -277,7 +277,7 @@ def accept(
     return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 
-def apply_channel(job: Job, upload: Fields, residue: Any, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
+def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
     """Apply the channel to a client's upload and return it with the new residue."""
     assert job.setting.channel is not None
     update = job.messages.update(upload)

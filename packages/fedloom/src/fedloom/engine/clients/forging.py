@@ -1,21 +1,16 @@
-"""Attackers: uploads forged after the honest clients of a cohort have trained, and poisoned labels."""
+"""Attackers: uploads forged after the honest clients of a cohort have trained."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import with_model
-from fedloom.data.federation import Federation
 from fedloom.engine.clients.chunk import ClientOutput, Inputs, accept, client_step, decoded, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.processes.clients import ChunkResult, TrainTask
-from fedloom.rows.attacks import Forgery, Poison
-from fedloom.seeds import generator
+from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
@@ -62,14 +57,3 @@ def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         message = job.algorithm.encode(models, down, rows, work.uncounted())
     return with_model(type(job.algorithm), idle, models, down, rows) if message is None else message
-
-
-def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
-    """Replace the training labels of the attackers. Evaluation data stay unchanged."""
-    y, classes = fed.data.y.clone(), len(fed.data.classes)
-    for i in attackers.tolist():
-        index = fed.indices("train", i)
-        labels = y[index].cpu()
-        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
-        y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
-    return replace(fed, data=replace(fed.data, y=y))

@@ -205,7 +205,7 @@ def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None],
 def first_step(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
 ) -> tuple[Fields, Fields, Fields]:
-    """What the first client receives, has afterwards and uploads in a first round. Nothing is kept of it."""
+    """Return what the first client receives, has afterwards and uploads in a first round. Nothing is stored."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1

@@ -54,7 +54,9 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     server = state.server
     if job.summed_fields and not job.robust:
         with attribute_error("method", job.algorithm, f"round {t}"):
-            server = job.algorithm.reshared(server, share_change_sums(job, before), job.ctx(t))
+            reshared = job.algorithm.reshared(server, share_change_sums(job, before), job.ctx(t))
+        assert reshared is not None  # or the shares are refused
+        server = reshared
     return job, state.with_(server=server, sums=server_sums(job), shares=shares)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm
 from fedloom.data.federation import Federation
+from fedloom.engine.clients.poisoning import TRIGGERED_PARTS
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
@@ -16,6 +17,7 @@ from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
 from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
+from fedloom.rows.attacks import Backdoor
 from fedloom.rows.layout import Layout
 from fedloom.rows.proxes import made_by
 from fedloom.tasks.calibration import recalibrated
@@ -180,7 +182,11 @@ def _uses_own_statistics(job: Job) -> bool:
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
     """Scores of models of a kind on every part of a chunk of clients."""
     outputs = part_outputs(job, models, task.ids, task.cohort)
-    return {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
+    scores: Scores = {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
+    if isinstance(job.setting.attack, Backdoor):
+        for part in scores.keys() & {(kind, part) for part in TRIGGERED_PARTS}:
+            scores[part]["attack_success"] = _metrics(job, *outputs(TRIGGERED_PARTS[part[1]]))["accuracy"]
+    return scores
 
 
 def final_outputs(job: Job, state: State, kind: str) -> Pass:

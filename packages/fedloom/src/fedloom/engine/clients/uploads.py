@@ -7,13 +7,13 @@ Every kind of field defines what a chunk of clients adds (``partial``), how the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom import algorithms
+from fedloom.algorithms import Kind
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
@@ -35,7 +35,7 @@ class RowsField:
         before: sum over all clients of what the server keeps, for a field of which it keeps rows.
     """
 
-    def __init__(self, name: str, kind: Any, before: Tensor | None = None) -> None:
+    def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
         self.name, self.kind = name, kind
         self.parts = [] if before is None else [before.clone()]
 
@@ -235,7 +235,9 @@ class Uploads:
         """Sums over all clients of the fields that the server keeps."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
-    def aggregate(self, ctx: Ctx, weigher: Any, aggregator: dict[str, Tensor]) -> tuple[Any, Any, dict[str, Tensor]]:
+    def aggregate(
+        self, ctx: Ctx, weigher: Fields, aggregator: dict[str, Tensor]
+    ) -> tuple[Fields, Fields, dict[str, Tensor]]:
         """Aggregate the uploads. Return what the server gets, and the new states of weigher and aggregator.
 
         Raises:
@@ -306,7 +308,7 @@ class Uploads:
         return combined, aggregator
 
 
-def weights_of(job: Job, weigher: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
+def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
     """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
     with attribute_error("weigher", job.setting.weigher, f"round {ctx.round}"):
         weights, weigher = job.setting.weigher.apply(weigher, info, ctx)

@@ -230,7 +230,9 @@ class Clock:
         pool = tuple((i, times) for i, times in tensors["pool"].tolist())
         return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool)
 
-    def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
+    def landed(
+        self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
+    ) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:

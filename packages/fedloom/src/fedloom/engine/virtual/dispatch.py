@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Fate, Flight, Ids, Piece, Rows, flatten_results, gathered
 from fedloom.engine.virtual.staleness import applied_now
+from fedloom.local.rows import Fields
 from fedloom.processes.clients import (
     ChunkResult,
     Clients,
@@ -77,7 +77,7 @@ def compute(
 
 
 def step_on(
-    job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
+    job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
     """Step the server on uploads that have arrived. The clients whose uploads were used come with it."""
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))

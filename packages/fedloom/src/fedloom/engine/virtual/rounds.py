@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class Observed:
         self._note(result)
         return result
 
-    def _note(self, result: Any) -> None:
+    def _note(self, result: object) -> None:
         if isinstance(result, ChunkResult):
             self.trained.append(result)
 

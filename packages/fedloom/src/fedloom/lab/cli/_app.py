@@ -219,7 +219,7 @@ def about_file(file: Path) -> Iterator[None]:
 
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
-    """A sentence with the file, and the line of the key that it names first, or that the fix names."""
+    """Return a sentence with the file, and the line of the key that it names first, or that the fix names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")

@@ -122,7 +122,7 @@ class Page:
         return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def _work(self) -> str:
-        """The table of who works on what, while processes share the directory. Empty otherwise."""
+        """Return the table of who works on what, while processes share the directory. Empty otherwise."""
         from fedloom.lab.experiment.units.status import list_status
 
         if not (self._folder / WORK_FOLDER).is_dir():

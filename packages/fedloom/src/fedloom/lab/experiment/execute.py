@@ -324,7 +324,7 @@ class Plan:
         advance: bool = True,
         claim: UnitClaim | None = None,
     ) -> Outcome:
-        """The outcome of a run, with a number of workers it is one of several that go on at a time.
+        """Return the outcome of a run. With a number of workers it is one of several at a time.
 
         With a claim it is computed in the claim's folder.
         """

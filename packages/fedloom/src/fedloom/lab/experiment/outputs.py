@@ -158,7 +158,7 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """The table of an analysis by sums, and notes. Where it has no answer, a note on that alone."""
+    """Return the table of an analysis by sums, and notes. Without an answer, only a note on that."""
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
@@ -216,7 +216,10 @@ def write_summary(
 ) -> None:
     """``summary.json``: how every run ended. ``partition.parquet``: how the data were split."""
     feds = list(federations.values())
-    attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
+    attackers = dict[int, NDArray[np.int64]]()
+    for o in outcomes:  # attackers of one method are left out of all, so that methods are compared on equal clients
+        if o.result is not None:
+            attackers[o.seed] = np.union1d(attackers.get(o.seed, []), o.result.job.attackers.numpy()).astype(np.int64)
     write_splits(out, federations, attackers)
     of_data = {seed: fed.remarks for seed, fed in federations.items()}
     notes = [f"data, seed {seed}: {note}" for seed, remarks in of_data.items() for note in remarks]

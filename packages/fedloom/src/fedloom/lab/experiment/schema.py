@@ -158,7 +158,7 @@ def file_places() -> Places:
     return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
 
 
-SHARED_TABLES = ("model", "task")
+SHARED_TABLES = ("model", "task", "attack")
 """Tables that a method takes from the experiment unless it has its own. Only settings of methods name them."""
 
 
@@ -214,7 +214,8 @@ class Experiment:
         whole = self.common.document()
         shared = (*Setting.plain(), *SHARED_TABLES)
         common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}
-        methods = [m.settings() for m in self.methods]
+        unattacked = {"attack": {"kind": "none"}} if "attack" in whole else {}
+        methods = [{**unattacked, **m.settings()} for m in self.methods]
         return {
             **dump(self.head),
             **{k: common.pop(k) for k in Setting.plain()},
@@ -222,6 +223,6 @@ class Experiment:
             "partition": dump(self.partition, kind=self.partition.kind),
             **common,
             "model": {**common["model"], "kind": self.model_kind},
-            "method": [{k: v for k, v in m.items() if k not in SHARED_TABLES or v != whole[k]} for m in methods],
+            "method": [{k: v for k, v in m.items() if k not in SHARED_TABLES or v != whole.get(k)} for m in methods],
             **({"analysis": [dump(value, kind=name_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

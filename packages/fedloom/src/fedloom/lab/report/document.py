@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from fedloom.lab.report.comparison.pairs import Pair, pairs_html
 from fedloom.lab.report.comparison.paper import title
 from fedloom.lab.report.groups import GROUPS_TEXT as GROUPED
 from fedloom.lab.report.groups import group_tables
+from fedloom.lab.report.markup import render_page, render_part
 from fedloom.lab.report.numbers import Row, leading_metric
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import Section
@@ -113,12 +113,12 @@ def _asset(name: str) -> str:
     return (files("fedloom.lab.report") / name).read_text(encoding="utf-8")
 
 
-def _json(id: str, value: object) -> str:
+def _json(value: object) -> str:
     """Render a value for the page's script so that it cannot close its element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return f'<script type="application/json" id="{id}">{text}</script>'
+    return text
 
 
 def document(
@@ -133,8 +133,10 @@ def document(
     conclusions: Sequence[Conclusion] = (),
 ) -> str:
     """Render the whole page."""
-    name = escape(title(runs))
-    bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in SECTION_ORDER}
+    bodies = {
+        group: render_part("gallery", figures=[figure for figure in shown if figure.group == group])
+        for group in SECTION_ORDER
+    }
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
@@ -149,7 +151,7 @@ def document(
         "results": (
             "Results",
             READING_TEXTS["Result"],
-            overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads(),
+            overview.results([*rows, *_rivals(runs, rows)], runs) + render_part("downloads"),
         ),
         **{group: (*SECTION_ORDER[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
         **{file_name(kind): (one.title, one.lead, one.body) for kind, one in sections.items()},
@@ -158,45 +160,26 @@ def document(
         },
         **({"sites": ("Sites", SITES_TEXT, table)} if (table := site_tables(runs)) else {}),
         "settings": ("Settings", "Exactly what ran.", settings(runs)),
-        "reading": ("How to read this report", "", _glossary()),
+        "reading": ("How to read this report", "", render_part("glossary", terms=READING_TEXTS)),
     }
-    links = "".join(
-        f'<li><a href="#{id}">{name.removesuffix(" this report")}</a></li>' for id, (name, *_) in parts.items()
+    data = {
+        "figures": [_payload(figure) for figure in shown],
+        "themes": {"light": theme(dark=False), "dark": theme(dark=True)},
+        "file-csv": csv_text(rows),
+        "file-tex": tex,
+    }
+    return render_page(
+        name=title(runs),
+        policy=CONTENT_POLICY,
+        title_end=REPORT_TITLE_END,
+        style=_asset("page.css"),
+        answer=overview.answer(conclusions),
+        facts=overview.facts(runs, rows),
+        notes=overview.note_list(runs, rows),
+        sections=[{"id": id, "title": name, "lead": words, "body": body} for id, (name, words, body) in parts.items()],
+        data={id: _json(value) for id, value in data.items()},
+        scripts=[_scripts(), _asset("page.js")],
     )
-    payload = [_payload(figure) for figure in shown]
-    return f"""<!doctype html>
-<html lang="en" data-look="light">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}{REPORT_TITLE_END}
-<link rel="icon" href="data:,">
-<style>{_asset("page.css")}</style>
-</head>
-<body>
-<a class="skip" href="#{next(iter(parts))}">Skip to the results</a>
-<header class="wrap">
-<div class="top"><h1>{name}</h1><button data-do="look">Dark mode</button></div>
-{overview.answer(conclusions)}
-<p class="facts">{escape(overview.facts(runs, rows))}</p>
-{overview.note_list(runs, rows)}
-</header>
-<nav aria-label="Sections"><div class="wrap"><ul>{links}</ul></div></nav>
-<main class="wrap">
-<noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
-{"".join(_section(id, *part) for id, part in parts.items())}
-</main>
-<footer class="wrap">Made by fedloom from recorded files only. This page works offline and makes no request.</footer>
-{_json("figures", payload)}
-{_json("themes", {"light": theme(dark=False), "dark": theme(dark=True)})}
-{_json("file-csv", csv_text(rows))}
-{_json("file-tex", tex)}
-<script>{_scripts()}</script>
-<script>{_asset("page.js")}</script>
-</body>
-</html>
-"""
 
 
 def _scope(runs: list[Run]) -> str:
@@ -219,46 +202,3 @@ def _payload(figure: Figure) -> dict[str, object]:
     spec = {**figure.spec(), "datasets": data}
     about = {"id": figure.id, "layout": figure.layout, "canvas": figure.canvas, "table": figure.table}
     return {**about, "hidden": HIDDEN_COLUMNS, "spec": spec}
-
-
-def _section(id: str, title: str, lead: str, body: str) -> str:
-    first = f'<p class="lead">{lead}</p>' if lead else ""
-    return f'<section id="{id}" aria-labelledby="{id}-title"><h2 id="{id}-title">{title}</h2>{first}{body}</section>\n'
-
-
-def _downloads() -> str:
-    return (
-        '<div class="tools"><button data-do="file" value="file-csv" data-name="results.csv" data-type="text/csv">'
-        'Table as CSV</button><button data-do="file" value="file-tex" data-name="results.tex" data-type="text/x-tex">'
-        "Table as LaTeX</button></div>"
-    )
-
-
-def _gallery(figures: list[Figure]) -> str:
-    """Render the figures of a group, behind tabs if there are several."""
-    tabs = ""
-    if len(figures) > 1:
-        choices = "".join(
-            f'<label><input type="radio" name="tab-{f.group}" value="place-{escape(f.id)}"'
-            f"{'' if i else ' checked'}>{escape(f.tab)}</label>"
-            for i, f in enumerate(figures)
-        )
-        tabs = f'<fieldset class="tabs"><legend class="unseen">Which chart</legend>{choices}</fieldset>'
-    return tabs + "".join(_figure(f, hidden=i > 0) for i, f in enumerate(figures))
-
-
-def _figure(figure: Figure, *, hidden: bool) -> str:
-    id, title = escape(figure.id), escape(figure.title)
-    return (
-        f'<figure id="place-{id}"{" hidden" if hidden else ""}>'
-        f'<div class="chart" data-figure="{id}" role="img" aria-label="{title}. {escape(figure.caption)}"></div>'
-        f"<figcaption>{escape(figure.caption)}</figcaption>"
-        f'<div class="tools"><button data-do="svg" value="{id}">SVG<span class="unseen"> of {title}</span></button>'
-        f'<button data-do="csv" value="{id}">CSV<span class="unseen"> of {title}</span></button></div>'
-        f'<details data-data="{id}"><summary>Data of this chart</summary>'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Data: {title}"></div></details></figure>'
-    )
-
-
-def _glossary() -> str:
-    return f"<dl>{''.join(f'<dt>{term}</dt><dd>{text}</dd>' for term, text in READING_TEXTS.items())}</dl>"

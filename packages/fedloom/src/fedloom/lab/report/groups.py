@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +11,11 @@ import pyarrow as pa
 from fedloom.formats import UNKNOWN_DASH, fixed
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
 from fedloom.metrics import leading
 from fedloom.rundir import FEDERATION_CLIENT, GROUPS_FILE, SAMPLES_FIGURE
 
@@ -37,9 +36,8 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if best is None or table is None:
             continue
         heads, cells, shown = table
-        lines = [[escape(cell) for cell in line] for line in cells]
         label = f"{titled(figure(shown))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
-        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Groups of patients: {label}", heads, lines)
+        text += scrolling(f"Groups of patients: {label}", heads, cells, title=label)
     return text
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
+from markupsafe import Markup
 
 from fedloom import metrics
 from fedloom.errors import ConfigError
 from fedloom.formats import UNKNOWN_DASH, significant
 from fedloom.hints import nearest, unknown
 from fedloom.lab.report.charts import kit, look
+from fedloom.lab.report.markup import render_part
 from fedloom.lab.report.naming import figure, metric, titled
 from fedloom.lab.report.numbers import MODEL_KINDS, Estimate
 from fedloom.lab.report.reading import rows_where
@@ -56,7 +57,7 @@ def notebook_page(table: pa.Table, title: str) -> str:
         ]
         if any(value is not None for value in figures):
             rows.append([model, *(UNKNOWN_DASH if value is None else significant(value * scale) for value in figures)])
-    parts = [f"<p><b>{html.escape(title)}</b></p>"]
+    parts = [str(Markup("<p><b>{}</b></p>").format(title))]
     if rows:
         parts.append(html_table(heads, rows))
     curves = _curves(table, name, "test", strict=False)
@@ -127,6 +128,4 @@ def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
 
 def html_table(heads: list[str], rows: list[list[str]]) -> str:
     """Render an HTML table of texts."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return render_part("plain_table", heads=heads, rows=rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import escape
+from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from fedloom.formats import UNKNOWN_DASH, factor, interval, pair, percent, write_total
 from fedloom.lab.report.charts.kit import off_axis
@@ -15,6 +16,7 @@ from fedloom.lab.report.charts.tradeoffs import COST_AXES
 from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, one_per_method
 from fedloom.lab.report.comparison.criteria import Winner, tasks, winners
+from fedloom.lab.report.markup import render_part
 from fedloom.lab.report.naming import COST_FIGURES, figure, is_ratio, metric, within_line
 from fedloom.lab.report.numbers import MIN_SEEDS, Row, leading_metric, run_of, seeds_of
 from fedloom.lab.report.run import Run
@@ -34,22 +36,14 @@ TIE_TOLERANCE = 1e-6
 """Results that differ by less than this share are called equal."""
 
 
-def model_tag(model: str) -> str:
-    """Render the model's name with its colored dot."""
-    return f'<span class="model" data-model="{escape(model)}">{escape(model)}</span>' if model else ""
-
-
 def answer(conclusions: Sequence[Conclusion]) -> str:
     """Return the conclusions as the head of the page: who wins, by how much, what is compared, and its cost."""
     parts = []
     for one in conclusions:
         first, *pairs = one.lines()
         ends = [line for line in (one.compared, one.cost) if line]
-        shown = [line.strip() for line in pairs if line not in ends]
-        items = "".join(f"<li>{escape(line)}</li>" for line in shown)
-        more = f'<p class="about">{escape(" ".join(ends))} <a href="#reading">How to read this</a></p>'
-        parts.append(f'<p class="first">{escape(first)}</p><ul>{items}</ul>{more}')
-    return f'<div class="answer" role="region" aria-label="Answer">{"".join(parts)}</div>' if parts else ""
+        parts.append((first, [line.strip() for line in pairs if line not in ends], " ".join(ends)))
+    return render_part("answer", conclusions=parts) if parts else ""
 
 
 def facts(runs: list[Run], rows: list[Row]) -> str:
@@ -85,49 +79,41 @@ def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
         rows: every model of every method.
         models: which row of a method is compared. One at most, also where all are asked for.
     """
-    lead = leading_metric(runs)
-    parts = []
-    several = tasks(runs, rows)
-    for label, own_runs, task_rows in several:
+    lead, groups = leading_metric(runs), []
+    for label, own_runs, task_rows in tasks(runs, rows):
         card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
         card_rows = one_per_method(own_runs, card_rows, models)
-        own_cards = "".join(_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead))
-        title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
-        parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
-    return "".join(parts)
+        groups.append((label, [_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead)]))
+    return render_part("cards", groups=groups)
 
 
-def _card(winner: Winner, rows: list[Row]) -> str:
+def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
     criterion = winner.criterion
-    head = f'<div class="card" role="listitem"><p class="what">{escape(criterion.title)}</p>'
     if winner.row is None:
         why = "Every method that has this result diverged or failed with some seed."
-        return f'{head}<p class="who">{UNKNOWN_DASH}</p><p class="sure">{why}</p></div>'
-    best = criterion.values[winner.row]
-    row = rows[winner.row]
+        return {"what": criterion.title, "who": UNKNOWN_DASH, "value": "", "sure": why}
+    best, row = criterion.values[winner.row], rows[winner.row]
     if criterion.figure in COST_AXES:
         value, half = write_total(best.mean * criterion.scale), ""
     else:
         value, half = cell(criterion.figure, best)
-    unit = f" {criterion.unit}" if criterion.unit else ""
-    interval = f' <span class="half">± {half}</span>' if half else ""
-    return (
-        f'{head}<p class="who">{escape(row.name)} {model_tag(row.model)}</p>'
-        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{significance_text(winner, rows)}</p></div>'
-    )
+    return {
+        "what": criterion.title, "who": row.name, "model": row.model, "value": value, "half": half,
+        "unit": f" {criterion.unit}" if criterion.unit else "", "sure": significance_text(winner, rows),
+    }  # fmt: skip
 
 
 def significance_text(winner: Winner, rows: list[Row]) -> str:
     """Write the certainty of a winner's lead as HTML."""
     criterion = winner.criterion
-    equals = ", ".join(escape(rows[i].name) for i in winner.equals)
+    equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
         alone = "No other method reaches this result with every seed."
         rest = "No other method has this result from runs that ended well." if not same else same.strip()
         return alone if criterion.figure in COST_AXES else rest
     other = rows[winner.runner_up]
-    name = escape(f"{other.name} {other.model}".strip())
+    name = f"{other.name} {other.model}".strip()
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
     amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
     behind = winner.lead < 0  # over the common seeds; over its own it is the best
@@ -142,21 +128,22 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     if abs(winner.lead) <= TIE_TOLERANCE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
         lead = f"equal to {name}"
     if not winner.seeds:
-        verdict = f"<b>Not tested</b>: no common seed with {name} ({MIN_SEEDS} are needed)."
+        verdict, reason = "Not tested", f": no common seed with {name} ({MIN_SEEDS} are needed)."
     elif not winner.decidable:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
-        verdict = f"<b>Not tested</b> with {seeds} ({MIN_SEEDS} are needed): {lead}."
+        verdict, reason = "Not tested", f" with {seeds} ({MIN_SEEDS} are needed): {lead}."
     elif not winner.rivals:
         sound = "reaches this result" if criterion.figure in COST_AXES else "ended well"
         compared = "every other method" + f" that {sound} with every seed" * winner.excluded
-        verdict = f"<b>Better</b> than {compared}: {lead}."
+        verdict, reason = "Better", f" than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
         rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
-        verdict = f"<b>Inconclusive</b>: {lead}{rest}."
+        verdict, reason = "Inconclusive", f": {lead}{rest}."
     else:
-        verdict = f"<b>Inconclusive</b> against {len(winner.rivals)} of the others, though {lead}."
-    return verdict + same + (" Provisional: some runs are unfinished." if winner.provisional else "")
+        verdict, reason = "Inconclusive", f" against {len(winner.rivals)} of the others, though {lead}."
+    provisional = " Provisional: some runs are unfinished." if winner.provisional else ""
+    return Markup("<b>{}</b>{}{}{}").format(verdict, reason, same, provisional)
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
@@ -190,38 +177,25 @@ def _results(
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
     heads[3:3] = [("Status", "text")] if status else []
-    cells = "".join(
-        f'<th scope="col" class="{kind}"><button data-do="sort">{escape(title)}</button></th>' for title, kind in heads
-    )
     apart = " and of runs with equal data and attack" if len(groups) > 1 else ""
-    span = _span(lead, rows)
-    body = []
+    span, lines = _span(lead, rows), []
     for row in rows:
-        odd = "" if row.done and not row.untested else ' class="odd"'
-        line = [
-            f'<th scope="row" data-value="{escape(row.name)}">{escape(row.name)}</th>',
-            f'<td class="text" data-value="{escape(row.model)}">{model_tag(row.model)}</td>',
-        ]
+        cells = []
         for name in columns:
             estimate = row.figures.get(name)
             mean, half = cell(name, estimate)
-            value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
             leads = row.sound and estimate is not None and _equals(estimate.mean, best.get((id(row), name)))
-            strong = ' class="best"' if leads else ""
-            shown = f"<span{strong}>{mean}</span>" + (f' <span class="half">± {half}</span>' if half else "")
+            value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
+            shown = {"value": value, "best": leads, "mean": mean, "half": half, "seeds": "", "bar": None}
             if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
-                shown += f' <span class="odd">({len(estimate.finite)} of {len(estimate.by_seed)} seeds)</span>'
-            line.append(f'<td data-value="{value}">{shown}{_bar(row, name, span) if name == lead else ""}</td>')
-            if name == lead and status:
-                line.append(f'<td class="text"><span{odd}>{escape(row.status)}</span></td>')
-        body.append(f"<tr>{''.join(line)}</tr>")
+                shown["seeds"] = f"{len(estimate.finite)} of {len(estimate.by_seed)}"
+            cells.append(shown | ({"bar": _bar(row, name, span)} if name == lead else {}))
+        lines.append({
+            "name": row.name, "model": row.model, "cells": cells, "odd": not row.done or row.untested,
+            "status": row.status if status and lead in columns else None,
+        })  # fmt: skip
     name, kind = ("Results", "results") if status else ("More columns", "further")
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}, scrolls sideways">'
-        f'<table class="{kind}"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
-        f"the best of a column in bold, of methods of which no run diverged or failed{apart}. Heads sort.</caption>"
-        f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
+    return render_part("results", name=name, kind=kind, apart=apart, heads=heads, rows=lines)
 
 
 def _equals(value: float, best: float | None) -> bool:
@@ -243,11 +217,11 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
     return min(near) - air, max(near) + air
 
 
-def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
-    """Draw a dot with its interval, or the seeds if there are few, on the column's scale."""
+def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
+    """Place a dot with its interval, or the seeds if there are few, on the column's scale."""
     estimate = row.result(name)
     if estimate is None:
-        return ""
+        return None
 
     def place(value: float) -> float:
         return round(4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0]))), 1)
@@ -255,25 +229,15 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
     few = len(estimate.finite) < MIN_SEEDS
     half = 0.0 if few else estimate.half
     low, mid, high = (place(v) for v in (estimate.mean - half, estimate.mean, estimate.mean + half))
-    line = f'<line x1="{low}" x2="{high}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
-    seeds = (
-        f'<circle cx="{place(v)}" cy="7" r="1.6" fill="currentColor" opacity=".6"/>' for v in estimate.finite.values()
-    )
-    return (
-        f'<svg class="bar" data-model="{escape(row.model)}" viewBox="0 0 110 14" aria-hidden="true">'
-        f'{"".join(seeds) if few else line}<circle cx="{mid}" cy="7" r="3.5" fill="currentColor"/></svg>'
-    )
+    seeds = [place(v) for v in estimate.finite.values()] if few else []
+    return {"low": low, "mid": mid, "high": high, "seeds": seeds}
 
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
     """Render the notes as HTML: the first ones open, the others behind a fold."""
-    lines = [f"<li>{escape(note)}</li>" for note in notes(runs, rows)]
-    if not lines:
-        return ""
-    shown = lines if len(lines) <= MAX_OPEN_NOTES + 1 else lines[:MAX_OPEN_NOTES]
-    rest = lines[len(shown) :]
-    more = f"<details><summary>{len(rest)} more notes</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
-    return f'<div class="notes" role="note" aria-label="Notes"><ul>{"".join(shown)}</ul>{more}</div>'
+    lines = notes(runs, rows)
+    count = len(lines) if len(lines) <= MAX_OPEN_NOTES + 1 else MAX_OPEN_NOTES
+    return render_part("notes", first=lines[:count], rest=lines[count:])
 
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
@@ -307,7 +271,9 @@ def _attack(run: Run) -> str:
         return ""
     counts = sorted({len(partition.attackers) for partition in run.partitions.values()})
     several = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
-    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({run.options['attack']['kind']})"
+    tables = [run.options, *run.options.get("method", [])]
+    kinds = dict.fromkeys(table["attack"]["kind"] for table in tables if "attack" in table)
+    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({', '.join(kinds)})"
     return f"{share}. All results are of the other, benign clients."
 
 

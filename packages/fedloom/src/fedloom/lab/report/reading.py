@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
 from fedloom.lab.report.run import Key, Points, Run, RunPartition
-from fedloom.metrics import declare
+from fedloom.metrics import declare, over_clients
 from fedloom.rundir import (
     EXPERIMENT_TABLES,
     FEDERATION_CLIENT,
@@ -90,7 +90,39 @@ def _read(path: Path, label: str) -> Run:
         raise RunDirError(f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} of partition.parquet")
     if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
         raise RunDirError(f"{path / METRICS_FILE}: a client has a number below 0")
+    if any("attack" in method for method in tomllib.loads(settings).get("method", [])):
+        totals |= _recounted(series, totals, partitions)
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
+
+
+def _recounted(
+    series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
+) -> dict[Key, Points]:
+    """Compute the figures over clients anew, without the attackers of any method.
+
+    A run counts its own attackers out. Where an attack belongs to one method, the others count these clients.
+    """
+    recounted: dict[Key, Points] = {}
+    for key, points in series.items():
+        part = partitions.get(key.seed)
+        if part is None or key.part == "common" or key._replace(metric=f"{key.metric}/mean") not in totals:
+            continue
+        sizes = {"train": part.sizes, "test": part.tested}.get(key.part)
+        figures: dict[str, list[float]] = {}
+        rounds, starts = np.unique(points.round, return_index=True)
+        centres = totals.get(key._replace(model="global", part="common"))
+        for round, start, end in zip(rounds, starts, [*starts[1:], len(points.round)], strict=True):
+            clients, values = points.client[start:end], points.value[start:end].astype(np.float64)
+            values = np.where(np.isin(clients, [*part.attackers]), np.nan, values)
+            held = np.full(len(clients), np.nan) if sizes is None else sizes[clients].astype(np.float64)
+            centre = None if centres is None else float(centres.value[centres.round == round].mean())
+            for name, value in over_clients(key.metric, values, held, centre).items():
+                figures.setdefault(name, []).append(value)
+        for name, values_of in figures.items():
+            if key._replace(metric=name) in totals:
+                all_clients = np.full(len(rounds), FEDERATION_CLIENT)
+                recounted[key._replace(metric=name)] = Points(rounds, all_clients, np.array(values_of))
+    return recounted
 
 
 def _text(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ import pyarrow.parquet as pq
 from fedloom.errors import RunDirError
 from fedloom.formats import option
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
 from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_digest, has_digest
 
 GROUP_NAME = "fedloom.sections"
@@ -77,10 +76,10 @@ def plain_section(runs: list[Run], name: str) -> Section:
             continue
         single = {head for head in ("method", "seed") if len({str(row.get(head)) for row in table}) == 1}
         heads = [head for head in table[0] if head not in single]
-        cells = [[escape(_cell(row[head])) for head in heads] for row in table[:MAX_LINES]]
+        cells = [[_cell(row[head]) for head in heads] for row in table[:MAX_LINES]]
         label = f"{title}{f', {run.label}' if len(runs) > 1 else ''}"
-        body += f"<h3>{escape(label)}</h3>" if len(runs) > 1 else ""
-        body += scrolling(label, [head.replace("_", " ") for head in heads], cells)
+        shown = [head.replace("_", " ") for head in heads]
+        body += scrolling(label, shown, cells, title=label if len(runs) > 1 else "")
         if len(table) > MAX_LINES:
             body += f"<p>The first {MAX_LINES} of {len(table)} lines; the CSV file has all.</p>"
         columns |= dict.fromkeys(table[0])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
 from fedloom.formats import option, write_total
+from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
 """Titles of tables of the experiment file that are not their names."""
@@ -19,16 +18,16 @@ NOT_OPTIONS = ("algorithm", "label")
 
 def settings(runs: list[Run]) -> str:
     """Describe the settings, the differences between the runs, and the end of every run."""
-    parts = [_differences(runs)] if len(runs) > 1 else []
-    for place, run in enumerate(runs, start=1):
-        inner = f"{_words(run)}{_methods(run)}{_versions(run)}{_every_run(run)}{_file(run, place)}"
-        if len(runs) > 1:
-            inner = f"<details><summary><b>{escape(run.label)}</b></summary>{inner}</details>"
-        parts.append(inner)
-    return "".join(parts)
+    several = len(runs) > 1
+    shown = [
+        {"label": run.label, "words": _words(run), "methods": _methods(run), "every": _every_run(run),
+         "ended": len(run.summary.runs), "file": run.settings, **_versions(run)}
+        for run in runs
+    ]  # fmt: skip
+    return render_part("settings", runs=shown, differences=_differences(runs) if several else "", several=several)
 
 
-def _words(run: Run) -> str:
+def _words(run: Run) -> dict[str, str]:
     options = run.options
     tables = {
         name: table for name, table in options.items() if isinstance(table, dict) and name not in UNREPORTED_TABLES
@@ -37,9 +36,7 @@ def _words(run: Run) -> str:
     methods = [method for method in options.get("method", []) if isinstance(method, dict)]
     lines |= {TABLE_TITLES.get(name, name.capitalize()): text for name, text in _shared(methods).items() if text}
     seeds = options.get("seeds")
-    lines |= {"Seeds": _text(seeds)} if seeds else {}
-    body = "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in lines.items())
-    return f'<dl class="words">{body}</dl>'
+    return lines | ({"Seeds": _text(seeds)} if seeds else {})
 
 
 def _text(value: object) -> str:
@@ -71,32 +68,18 @@ def _methods(run: Run) -> str:
     for method in methods:
         options = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
         algorithm = str(method.get("algorithm", ""))
-        lines.append([escape(str(method.get("label", algorithm))), escape(algorithm), escape(_text(options))])
+        lines.append([str(method.get("label", algorithm)), algorithm, _text(options)])
     heads = ("Method", "Algorithm", "Its own settings")
     return scrolling(f"Methods of {run.label}", heads, lines, (1, 2)) if lines else ""
 
 
-def _versions(run: Run) -> str:
+def _versions(run: Run) -> dict[str, str]:
     words = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     devices = dict.fromkeys(record.device for record in run.summary.runs if record.device)
-    where = f" Computed on {', '.join(devices)}." if devices else ""
-    return f'<p class="versions"><b>Versions</b> {escape(words)}.{escape(where)}</p>' if words else ""
-
-
-def _file(run: Run, place: int) -> str:
-    label = escape(run.label)
-    return (
-        "<details><summary>Experiment file, as resolved</summary>"
-        f'<div class="tools"><button data-do="text" value="toml-{place}" data-name="{label}.toml">TOML'
-        f'<span class="unseen"> of {label}</span></button></div>'
-        f'<pre tabindex="0" id="toml-{place}" role="region" aria-label="Experiment file of {label}">'
-        f"<code>{escape(run.settings)}</code></pre></details>"
-    )
+    return {"versions": words, "where": f" Computed on {', '.join(devices)}." if devices else ""}
 
 
 def _every_run(run: Run) -> str:
-    if not run.summary.runs:
-        return "<p>No run has come to its end yet.</p>"
     heads = ("Method", "Seed", "Status", "Rounds", "Seconds", "Oracle", "Chunk", "Parameters", "Why it ended")
     lines = []
     for record in run.summary.runs:
@@ -104,19 +87,18 @@ def _every_run(run: Run) -> str:
         cells: list[Any] = [record.method, record.seed, record.status, record.rounds]
         cells += [write_total(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
         cells += [write_total(record.parameters) if record.parameters else "", record.reason]
-        lines.append([escape(str(cell)) for cell in cells])
-    table = scrolling(f"All runs of {run.label}", heads, lines, (8,))
-    return f"<details><summary>Every run of this experiment ({len(lines)})</summary>{table}</details>"
+        lines.append(cells)
+    return scrolling(f"All runs of {run.label}", heads, lines, (8,))
 
 
-def _differences(runs: list[Run]) -> str:
+def _differences(runs: list[Run]) -> str | None:
     flat = [_flat({k: v for k, v in run.options.items() if k != "resolved"}) for run in runs]
     keys = [key for key in dict.fromkeys(k for f in flat for k in f) if len({repr(f.get(key)) for f in flat}) > 1]
     if not keys:
-        return "<p>The runs have equal settings.</p>"
-    lines = [[escape(key), *(escape(str(f.get(key, ""))) for f in flat)] for key in keys]
+        return None
+    lines = [[key, *(str(f.get(key, "")) for f in flat)] for key in keys]
     heads = ["Setting", *(run.label for run in runs)]
-    return f"<h3>What differs</h3>{scrolling('Settings that differ', heads, lines)}"
+    return scrolling("Settings that differ", heads, lines)
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, Any]:

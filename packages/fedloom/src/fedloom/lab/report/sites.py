@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import numpy as np
 
 from fedloom.formats import fixed, percent, significant
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
@@ -25,7 +23,7 @@ def site_tables(runs: list[Run]) -> str:
         lines = [_line(name, site, rounds) for name, site in run.summary.sites.items()]
         stale = [site.staleness for site in run.summary.sites.values()]
         if lines:
-            title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
+            title = run.label if len(runs) > 1 else ""
             heads: tuple[str, ...] = (
                 "Site",
                 "Rounds",
@@ -38,7 +36,7 @@ def site_tables(runs: list[Run]) -> str:
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
                 lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
-            parts.append(title + scrolling(f"Sites of {run.label}", heads, lines, (4, 6)))
+            parts.append(scrolling(f"Sites of {run.label}", heads, lines, (4, 6), title))
     return "".join(parts)
 
 
@@ -57,8 +55,8 @@ def privacy_tables(runs: list[Run]) -> str:
             places = np.unique(np.linspace(0, len(rounds) - 1, MAX_ROUND_LINES).round().astype(int))
             values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
-            title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
-            parts.append(title + scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines))
+            title = run.label if len(runs) > 1 else ""
+            parts.append(scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines, title=title))
     return "".join(parts)
 
 
@@ -67,13 +65,5 @@ def _line(name: str, site: SiteSummary, rounds: int) -> list[str]:
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
     rejected = sum(one.count for one in site.rejected.values())
-    cells = (
-        name,
-        f"{site.accepted}",
-        share,
-        f"{site.missed}",
-        last + ("" if site.here else " (gone)"),
-        f"{rejected}",
-        why,
-    )
-    return [escape(cell) for cell in cells]
+    gone = "" if site.here else " (gone)"
+    return [name, f"{site.accepted}", share, f"{site.missed}", f"{last}{gone}", f"{rejected}", why]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -238,25 +237,3 @@ def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False)
     body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if dagger else body
     plain_text = not (half or best or dagger or "times" in body or body.startswith(("+", "-")))
     return (body if plain_text else f"${body}$").replace("\u202f", "\\,")
-
-
-def scrolling(label: str, heads: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
-    """Render an HTML table that scrolls sideways. Cells are HTML, and the first of a line is its heading.
-
-    Args:
-        label: what the table is, for screen readers.
-        heads: titles of the columns.
-        lines: cells. A line that begins with ``All`` is set apart.
-        text: columns besides the first that hold sentences.
-    """
-    head = "".join(
-        f'<th scope="col"{" class=text" if i in (0, *text) else ""}>{escape(h)}</th>' for i, h in enumerate(heads)
-    )
-    body = ""
-    for first, *cells in lines:
-        row = "".join(f"<td{' class=reason' if i in text else ''}>{cell}</td>" for i, cell in enumerate(cells, start=1))
-        body += f'<tr{" class=all" if first == "All" else ""}><th scope="row">{first}</th>{row}</tr>'
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
-    )

@@ -252,7 +252,7 @@ def note_limits(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
-    """A sentence where trials had fewer rounds than the runs to come, in which a setting that was best may diverge."""
+    """Warn if trials had fewer rounds than the runs to come, in which the best setting may diverge."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
         f"Trials had the work of {tried} rounds, the runs have that of {rounds}, in which a chosen setting may "
@@ -263,7 +263,7 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
-    """A sentence where runs have an epsilon, which does not cover the trials that chose their settings."""
+    """Warn if runs have an epsilon, which does not cover the trials that chose their settings."""
     counts = [
         len(f.trials)
         for f in findings

@@ -209,7 +209,7 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _findings(self, *, tuned: bool) -> list[SearchResult]:
-        """The search of every method, after all files are written."""
+        """Return the search of every method, after all files are written."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
             raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}")
@@ -276,7 +276,7 @@ class Tuning:
         workers: int,
         out: Path,
     ) -> None:
-        """The missing trials of a method, with their journal and checkpoints in a folder."""
+        """Run the missing trials of a method, with their journal and checkpoints in a folder."""
         journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)
         with interruptible() as interrupted:
             while not study.search.ended(journal.trials) and not self._stopped:

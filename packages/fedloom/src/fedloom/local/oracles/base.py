@@ -18,7 +18,10 @@ Reduce = Callable[[Tensor], Tensor]
 """A function of the outputs ``[b, a]`` of single samples."""
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""(w, ids, mu [m, 1], steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask."""
+"""(w, ids, mu, steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask.
+
+Mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
+"""
 
 
 Steps = tuple[float | Tensor, float, Tensor | None, Tensor | None, tuple[float | Tensor, float] | None]

@@ -194,7 +194,7 @@ class Fused(TermNetwork):
                 delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """It supports rectifiers and cross-entropy, without random changes to a layer's input."""
+        """Support rectifiers and cross-entropy, without random changes to a layer's input."""
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:

@@ -77,7 +77,7 @@ class _Together(torch.autograd.Function):
 
 
 def _array(x: Tensor) -> Any:
-    """The compiled loops treat bfloat16 as its bits."""
+    """Pass bfloat16 to the compiled loops as its bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 

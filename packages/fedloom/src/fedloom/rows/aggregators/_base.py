@@ -34,7 +34,7 @@ class ClipRows(Value):
     bound: float = Field(10.0, gt=0, description="largest norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
-        """Number of rows that m rows become."""
+        """Return the number of rows that m rows become."""
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -52,7 +52,7 @@ class Bucketing(Value):
     s: PositiveInt = Field(2, description="rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
-        """Number of rows that m rows become."""
+        """Return the number of rows that m rows become."""
         return -(-m // self.s)
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -76,7 +76,7 @@ class NNM(Value):
     f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
 
     def rows(self, m: int) -> int:
-        """Number of rows that m rows become.
+        """Return the number of rows that m rows become.
 
         Raises:
             ConfigError: there are f rows or fewer.

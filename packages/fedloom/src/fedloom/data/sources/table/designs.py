@@ -87,14 +87,14 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """The options whose column is not among the names, without it. A new table has no test rows of the old."""
+        """Return the options without columns that are not among the names. A new table has no test rows of the old."""
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
         return unset | {"strata": tuple(column for column in self.strata if column in names)}
 
     @staticmethod
     def option_names() -> tuple[str, ...]:
-        """The names of these options."""
+        """Return the names of these options."""
         return tuple(name for name in DesignOptions.model_fields if name not in FileSource.model_fields)
 
 
@@ -231,7 +231,7 @@ class DesignReading:
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
-        """The levels that mark the test part.
+        """Return the levels that mark the test part.
 
         Raises:
             ConfigError: a level that was named is not there, or one says neither yes nor no.

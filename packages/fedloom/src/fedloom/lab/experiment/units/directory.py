@@ -50,7 +50,7 @@ class ExperimentDirectory:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
-        """The folder of a run's checkpoints or models."""
+        """Return the folder of a run's checkpoints or models."""
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:

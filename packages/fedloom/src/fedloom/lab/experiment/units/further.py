@@ -74,7 +74,7 @@ class FurtherRuns:
                 self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """The rows of a unit, computed by so many processes. None where the user stopped it."""
+        """Compute the rows of a unit by so many processes. None if the user stopped it."""
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)

@@ -94,7 +94,7 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
 
 
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
-    """The values of a method by its own keys. Those that it has for itself replace those of all."""
+    """Return the values of a method by its own keys. A method's own values replace the common values."""
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)
     }
@@ -103,7 +103,7 @@ def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[
 
 
 def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A method with these values, named by them."""
+    """Return a method with these values, named by them."""
     varied = {**entry}
     for key, value in values.items():
         name, _, rest = key.partition(".")

@@ -131,7 +131,7 @@ class JoinedWork:
         return True
 
     def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
-        """The first unit that nobody has, with its claim."""
+        """Claim the first unit that nobody has."""
         for k, unit in units:
             if not interrupted() and (claim := self._take(unit.name)) is not None:
                 return k, unit, claim

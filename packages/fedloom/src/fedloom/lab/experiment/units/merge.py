@@ -90,7 +90,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    """The settings of a run directory that has come to its end.
+    """Read the settings of a run directory that has come to its end.
 
     Raises:
         RunDirError: it has not, or is none.
@@ -126,7 +126,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
 def _tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
-    """The rows of a file, run by run, or of a table of the clients seed by seed."""
+    """Group the rows of a file run by run, or of a table of the clients seed by seed."""
     tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
@@ -148,7 +148,7 @@ def _tables(
 
 
 def _read(path: Path) -> pa.Table:
-    """A table with the types with which it was written: a file gives the elements of a list another name."""
+    """Return a table with the types of its writing: a file gives the elements of a list another name."""
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))

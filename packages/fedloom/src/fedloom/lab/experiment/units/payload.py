@@ -37,7 +37,7 @@ def decode(content: bytes) -> Any:
 
 
 def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """A value as JSON in which tensors stand by their names."""
+    """Return a value as JSON in which tensors stand by their names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

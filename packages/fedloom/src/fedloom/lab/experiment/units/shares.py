@@ -117,7 +117,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
-    """The cost of a run, from a second round, of arithmetic alone where no such round can be played."""
+    """Estimate the cost of a run from a second round, or of arithmetic alone if no second round can be played."""
     by_round: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:

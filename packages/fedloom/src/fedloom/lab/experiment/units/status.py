@@ -22,7 +22,7 @@ from fedloom.storage.claims import Claims
 
 
 def list_status(out: Path) -> list[dict[str, str]]:
-    """A row for every run, and for every other unit that a process is at: unit, state, who, how far.
+    """Return a row for every run, and for every other unit that a process is at: unit, state, who, how far.
 
     States are ``waiting``, ``working``, ``left`` (its process has ended, and another one goes on), and those of a run
     that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.

@@ -67,7 +67,7 @@ class UnitReply(NamedTuple):
     worker: str = ""
 
     def packed(self) -> bytes:
-        """The reply as bytes: a line of JSON and an archive."""
+        """Encode the reply as bytes: a line of JSON and an archive."""
         head = json.dumps({k: v for k, v in self._asdict().items() if k != "files"}).encode()
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -79,7 +79,7 @@ class UnitReply(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes) -> UnitReply:
-        """The reply of bytes.
+        """Decode a reply.
 
         Raises:
             ConfigError: they are none.
@@ -172,7 +172,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
 
 @lru_cache(maxsize=4)
 def _federation(experiment: str, seed: int) -> Federation:
-    """The clients of an experiment with a seed, whose data are those of the process that sends it."""
+    """Return the clients of an experiment with a seed, with the data of the sending process."""
     document = tomllib.loads(experiment)
     travel = document.pop("travel")
     plan = parse(_localise(document), "executor")
@@ -189,7 +189,7 @@ def _federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with the data where this worker has them: at the same path, or in the folder of FEDLOOM_DATA."""
+    """Point the document at this worker's data: at the same path, or in the folder of FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():

@@ -7,7 +7,6 @@ References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15.
 from __future__ import annotations
 
 import math
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +17,10 @@ from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
 
 MAX_CALIBRATION_BINS, PER_BIN = 10, 10
 """Bins of a calibration curve at most, and samples of one at least."""
@@ -189,14 +188,14 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
             for k, threshold in enumerate(DECISION_THRESHOLDS):
                 now = point(samples, threshold)
                 shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
-                first = (escape(name), str(len(samples.target)), str(int(samples.target.sum())))
+                first = (name, str(len(samples.target)), str(int(samples.target.sum())))
                 lines.append([
                     *(first if k == 0 else ("", "", "")), significant(threshold),
                     *(UNKNOWN_DASH if math.isnan(share) else percent(share) for share in shares),
                     fixed(now.benefit, 4), fixed(now.treating_all, 4),
                 ])  # fmt: skip
         label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
-        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Thresholds by site: {label}", heads, lines)
+        text += scrolling(f"Thresholds by site: {label}", heads, lines, title=label)
     return text
 
 

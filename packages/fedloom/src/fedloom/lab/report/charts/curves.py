@@ -194,7 +194,7 @@ def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     """Group runs with one kind of attack that differ only in its share. Runs without attackers join every group."""
     families: dict[str, tuple[str, list[Run]]] = {}
     for run in runs:
-        if decide_share(run):
+        if decide_share(run) and "attack" in run.options:
             attack = {k: v for k, v in run.options["attack"].items() if k != "fraction"}
             families.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
     for same, (_, family) in families.items():

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from fedloom.formats import fixed, rounded, significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
-from fedloom.lab.report.tables import scrolling
 
 MAX_CLASS_CELLS = 4_000
 """Up to so many client x class cells are drawn."""
@@ -74,7 +74,7 @@ def skew_table(runs: list[Run]) -> str:
     shown = [name for name in PARTITION_TITLES if any(name in skew.values for skew in skews)]
     several = len(groups) > 1
     lines = [
-        [*([escape(skew.label)] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
+        [*([skew.label] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
         for skew in skews
     ]
     if len(skews) > 1:
@@ -96,7 +96,7 @@ def _range(values: Numbers | None) -> str:
     if not len(finite):
         return ""
     mean, low, high = (fixed(v, 2 if finite.max() < 20 else 0) for v in (finite.mean(), finite.min(), finite.max()))
-    return f'{mean} <span class="half">{low} to {high}</span>'
+    return Markup('{} <span class="half">{} to {}</span>').format(mean, low, high)
 
 
 def _same_data(runs: list[Run]) -> list[list[Run]]:

@@ -60,7 +60,7 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
 
 
 def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
-    """Standard deviation of a metric over `BOOTSTRAP_RESAMPLES` resamples of subjects. Nan where it cannot be had.
+    """Return the standard deviation of a metric over `BOOTSTRAP_RESAMPLES` resamples of subjects. NaN if undefined.
 
     Args:
         metric: see `weighted_metric`.

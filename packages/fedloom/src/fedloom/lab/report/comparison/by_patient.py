@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +21,11 @@ from fedloom.formats import UNKNOWN_DASH, fixed, p_value, pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.gains import SiteGains
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.naming import figure, metric
 from fedloom.lab.report.numbers import run_of
 from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Numbers, Run
-from fedloom.lab.report.tables import scrolling
 
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
@@ -102,7 +101,7 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """A metric of one model, and the ends of its interval. Nan where there is none.
+    """Return a metric of one model, and the ends of its interval. NaN without one.
 
     Student's t with a degree of freedom fewer than there are subjects, for shares on the scale of logits.
 
@@ -178,17 +177,12 @@ def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> 
     text = ""
     for label, lines in tables:
         cells = [
-            [
-                escape(line.site),
-                str(line.samples),
-                UNKNOWN_DASH if line.events is None else str(line.events),
-                *_words(line),
-            ]
+            [line.site, line.samples, UNKNOWN_DASH if line.events is None else line.events, *_words(line)]
             for line in lines
         ]
         title = figure(lines[0].metric).title
         heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
-        text += f"<h3>{escape(label)}</h3>" * bool(label) + scrolling(f"Gains by patient {label}".strip(), heads, cells)
+        text += scrolling(f"Gains by patient {label}".strip(), heads, cells, title=label)
     return f'<p class="lead">{BY_PATIENT_TEXT}</p>{text}' if text else ""
 
 
@@ -197,7 +191,7 @@ def _words(line: SiteDifference) -> list[str]:
         return [UNKNOWN_DASH] * 4
     gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
     difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else UNKNOWN_DASH
-    return [fixed(line.alone, 3), fixed(line.together, 3), difference, escape(p_value(line.p))]
+    return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:

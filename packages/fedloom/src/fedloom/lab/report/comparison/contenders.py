@@ -77,7 +77,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def reference(rows: Sequence[Row]) -> str | None:
-    """The method that others are compared with unless one is named: the first that trains alone, else FedAvg."""
+    """Return the method that others are compared with by default: the first that trains alone, else FedAvg."""
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from html import escape
 
 import numpy as np
 
@@ -12,10 +11,11 @@ from fedloom.formats import UNKNOWN_DASH, finite, fixed, significant
 from fedloom.lab.report.comparison.contenders import Models, contenders_of
 from fedloom.lab.report.comparison.criteria import cumulative, goal_of, round_of, target_of, up_to
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.naming import figure, titled
 from fedloom.lab.report.numbers import Estimate, Row, over_clients, seeds_of
 from fedloom.lab.report.run import Key, Numbers, Run
-from fedloom.lab.report.tables import cell_text, scrolling
+from fedloom.lab.report.tables import cell_text
 from fedloom.rundir import UPLOADS_FIGURE
 
 DEVICES_TEXT = (
@@ -39,7 +39,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
             missed = len(hours.finite) < len(hours.by_seed)
             lines.append(
                 [
-                    escape(f"{row.method}, {name}"), fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
+                    f"{row.method}, {name}", fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
                     UNKNOWN_DASH if missed else significant(hours.mean / 3600),
                 ]
             )  # fmt: skip
@@ -51,9 +51,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
             "Method and class", "Clients", titled(shown), "Worst 10 %", "Uploads", "Staleness", "Idle (%)",
             f"Hours until {goal}",
         ]  # fmt: skip
-        if len(runs) > 1:
-            text += f"<h3>{escape(run.label)}</h3>"
-        text += scrolling("Classes of devices", heads, lines)
+        text += scrolling("Classes of devices", heads, lines, title=run.label if len(runs) > 1 else "")
     return text
 
 

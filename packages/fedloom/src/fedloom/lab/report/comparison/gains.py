@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +20,11 @@ from fedloom.lab.report.comparison.family import (
     untested_reason,
 )
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.naming import figure, metric, titled, within_line
 from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, Row, run_of, test_metrics
 from fedloom.lab.report.run import Key, Numbers, Run
-from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, scrolling, tabular, tex
+from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, tabular, tex
 
 MAX_LISTED_SITES = 20
 """Up to so many sites are listed one by one."""
@@ -251,11 +251,10 @@ def gains_html(tables: Sequence[SiteGains]) -> str:
     """Render the gains as HTML tables, each followed by the sites without a result."""
     text = ""
     for table in tables:
-        lines = [[escape(word) for word in _words(table, line)] for line in table.lines]
-        title = f"<h3>{escape(table.run)}</h3>" if table.run else ""
-        reasons = "".join(f"<li>{escape(line.reason)}</li>" for line in table.lines if line.reason)
-        text += title + scrolling(f"Every site alone and together {table.run}".strip(), _heads(table), lines)
-        text += f"<ul>{reasons}</ul>" if reasons else ""
+        lines = [_words(table, line) for line in table.lines]
+        label = f"Every site alone and together {table.run}".strip()
+        text += scrolling(label, _heads(table), lines, title=table.run)
+        text += render_part("texts", texts=[line.reason for line in table.lines if line.reason])
     return text
 
 

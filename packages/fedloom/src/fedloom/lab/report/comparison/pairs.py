@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from fedloom import formats
@@ -23,10 +22,11 @@ from fedloom.lab.report.comparison.family import (
     untested_reason,
 )
 from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.markup import scrolling
 from fedloom.lab.report.naming import figure, is_ratio, titled
 from fedloom.lab.report.numbers import Row, leading_metric, run_of
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import BOOKTABS_LINE, cell, mark_cell, scrolling, tabular, tex, write_difference
+from fedloom.lab.report.tables import BOOKTABS_LINE, cell, mark_cell, tabular, tex, write_difference
 
 PAIR_HEADINGS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
 
@@ -186,8 +186,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
     for pair in comparisons:
         mean, gap, p, holm = _numbers(pair)
         shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
-        words = [pair.row.name, pair.row.model, *shown, p, holm, pair.words]
-        lines.append([escape(word) for word in words])
+        lines.append([pair.row.name, pair.row.model, *shown, p, holm, pair.words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     return scrolling(f"Every method against {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
 

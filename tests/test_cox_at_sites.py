@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import tomli_w
+import torch
 from flwr.app import Message
 from lifelines import CoxPHFitter
 from lifelines.datasets import load_rossi
 from statsmodels.duration.hazard_regression import PHReg
 
-from fedloom.errors import DataError, Refused, Stop, WireError
+from fedloom.analyses import ClientRows, Question
+from fedloom.errors import DataError, Refused, Stop
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
+from fedloom_clinic.cox import Cox
+from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.audit import SENT_FILE
-from fedloom_sites.deploy.cox import MAX_SUMS, STEPS_FILE, CoxStep, check_cox
 from fedloom_sites.deploy.ops.status import lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.secure import protocol as secure
@@ -32,16 +35,13 @@ from fedloom_sites.deploy.secure.counters import (
     COUNTER_COUNT,
     COUNTERS_BYTES,
     NEUTRAL_COUNTS,
-    AnswerCounts,
 )
-from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
-from fedloom_sites.deploy.server.cox import CoxServer
-from fedloom_sites.deploy.server.sites import CoxSum
 from fedloom_sites.deploy.settings import Secure, Site
+from fedloom_sites.deploy.site.analyses import SiteAnalyses, SiteAnswer
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.cox import CoxAnswer, SiteCox
 from tests.commands import call
 from tests.deploy.grid import Fault
 from tests.deploy.scene import FIRST, Scene, changed, scene, signing_key_of
@@ -52,7 +52,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting with pandas"),
     pytest.mark.filterwarnings("ignore:__array_wrap__"),
 ]
-SITES = 5
+SITES, MAX_SUMS, STEPS_FILE = 5, 24, f"cox{STEPS_FILE_END}"
 NAMES = ["fin", "age", "prio"]
 RANGES = {"fin": (0.0, 1.0), "age": (15.0, 60.0), "prio": (0.0, 20.0)}
 
@@ -107,16 +107,43 @@ def results(here: Scene) -> pd.DataFrame:
     return pq.read_table(here.server.results / "cox.parquet").to_pandas()
 
 
-def asked(here: Scene, messages: list[Message]) -> list[dict[str, Any]]:
-    """The steps that were asked for, in order."""
+def asked(messages: list[Message]) -> list[tuple[int, list[float]]]:
+    """The steps that were asked for under masks, with their coefficients, in order."""
     texts = [json.loads(arrays_of(m)[0]) for m in messages if kind_of(m) == "tally"]
-    return [json.loads(bytes.fromhex(text["question"]["content"])) for text in texts if text["question"] is not None]
+    steps = [text["question"] for text in texts if text["question"] is not None]
+    return [(step["step"], beta_of(bytes.fromhex(step["content"]))) for step in steps]
+
+
+def beta_of(content: bytes) -> list[float]:
+    return Question.decode(content, Cox.questions).values["beta"].tolist()
+
+
+def terms_of(client: Client, step: int, beta: Sequence[float], figures: Sequence[str] = ()) -> Terms:
+    """The terms of a step, in which every site has as many rows and cells as this one."""
+    n = client.site.clients
+    figures = (*figures,) or (client.answers.figures,) * n
+    empty = Terms(
+        round=1, trains=False, sizes=((87, 0, 0),) * n, cohort=(*range(n),), accepted=(0,) * n, figures=figures,
+    )  # fmt: skip
+    agreed = client.answers._analyses.agreed.get("cox")
+    ends = () if agreed is None else agreed.analysis._merged(agreed.terms(empty)).ends
+    return empty.with_(question=AnalysisStep.of("cox", step, message_of(beta, ends)))
+
+
+def message_of(beta: Sequence[float], ends: Sequence[float] = ()) -> bytes:
+    return Question("step", {"beta": torch.tensor(beta).double(), "ends": torch.tensor(ends).double()}).encode()
+
+
+def ask(client: Client, step: int, beta: Sequence[float]) -> SiteAnswer:
+    """What a site answers to a step."""
+    return client.answers._analyses.answer(terms_of(client, step, beta))
 
 
 def status(here: Scene) -> tuple[dict[str, Any], str]:
     """The regression in the status of the deployment, and its line."""
     found = status_of(here.server)
-    return found["cox"], next(line for line in lines(found) if line.startswith("Cox"))
+    [cox] = found["analyses"]
+    return cox, next(line for line in lines(found) if line.startswith("analysis cox"))
 
 
 def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
@@ -125,12 +152,12 @@ def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> 
     assert here.serve(grid) is Stop.DONE, here.audit()
     found = results(here)
     check_pooled_fit(found, 4, least=2)
-    steps = asked(here, grid.sent)
-    assert [*dict.fromkeys(step["step"] for step in steps)] == [*range(len({str(step) for step in steps}))]
+    steps = asked(grid.sent)
+    assert [*dict.fromkeys(step for step, _ in steps)] == [*range(len({str(step) for step in steps}))]
     for site in here.sites:
-        kept = json.loads(next(site.state.rglob("cox.json")).read_text())
-        assert kept["coefficients"] == found["coefficient"].tolist()
-        assert kept["columns"] == NAMES
+        kept = json.loads(next(site.state.rglob("cox.json")).read_text())["columns"]
+        assert kept["coefficient"] == found["coefficient"].tolist()
+        assert kept["column"] == NAMES
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -194,8 +221,8 @@ def test_over_real_processes_it_is_the_pooled_fit(tmp_path: Path) -> None:
     call("deploy", "init", tmp_path / "rossi.toml", "--sites", SITES, "--secure-aggregation", "--out", made)
     printed = call("deploy", "local", made)
     assert "round 1/1: 5 of 5 accepted" in printed
-    assert f"Cox regression of {len(rossi())} rows" in printed
-    assert "Cox regression: done" in call("deploy", "status", made / "server")
+    assert f"analysis cox: {len(rossi())} rows" in printed
+    assert "analysis cox: done" in call("deploy", "status", made / "server")
     check_pooled_fit(pq.read_table(made / "server" / "results" / "cox.parquet").to_pandas(), 4, least=2)
 
 
@@ -249,7 +276,7 @@ class Watch:
 
     def __call__(self, node: int, message: Message, reply: Message) -> Any:
         kind = kind_of(message)
-        self._begun |= kind == "cox" or (kind == "tally" and b'"question":{' in arrays_of(message)[0])
+        self._begun |= kind == "analysis" or (kind == "tally" and b'"question":{' in arrays_of(message)[0])
         self._left -= self._begun
         return self._act(node, message, reply) if self._left < 0 else reply
 
@@ -273,35 +300,37 @@ def test_a_killed_server_goes_on_at_the_step_that_it_had_come_to(tmp_path: Path,
 def test_a_mute_site_stops_the_regression_and_it_goes_on_when_the_site_is_back(tmp_path: Path, masked: bool) -> None:
     here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=masked)
     mute = Watch(lambda node, _message, reply: None if node == FIRST + 2 else reply, 12)
-    assert status(here) == ({"state": "waits", "sums": 0, "reason": ""}, "Cox regression: after the last round")
+    state = {"name": "cox", "sums": 0, "reason": ""}
+    assert status(here) == ({**state, "state": "waits"}, "analysis cox: after the last round")
     assert here.serve(here.grid(mute)) is Stop.TOO_FEW
     assert not (here.server.results / "cox.parquet").exists()
-    sums = len([path for path in here.server.checkpoints.glob("cox-?.json") if "total" in path.read_text()])
+    sums = len([*here.server.checkpoints.glob("cox/sum-*.bin")])
     if not masked:
-        assert status(here) == ({"state": "begun", "sums": sums, "reason": ""}, f"Cox regression: {sums} sums so far")
+        assert status(here) == ({**state, "state": "begun", "sums": sums}, f"analysis cox: {sums} sums so far")
         assert sums == 2
     assert here.serve() is Stop.DONE
     assert len(results(here)) == len(NAMES)
     state, line = status(here)
     assert (state["state"], state["rows"]) == ("done", len(rossi()))
-    assert line.startswith(f"Cox regression: done, {len(rossi())} rows with {results(here)['events'][0]:.0f} events, ")
+    assert line.startswith(f"analysis cox: done, {len(rossi())} rows, ")
 
 
 def test_another_sum_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2})
     clients = here.clients()
     assert here.serve(here.grid(clients=clients)) is Stop.DONE
-    folder = here.server.checkpoints
-    (folder / "cox-1.json").unlink()
+    for path in [*(here.server.checkpoints / "cox").glob("sum-*.bin")][1:]:
+        path.unlink()
     (here.server.results / "summary.json").unlink()
+    question = Cox.question
 
-    class Other(CoxServer):
-        def _next(self, beta: Any) -> Any:
-            return super()._next(beta * 1.5)
+    def other(analysis: Cox, state: Any) -> Question | None:
+        found = question(analysis, state)
+        return found and Question("step", {**found.values, "beta": found.values["beta"] * 1.5})
 
-    monkeypatch.setattr("fedloom_sites.deploy.server.run.CoxServer", Other)
+    monkeypatch.setattr(Cox, "question", other)
     assert here.serve(here.grid(clients=clients)) is Stop.TOO_FEW
-    assert any("at other coefficients" in str(line.get("reason")) for line in here.audit("rejected"))
+    assert any("for another question" in str(line.get("reason")) for line in here.audit("rejected"))
 
 
 def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
@@ -356,9 +385,10 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
             with pytest.raises(Broken, match="too long ago"):
                 OpenedSums(file.parent).reveal("session", {"cox": MAX_SUMS - 1}, {"cox": "cox"}, everyone, 4, "last")
         masked = Client(site).answers
-        masked._cox.begin()  # of a site that has a state, a record cannot be whole
+        masked._analyses.begin()  # of a site that has a state, a record cannot be whole
         assert not file.exists()
-        masked._cox.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
+        figures = tuple(str(Client(other).answers.figures) for other in here.sites)
+        masked._analyses.answer(terms_of(Client(site), 0, (0.1, 0.2, 0.3), figures))
         assert "whole" not in (read_checked(file) or {})
 
 
@@ -367,63 +397,55 @@ def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
 ) -> None:
     """The step is used up, and its own log alone has the reason."""
     here = deployed(tmp_path, {"stratify": True}, masked=False)
-    site = Client(here.sites[0]).answers._cox
-    answer = site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
+    site = Client(here.sites[0])
+    answer = ask(site, 0, (0.0, 300.0, 300.0))
     assert not answer.vector.any()
     assert answer.counters == NEUTRAL_COUNTS
-    assert "one row has more than 50%" in capsys.readouterr().err
-    answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
+    assert "one of them outweighs all others" in capsys.readouterr().err
+    answer = ask(site, 1, (0.1, 0.2, 0.3))
     assert answer.vector.any()
     assert answer.counters == ANSWERED_COUNTS
     for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
-        with pytest.raises(PublicReason, match=f"^step {step} .* was answered already, at other coefficients$"):
-            site.vector(CoxStep(step=step, beta=beta))
+        with pytest.raises(PublicReason, match=f"^step {step} .* was answered already, for another question$"):
+            ask(site, step, beta)
 
 
 def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
     """Else a server would get a second sum of each."""
-    site = Client(deployed(tmp_path, {"stratify": True}, masked=False).sites[0]).answers._cox
-    site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
-    whole = site._steps.read_bytes()
+    site = Client(deployed(tmp_path, {"stratify": True}, masked=False).sites[0])
+    ask(site, 0, (0.1, 0.2, 0.3))
+    whole = site.answers._analyses._steps("cox").read_bytes()
     for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
-        site._steps.write_bytes(damaged)
+        site.answers._analyses._steps("cox").write_bytes(damaged)
         for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
             with pytest.raises(PublicReason, match="cannot be known"):
-                site.vector(CoxStep(step=0, beta=beta))
+                ask(site, 0, beta)
 
 
-def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path) -> None:
+def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends there, and a site reads no further step."""
-
-    class Total:
-        def cox_sum(self, _step: CoxStep, agreed: CoxAgreement, _clients: Any) -> Any:
-            return CoxSum(np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed, AnswerCounts(SITES, 0))
-
-    server: Any = CoxServer(Total(), agreed_terms(4), NAMES, tmp_path)
-    for k in range(24):
-        server._next(np.full(3, k / 100))
-    with pytest.raises(DataError, match="after 24 steps"):
-        server._next(np.ones(3))
-    site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0]).answers._cox
-    for step in (-1, 24):
-        with pytest.raises(WireError, match="cannot be read"):
-            site.answer(json.dumps({"step": step, "beta": [0.0, 0.0, 0.0]}).encode())
+    unable(monkeypatch, [2], range(1, 100))
+    here = deployed(tmp_path / "run", {"stratify": True}, masked=False)
+    assert here.serve() is Stop.DONE
+    assert "more than the 24 questions" in str(here.audit("no result"))
+    site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0])
+    with pytest.raises(PublicReason, match="has 24 steps at most, step 24 is one more"):
+        ask(site, 24, (0.0, 0.0, 0.0))
 
 
 def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
     """By `init`, and by a site that has an epsilon of its own."""
     noise = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
-    step = CoxStep(step=0, beta=(0.0, 0.0, 0.0))
     for name, changes, limit in (("delta", noise, None), ("epsilon", {}, 1.0)):
         here = deployed(tmp_path / name, {"stratify": True}, masked=False, **changes)
         site = here.sites[0].with_(epsilon=limit)
         client = Client(site)
         if changes:
             with pytest.raises(Refused, match="have no noise"):
-                check_cox(client.trainer.job, here.experiment, site.samples)
-        with pytest.raises(PublicReason, match="sends nothing of a Cox regression"):
-            client.answers._cox.answer(step.encode())
-        assert client.answers._cox.bits == 0
+                check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
+        with pytest.raises(PublicReason, match="answers no analysis 'cox'"):
+            ask(client, 0, (0.0, 0.0, 0.0))
+        assert client.answers._analyses.bits == 0
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -431,7 +453,7 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
     here = deployed(tmp_path, {"width": 26, "until": 52, "least": 2}, masked=masked)
 
     def lie(node: int, message: Message, reply: Message) -> Message:
-        if node != FIRST or kind_of(message) not in ("tally", "cox") or reply.content["head"]["status"] != "ok":
+        if node != FIRST or kind_of(message) not in ("tally", "analysis") or reply.content["head"]["status"] != "ok":
             return reply
         if masked and b'"question":{' not in arrays_of(message)[0]:
             return reply
@@ -444,10 +466,10 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
     if masked:
         assert stop is Stop.DONE
         assert not (here.server.results / "cox.parquet").exists()
-        assert "a site's vector is wrong" in str(here.audit("no Cox regression"))
+        assert "a site's vector is wrong" in str(here.audit("no result"))
         state, line = status(here)
         assert state["state"] == "none"
-        assert line == f"Cox regression: none, {state['reason']}"
+        assert line == f"analysis cox: none, {state['reason']}"
     else:
         assert stop is Stop.TOO_FEW
         assert "a site's vector is wrong" in str(here.audit("rejected"))
@@ -456,16 +478,16 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
 class Watched(Rogue):
     """A dishonest server in a Cox regression."""
 
-    def step(self, step: CoxStep, clients: range) -> tuple[Session, Terms]:
+    def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[Session, Terms]:
         """Begin a session for a step, and say what it asks."""
         figures = tuple(str(site.answers.figures) for site in self.sites)
-        question = AnalysisStep.of("cox", step.step, step.encode())
+        question = AnalysisStep.of("cox", step, message_of(beta))
         return self.begin(1, clients), self.terms(1, cohort=(*clients,), figures=figures, question=question)
 
     def question(self, step: int, beta: tuple[float, ...]) -> tuple[object, ...]:
         """What the server gets to see when it asks the first site for one step; three others share with it."""
         before = len(self.refused)
-        session, terms = self.step(CoxStep(step=step, beta=beta), range(4))
+        session, terms = self.step(step, beta, range(4))
         for _ in range(2):
             session.vector(0, terms, None)
         vector = session.vectors.get(0, b"")
@@ -478,14 +500,21 @@ class Watched(Rogue):
 
 def unable(monkeypatch: pytest.MonkeyPatch, clients: Collection[int], steps: Collection[int]) -> None:
     """These sites cannot answer these steps."""
-    sums = SiteCox._sums
+    answer, check = Cox.answer, SiteAnalyses._enter
+    now = {"step": 0}
 
-    def failing(site: SiteCox, step: CoxStep, *args: Any) -> CoxAnswer:
-        if site._trainer.site.client in clients and step.step in steps:
+    def failing(analysis: Cox, question: Question, client: ClientRows, terms: Any) -> Any:
+        if client.place in clients and now["step"] in steps:
             raise DataError("a reason that the server must not get")
-        return sums(site, step, *args)
+        return answer(analysis, question, client, terms)
 
-    monkeypatch.setattr(SiteCox, "_sums", failing)
+    def entering(site: SiteAnalyses, one: Any, terms: Terms, rows: str) -> bool:
+        assert terms.question is not None
+        now["step"] = terms.question.step
+        return check(site, one, terms, rows)
+
+    monkeypatch.setattr(Cox, "answer", failing)
+    monkeypatch.setattr(SiteAnalyses, "_enter", entering)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -499,12 +528,9 @@ def test_a_step_that_a_site_cannot_answer_is_halved(
     assert here.serve(grid) is Stop.DONE, here.audit()
     if masked:
         check_pooled_fit(results(here), 4, least=2)
-        betas = {step["step"]: np.array(step["beta"]) for step in asked(here, grid.sent)}
+        betas = {step: np.array(beta) for step, beta in asked(grid.sent)}
         np.testing.assert_allclose(betas[2], betas[1] / 2, rtol=1e-12)
     assert results(here)["rows"][0] == len(rossi())
-    folder = here.server.checkpoints
-    kept = [read_checked(folder / f"cox-{k}.json") for k in range(len([*folder.glob("cox-?.json")]))]
-    assert [k for k, one in enumerate(kept) if one is not None and one["total"] is None] == [1, 4]
     assert "must not get" not in here.server.audit.read_text()
 
 
@@ -512,8 +538,8 @@ def test_a_step_that_a_site_cannot_answer_is_halved(
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        (range(24), "1 of 5 sites have no sums for the first step"),
-        (range(1, 24), "not converged after 24 steps; in 23 of them sites could not answer"),
+        (range(24), "1 of 5 sites have no answer to step 1 of the analysis cox"),
+        (range(1, 24), "in 23 of its steps sites could not answer"),
     ],
 )
 def test_a_site_that_never_answers_ends_the_regression(
@@ -524,20 +550,20 @@ def test_a_site_that_never_answers_ends_the_regression(
     here = deployed(tmp_path, {"stratify": True}, masked=masked)
     assert here.serve() is Stop.DONE
     assert not (here.server.results / "cox.parquet").exists()
-    [line] = here.audit("no Cox regression")
+    [line] = here.audit("no result")
     assert sentence in line["reason"]
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_other_rows_than_those_of_the_first_step_are_no_answer(tmp_path: Path, masked: bool) -> None:
     here = deployed(tmp_path, {"stratify": True}, masked=masked)
-    site = Client(here.sites[0]).answers._cox
-    assert site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3))).counters == ANSWERED_COUNTS
+    site = Client(here.sites[0])
+    assert ask(site, 0, (0.1, 0.2, 0.3)).counters == ANSWERED_COUNTS
     table = rossi()
     table.loc[0, "prio"] = 19
     table.to_csv(tmp_path / "all.csv", index=False)
-    site = Client(here.sites[0]).answers._cox
-    answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
+    site = Client(here.sites[0])
+    answer = ask(site, 1, (0.1, 0.2, 0.3))
     assert answer.counters == NEUTRAL_COUNTS
     assert not answer.vector.any()
 
@@ -568,23 +594,25 @@ def test_what_a_plain_site_answers_shows_only_in_its_sums(tmp_path: Path, cox: d
     rogue = Rogue(here)
     draws, seen = np.random.default_rng(0), dict[str, list[object]]()
     asked = [
-        CoxStep(step=int(k), beta=(*(draws.uniform(-1, 1, size=3) * scale).tolist(),))
+        (int(k), (draws.uniform(-1, 1, size=3) * scale).tolist())
         for scale in (0, 0.1, 10.0, 1e3, 1e200, 1e307, 1e308)
         for k in draws.integers(MAX_SUMS, size=6)
     ]
+    figures = [str(client.answers.figures) for client in rogue.sites]
+    messages = [terms_of(rogue.sites[0], *step, figures).with_(sizes=rogue.sizes) for step in asked]
     wrong = [
-        b"{}",
-        b'{"step": 3, "beta": [NaN, 0, 0]}',
-        b'{"step": 3, "beta": [0]}',
-        b'{"step": -1, "beta": [0, 0, 0]}',
-    ]
-    messages = [*[step.encode() for step in asked], *wrong]
+        AnalysisStep.of("cox", 3, b"{}"), AnalysisStep.of("cox", 3, message_of([float("nan"), 0.0, 0.0])),
+        AnalysisStep.of("cox", 3, message_of([0.0])), AnalysisStep.of("cox", 24, message_of([0.0] * 3)),
+        AnalysisStep.of("glm", 3, message_of([0.0] * 3)),
+    ]  # fmt: skip
+    messages += [messages[0].with_(question=question) for question in wrong]
     for name, changes in ({"as it is": {}} | HOSTILE).items():
         site = patients(tmp_path / name.replace(" ", "-"), here, changes)
         rogue.sites[0], rogue.refused = Client(site), []
         transcript = seen.setdefault(name, [])
         for message in messages:
-            answer = rogue.ask(0, "cox", message, round=1)
+            mine = [str(rogue.sites[0].answers.figures), *message.figures[1:]]
+            answer = rogue.ask(0, "analysis", message.with_(figures=(*mine,)).encode(), round=1)
             files = sorted(str(path.relative_to(site.state)) for path in site.state.rglob("*") if path.is_file())
             transcript.append((answer if answer is None else len(answer), [*rogue.refused], files))
     assert any(kind is not None for kind, *_ in seen["as it is"])  # type: ignore[misc]
@@ -599,7 +627,7 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
     here = here._replace(sites=[s.with_(secure=s.secure.with_(threshold=3)) for s in here.sites if s.secure])
     rogue = Watched(here)
     unable(monkeypatch, range(able, 5), [0])
-    session, terms = rogue.step(CoxStep(step=0, beta=(0.1, 0.2, 0.3)), range(5))
+    session, terms = rogue.step(0, (0.1, 0.2, 0.3), range(5))
     for c in range(5):
         session.vector(c, terms, None)
     assert session.vectors.keys() == {*range(5)}

@@ -1,0 +1,268 @@
+"""Analyses by sums at real sites: what is agreed on before the first question, and an answer as whole numbers.
+
+Columns, ranges, bins and rules come from the agreed experiment file. A message of the server has a question and the
+public numbers of the sites, of which every site checks its own. No analysis is known here by name.
+
+A number of an answer travels as a multiple of its step, modulo 2^64. The step is a power of two. Where 64 bits are too
+few for the range of the sum, the multiple is written as several limbs of 40 bits, of which the last has the sign. So
+the sum of answers is exact, whatever the range.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Rules, Schema
+from fedloom.analyses.registry import name_of
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
+from fedloom.errors import ConfigError, Refused
+from fedloom.lab.experiment import Experiment
+from fedloom.rundir import analysis_file
+from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
+from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
+from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
+
+LIMB_BITS, MAX_LIMBS = 40, 4
+"""Bits of a limb, and limbs of a number at most. Sums of 100 limbs and of 100 signed last limbs fit 63 bits."""
+SUM_BITS = 62
+"""Bits of a sum of all sites, with its sign, up to which one limb is enough."""
+FACT_COUNT = 2
+"""Whole numbers at the end of an answer: the numbers that were clipped, and the rows of the site."""
+DEFAULT_LEAST = 5
+"""Fewest subjects of a site, and of a cell there, where the agreement of an analysis has no rules."""
+
+
+class TooLarge(Refused):
+    """A question whose answers have no room in the limbs, as where a step of a fit is much too long."""
+
+
+@dataclass(frozen=True, eq=False)
+class AgreedAnalysis:
+    """An analysis that server and sites have agreed on.
+
+    Args:
+        name: of the analysis.
+        analysis: the value.
+        schema: columns and agreed ranges.
+        clients: number of sites.
+        threshold: fewest sites of a sum. None without masks.
+        first: place of its flags among the bits of a site.
+    """
+
+    name: str
+    analysis: Analysis
+    schema: Schema
+    clients: int
+    threshold: int | None
+    first: int = 0
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Return the rules before the number of absent sites is known."""
+        chosen = self.analysis.rules
+        rules = chosen or Rules(least=DEFAULT_LEAST)
+        is_agreed = chosen is not None and "questions" in chosen.model_fields_set
+        questions = rules.questions if is_agreed else self.analysis.most_questions
+        if self.threshold is not None:
+            fewest = max(MIN_SITES, rules.fewest)
+        elif chosen is None or "fewest" not in chosen.model_fields_set:
+            fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
+        else:
+            fewest = rules.fewest
+        return rules.with_(questions=questions, fewest=fewest)
+
+    @cached_property
+    def before(self) -> AnalysisTerms:
+        """Return the terms by which a site finds its flags: sizes of others are not known yet."""
+        return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
+
+    @cached_property
+    def flags(self) -> int:
+        """Number of the flags that a site publishes."""
+        return len(self.analysis.publish(empty_rows(self.schema), self.before))
+
+    def publish(self, rows: ClientRows) -> int:
+        """Return the flags of a site as bits."""
+        flags = self.analysis.publish(rows, self.before)
+        return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
+
+    def terms(self, terms: Terms) -> AnalysisTerms:
+        """Return what is public of an analysis by the terms of its session.
+
+        Raises:
+            FedloomError: too few sites reach the cells.
+        """
+        flags = dict(zip(terms.cohort, terms.bins(self.first, self.flags), strict=True))
+        nothing = torch.zeros(self.flags, dtype=torch.float64)
+        published = tuple(
+            torch.from_numpy(flags[c].astype(np.float64)) if c in flags else nothing for c in range(self.clients)
+        )
+        missing = self.rules.missing if self.threshold is None else len(terms.cohort) - self.threshold
+        sizes = torch.tensor(terms.sizes).sum(1)
+        return AnalysisTerms(self.schema, sizes, self.rules.with_(missing=missing), published)
+
+
+class AnswerForm:
+    """How answers within some bounds, and sums of them, are written as whole numbers.
+
+    Args:
+        bounds: of one site's answer.
+        sites: of a sum, at most.
+
+    Raises:
+        TooLarge: a number has too large a range for its step.
+    """
+
+    def __init__(self, bounds: Bounds, sites: int) -> None:
+        self._bounds, self._sites = bounds, sites
+        exponents = torch.floor(torch.log2(bounds.step))
+        self._exponents = exponents.numpy().astype(np.int64)
+        largest = torch.maximum(bounds.low.abs(), bounds.high.abs()).numpy()
+        if not (np.isfinite(largest).all() and np.isfinite(self._exponents).all()):
+            raise TooLarge("the bounds of an answer are not finite")
+        bits = np.log2(np.maximum(largest * sites, 1e-300)) - self._exponents + 1
+        limbs = 1 + np.ceil(np.maximum(bits - SUM_BITS, 0) / LIMB_BITS).astype(int)
+        if (limbs > MAX_LIMBS).any():
+            raise TooLarge(
+                f"an answer has numbers of {bits.max():.0f} bits, {SUM_BITS + LIMB_BITS * (MAX_LIMBS - 1)} are the most"
+            )
+        self._limbs = limbs
+        self.length = int(limbs.sum()) + FACT_COUNT
+
+    def encode(self, values: Tensor, clipped: int, rows: int) -> Integers:
+        """Return an answer ``[k]`` within the bounds as whole numbers modulo 2^64."""
+        multiples = np.rint(np.ldexp(values.numpy(), -self._exponents))
+        digits = np.zeros((MAX_LIMBS, len(multiples)), dtype=np.int64)
+        rest = multiples
+        for k in range(MAX_LIMBS):
+            last = self._limbs == k + 1
+            digits[k][last] = rest[last].astype(np.int64)
+            more = self._limbs > k + 1
+            above = np.floor(np.ldexp(rest[more], -LIMB_BITS))
+            digits[k][more] = (rest[more] - np.ldexp(above, LIMB_BITS)).astype(np.int64)
+            rest = rest.copy()
+            rest[more] = above
+        parts = [digits[k][self._limbs > k] for k in range(MAX_LIMBS)]
+        return np.concatenate([*parts, np.array([clipped, rows])]).astype(np.int64).view(np.uint64)
+
+    @property
+    def zeros(self) -> Integers:
+        """The answer of a site that has none."""
+        return np.zeros(self.length, dtype=np.uint64)
+
+    def decode(self, total: Integers, sites: int) -> tuple[Tensor, int, int]:
+        """Return the sum ``[k]`` of so many answers, the clipped numbers and the rows.
+
+        Raises:
+            Broken: no answers of so many sites within the bounds have this sum.
+        """
+        if len(total) != self.length:
+            raise Broken(f"a sum of this question has {self.length} numbers, got {len(total)}")
+        whole = total.view(np.int64)
+        clipped, rows = (int(fact) for fact in whole[-FACT_COUNT:])
+        sums, at = [0] * len(self._limbs), 0
+        for k in range(MAX_LIMBS):
+            for j in np.flatnonzero(self._limbs > k).tolist():
+                sums[j] += int(whole[at]) << (LIMB_BITS * k)
+                at += 1
+        values = torch.tensor(
+            [_scaled(one, e) for one, e in zip(sums, self._exponents.tolist(), strict=True)], dtype=torch.float64
+        )
+        low, high, step = self._bounds
+        slack = step + 1e-12 * torch.maximum(low.abs(), high.abs())
+        inside = (values >= sites * (low.clamp(max=0) - slack)) & (values <= sites * (high.clamp(min=0) + slack))
+        if not bool(inside.all()) or not 0 <= clipped <= sites * len(values) or rows < 0:
+            raise Broken("the sum of the answers is out of range: a site's vector is wrong, or a mask is still on it")
+        return values, clipped, rows
+
+
+def _scaled(multiple: int, exponent: int) -> float:
+    """Return a whole number times a power of two, rounded once."""
+    whole = float(multiple)
+    return math.ldexp(whole, exponent)
+
+
+def agreed_analyses(
+    experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
+) -> dict[str, AgreedAnalysis]:
+    """Return the analyses by sums that server and sites have agreed on, by name.
+
+    Args:
+        experiment: as agreed.
+        samples: what a sample looks like.
+        clients: number of sites.
+        threshold: fewest sites of a sum. None without masks.
+        first: bits of a site before those of the first analysis.
+    """
+    schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
+    for analysis in experiment.analyses:
+        if analysis.by_sums:
+            one = AgreedAnalysis(name_of(analysis), analysis, schema, clients, threshold, first)
+            agreed[one.name] = one
+            first += one.flags
+    return agreed
+
+
+def check_analyses(
+    job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
+) -> None:
+    """Refuse analyses that sites cannot take part in.
+
+    Raises:
+        ConfigError: the data have no such columns, a number has no agreed range, or there are too many cells.
+        Refused: what leaves a site must have noise, and these sums have none.
+    """
+    schema = schema_of_samples(experiment, samples)
+    for analysis in experiment.analyses:
+        if analysis.by_sums:
+            name = name_of(analysis)
+            if accounted(job.setting.channel, job.setting.aggregator) is not None:
+                raise Refused(
+                    f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site; leave one "
+                    "out"
+                )
+            analysis.check(schema, job.setting)
+            analysis.check_sites(schema, masked=threshold is not None)
+    agreed = agreed_analyses(experiment, samples, clients, threshold, first)
+    digits = (first + sum(one.flags for one in agreed.values())) // 4 + 1
+    most = min(MAX_FLAG_DIGITS, MAX_TERMS_BYTES // 2 // clients)
+    if digits > most:
+        cells = ", ".join(f"{one.flags} of {name}" for name, one in agreed.items() if one.flags)
+        raise ConfigError(
+            f"the analyses have more cells ({cells}) than the {4 * most} that {clients} sites can list; agree on fewer "
+            "bins or groups"
+        )
+
+
+def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
+    """Return the columns, levels and ranges that the sites have agreed on."""
+    agreement = getattr(experiment.source, "agreement", None)
+    table = samples.table if agreement is None else agreement.table
+    ranges = (None,) * (1 if samples.classed else samples.targets)
+    if agreement is not None and agreement.target_range is not None:
+        ranges = (agreement.target_range, *ranges[1:])
+    levels = {} if agreement is None else {name: agreement.levels.get(name) for name in experiment.kept_columns}
+    return Schema(
+        experiment.head.name, samples.task, () if table is None else table.columns, samples.classes, samples.outputs,
+        ranges, {name: names for name, names in levels.items() if names}, table is not None,
+    )  # fmt: skip
+
+
+def stem_of(name: str) -> str:
+    """Return the name of an analysis in the names of files."""
+    return analysis_file(name).rpartition(".")[0]
+
+
+def empty_rows(schema: Schema, place: int = 0) -> ClientRows:
+    """Return a client without rows."""
+    nothing, wide = torch.zeros(0, dtype=torch.long), torch.zeros(0, len(schema.columns), dtype=torch.float64)
+    y = torch.zeros(0, len(schema.target_ranges), dtype=torch.float64)
+    return ClientRows(wide, y, nothing, nothing, dict.fromkeys(schema.levels, nothing), None, place)

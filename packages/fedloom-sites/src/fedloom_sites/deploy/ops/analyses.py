@@ -1,0 +1,72 @@
+"""The state of a run's analyses on the server's disk, for `fedloom deploy status`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.analyses import ANALYSES, Analysis
+from fedloom.engine.checks.moved import move_analyses
+from fedloom_sites.deploy.analyses import stem_of
+from fedloom_sites.deploy.server.analyses import SUMS_PATTERN
+
+
+def analysis_states(
+    document: Mapping[str, Any], checkpoints: Path, log: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Describe the progress of a run's analyses by sums.
+
+    Args:
+        document: the experiment file.
+        checkpoints: folder of the server's.
+        log: lines of the audit log, those of earlier versions too.
+
+    Returns:
+        Of each analysis its ``name``, ``state`` ("waits", "begun", "none" or "done"), ``sums`` so far, ``reason``, in
+        the end ``rows``.
+    """
+    return [_state(name, checkpoints, log) for name in _names(document)]
+
+
+def _names(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of analyses that are, or may be, by sums."""
+    for table in move_analyses(document).get("analysis", ()):
+        name = str(table.get("kind", ""))
+        try:
+            may_sum = name not in ANALYSES or ANALYSES[name].answer is not Analysis.answer
+        except ImportError:  # of a package that is not installed here
+            may_sum = True
+        if may_sum:
+            yield name
+
+
+def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    stem = stem_of(name)
+    former = [*checkpoints.glob(f"{stem}-[0-9]*.json")]
+    sums = len([*(checkpoints / stem).glob(SUMS_PATTERN)]) or len(former)
+    end = next((line for line in reversed(log) if _is_end(line, name)), None)
+    about: dict[str, Any] = {"name": name, "sums": sums, "reason": ""}
+    if end is None:
+        return about | {"state": "begun" if sums else "waits"}
+    if "reason" in end:
+        return about | {"state": "none", "reason": end["reason"]}
+    return about | {"state": "done", "rows": end.get("rows", 0)}
+
+
+def _is_end(line: Mapping[str, Any], name: str) -> bool:
+    """Whether a line of the log tells the end of an analysis. Earlier versions wrote the name of a regression there."""
+    what = str(line.get("what"))
+    if what in ("analysis", "no result"):
+        return line.get("analysis") == name
+    return what == name or re.sub(r"^no (\S+) regression$", r"\1", what).lower() == name
+
+
+def words_of(state: Mapping[str, Any]) -> str:
+    """Describe the state of an analysis."""
+    if state["state"] == "done":
+        return f"done, {state['rows']} rows, {state['sums']} sums"
+    if state["state"] == "none":
+        return f"none, {state['reason']}"
+    return f"{state['sums']} sums so far" if state["sums"] else "after the last round"

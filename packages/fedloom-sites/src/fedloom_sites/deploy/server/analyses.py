@@ -1,0 +1,131 @@
+"""Analyses by sums after the last round of a run: questions to the sites, each with one sum that the disk keeps.
+
+A step at which a site cannot answer has no sum. Either the analysis asks for a shorter step, which is a step of its
+own, or it ends with an error. So no result is without the rows of a site that has any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.analyses import Bounds, Info, Question, SumRecord, run_questions
+from fedloom.errors import DataError, Refused
+from fedloom.processes.clients import ScoreRequest
+from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, stem_of
+from fedloom_sites.deploy.secure.opened import read_checked, write_checked
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.server.sites import Sites
+
+RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
+"""End of the name of a file of the checkpoints with terms and sites of an analysis, and files of its sums."""
+
+
+class AnalysisEnd(NamedTuple):
+    """What an analysis found: its table, and the log of its questions."""
+
+    table: pa.Table
+    log: list[SumRecord]
+
+
+class AnalysisServer:
+    """The server's side of one analysis.
+
+    Args:
+        sites: of the run.
+        agreed: the analysis as all have agreed on it.
+        folder: of the checkpoints.
+        request: the models that the analysis reads. None: it reads none.
+    """
+
+    def __init__(self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None) -> None:
+        self._sites, self._agreed, self._request = sites, agreed, request
+        self._record = folder / f"{stem_of(agreed.name)}{RECORD_END}"
+        self._sums = folder / stem_of(agreed.name)
+        self._unanswered = 0
+
+    def run(self) -> AnalysisEnd:
+        """Ask all questions. Afterwards the sites have the result.
+
+        Raises:
+            RunStopped: sites are missing. The sums so far are kept.
+            GivenUp: a sum is never revealed.
+            DataError: there is no result, or sites cannot answer.
+            Refused: too few sites reach the cells, or a site's vector is wrong.
+        """
+        record = read_checked(self._record)
+        if record is None:
+            self._check_folder()
+            terms = self._sites.analysis_terms(self._agreed.name, self._request)
+            record = {"terms": terms.encode().decode(), "clients": []}
+            write_checked(self._record, record)
+        common = Terms.model_validate_json(record["terms"], strict=False)
+        public = self._agreed.terms(common)
+
+        def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
+            total, info, clients = self._ask(question, bounds, common, record["clients"])
+            if clients != record["clients"]:
+                record["clients"] = clients
+                write_checked(self._record, record)
+            return total, info
+
+        try:
+            state, log = run_questions(self._agreed.analysis, public, ask, self._sums)
+            table = self._agreed.analysis.result(state)
+        except (DataError, Refused) as error:
+            if self._unanswered:
+                raise type(error)(
+                    f"{error}; in {self._unanswered} of its steps sites could not answer, as where one row has more "
+                    "than half of the weight of its site"
+                ) from error
+            raise
+        self._sites.share_result(self._agreed.name, table)
+        return AnalysisEnd(table, log)
+
+    def _ask(
+        self, question: Question, bounds: Bounds, common: Terms, clients: list[int]
+    ) -> tuple[Tensor, Info, list[int]]:
+        """Put a question to the sites.
+
+        Raises:
+            DataError: sites cannot answer, and no other question would help.
+        """
+        name, place = self._agreed.name, len([*self._sums.glob(SUMS_PATTERN)])
+        nothing = torch.zeros_like(bounds.low)
+        may_retry = place > 0 and question.name in self._agreed.analysis.retried
+        try:
+            form = AnswerForm(bounds, self._agreed.clients)
+        except TooLarge:
+            if not may_retry:
+                raise
+            return nothing, Info(len(clients), 0, len(clients), 0), clients  # too long a step, which no site is asked
+        terms = common.with_(question=AnalysisStep.of(name, place, question.encode()))
+        got = self._sites.analysis_sum(terms, form, self._request, clients)
+        if got.total is None:
+            silent = got.counts.neutral or len(got.clients) - got.counts.answered
+            if not may_retry:
+                raise DataError(
+                    f"{silent} of {len(got.clients)} sites have no answer to step {place + 1} of the analysis {name} "
+                    f"({question.name}); the log of each such site has the reason"
+                )
+            self._unanswered += 1
+            return nothing, Info(len(got.clients), 0, silent, 0), got.clients
+        total, clipped, rows = form.decode(got.total, len(got.clients))
+        return total, Info(len(got.clients), clipped, 0, rows), got.clients
+
+    def _check_folder(self) -> None:
+        """Refuse checkpoints with the steps of a former form.
+
+        Raises:
+            Refused: there are some.
+        """
+        stem = stem_of(self._agreed.name)
+        if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
+            raise Refused(
+                f"the steps of the analysis {self._agreed.name} in {self._record.parent} were recorded by an earlier "
+                "version of fedloom, which alone can finish them; deploy the experiment anew"
+            )

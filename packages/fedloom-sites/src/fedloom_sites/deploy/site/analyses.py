@@ -1,0 +1,335 @@
+"""Answer the questions of analyses at a site, and remember them.
+
+A site answers a step once, for one question, on the rows of the first step, by terms that stay the same. Ranges, bins
+and least counts come from the agreed experiment. Where it cannot answer, it sends zeros. It enters the step before it
+looks at its rows. Nothing else that the server gets depends on the rows: no sentence, no length, no further message.
+
+Over experiments on data of one name a site remembers which of them have asked an analysis, and the subjects of every
+snapshot. Two snapshots that differ in a few subjects would show these subjects, so a site answers the first one alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.analyses import ClientRows, Question, answer_question, client_rows
+from fedloom.engine.clients.scores import personal_models
+from fedloom.errors import Refused, WireError, sentence_of
+from fedloom.storage.files import write_atomic
+from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, agreed_analyses, empty_rows, stem_of
+from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.protocol.public import publish_reasons
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.deploy.site.trainer import Trainer
+
+MEMORY_FILE = "analyses.json"
+"""File in the memory of data with the experiments that have asked each analysis, and the snapshots."""
+MAX_SNAPSHOTS = 16
+"""Snapshots of the data whose subjects a site remembers."""
+MAX_RESULT_BYTES = 1 << 26
+"""Most bytes of a result that a site keeps."""
+SUBJECT_BYTES = 8
+MIN_APART_SUBJECTS = 2
+"""Subjects in which two snapshots must differ at least, whatever the agreed least count is."""
+
+
+class SiteAnswer(NamedTuple):
+    """Answer of a site to a step.
+
+    Attributes:
+        vector: its sums as whole numbers, or zeros.
+        counters: see `fedloom_sites.deploy.secure.counters`.
+    """
+
+    vector: Integers
+    counters: tuple[int, ...]
+
+
+class SiteAnalyses:
+    """The part of one site in the analyses of an experiment.
+
+    Args:
+        trainer: its samples.
+        folder: of its state in this experiment.
+        first: gives the number of bits of the site before those of the first analysis.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path, first: Callable[[], int] = int) -> None:
+        self._trainer, self._folder, self._first = trainer, folder, first
+
+    @cached_property
+    def agreed(self) -> dict[str, AgreedAnalysis]:
+        """The analyses that were agreed on. None at a site that sends nothing without noise."""
+        trainer, site = self._trainer, self._trainer.site
+        if trainer.private:
+            return {}
+        return agreed_analyses(trainer.experiment, site.samples, site.clients, site.survivors, self._first())
+
+    def begin(self) -> None:
+        """Begin a whole record of the steps, at a site that has sent nothing yet of this experiment.
+
+        While it has no step, a list of opened sums that is damaged costs no analysis.
+        """
+        begun = (f"*{STEPS_FILE_END}", "session/*.json", "round-*.state")
+        if not any(path for name in begun for path in self._folder.glob(name)):
+            for name in self.agreed:
+                write_checked(self._steps(name), {"rows": "", "steps": {}, "whole": True})
+
+    @cached_property
+    def bits(self) -> int:
+        """The cells that the site reaches, of all analyses."""
+        if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
+            return 0
+        return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)
+
+    @cached_property
+    def _rows(self) -> ClientRows:
+        """The site's rows, whatever part they are in."""
+        trainer, client = self._trainer, self._trainer.site.client
+        if not part_sizes(trainer.fed, client)[0]:
+            return empty_rows(next(iter(self.agreed.values())).schema, client)
+        return client_rows(trainer.fed, client)
+
+    def answer(self, terms: Terms, models: Sequence[bytes] = ()) -> SiteAnswer:
+        """Answer a step, with zeros where the site cannot, and with the reason in its own log.
+
+        Args:
+            terms: of the session, checked against this site.
+            models: messages of the server.
+
+        Raises:
+            PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was answered
+                before for another question, or the site has lost what it answered.
+        """
+        assert terms.question is not None
+        _, step, name = self.agreed, terms.question.step, terms.question.analysis
+        with publish_reasons():
+            one = self._agreed(name)
+            agreed = one.terms(terms)
+            question = _read_question(one, step, terms.question.message)
+            one.analysis.check_question(question, agreed)
+            if bool(models) != one.analysis.uses_models:
+                raise Broken(
+                    f"the analysis {name} reads {'the' if one.analysis.uses_models else 'no'} models of the run"
+                )
+            bounds = one.analysis.bounds(question, agreed)
+            form = AnswerForm(bounds, self._trainer.site.clients)
+            self._remember(one)
+        digest, subjects = self._digests()
+        with publish_reasons():
+            may_answer = self._enter(one, terms, digest)
+        try:
+            may_answer &= self._is_known_snapshot(one, subjects)
+            if not may_answer:
+                raise Refused(
+                    "the rows are not those of the first step, or few subjects differ from an earlier snapshot"
+                )
+            rows = self._with_models(terms, models) if models else self._rows
+            reply = answer_question(one.analysis, question, rows, agreed, bounds, "this site")
+            if reply.neutral:
+                raise Refused("too few subjects have a part in the sums, or one of them outweighs all others")
+            if reply.clipped:
+                self._trainer.log_privately(f"step {step} of the analysis {name}: {reply.clipped} numbers were clipped")
+            used = len(one.analysis.used(rows, agreed)) > 0
+            vector = form.encode(reply.values, reply.clipped, reply.rows)
+            return SiteAnswer(vector, ANSWERED_COUNTS if used else ABSENT_COUNTS)
+        except Exception as error:  # whatever it is, the error depends on rows, and so must not show
+            self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
+            return SiteAnswer(form.zeros, NEUTRAL_COUNTS)
+
+    def keep(self, message: bytes) -> None:
+        """Write the result of an analysis into the folder of the site's state.
+
+        Raises:
+            PublicReason: the message is not that, or the analysis was not agreed on.
+        """
+        _ = self.agreed  # its bits follow from the run, which is not read where sentences may leave
+        with publish_reasons():
+            name, content = _read_result(message)
+            self._agreed(name)
+            write_atomic(self._folder / f"{stem_of(name)}.json", (json.dumps(content, indent=1) + "\n").encode())
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _agreed(self, name: str) -> AgreedAnalysis:
+        if name not in self.agreed:
+            raise Refused(f"this site answers no analysis {name[:60]!r}: it is not agreed on, or epsilon is limited")
+        return self.agreed[name]
+
+    def _steps(self, name: str) -> Path:
+        return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
+
+    def _with_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
+        """Return the site's rows with the models of the run's end, as functions of inputs."""
+        trainer, ids = self._trainer, self._trainer.ids
+        job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
+        down, shared = trainer.received(models, common=terms.common)
+        kinds = {} if shared is None else {"global": shared.to(job.oracle.device)}
+        if down is not None:
+            personal = personal_models(job, down, terms.round, ids)[0]
+            if personal is not None:
+                kinds["personal"] = personal
+
+        def function_of(row: Tensor) -> Callable[[Tensor], Tensor]:
+            def run(inputs: Tensor) -> Tensor:
+                job.oracle.set_statistics(row, ids)
+                outputs: Tensor = job.oracle.run(
+                    row.flatten(), inputs.to(row) if inputs.is_floating_point() else inputs
+                )
+                return outputs
+
+            return run
+
+        rows = self._rows
+        return ClientRows(
+            rows.x, rows.y, rows.part, rows.subjects, rows.columns, rows.fetch, rows.place,
+            {kind: function_of(row) for kind, row in kinds.items()},
+        )  # fmt: skip
+
+    def _enter(self, one: AgreedAnalysis, terms: Terms, rows: str) -> bool:
+        """Record a step before answering it. Return whether the rows are still the first step's.
+
+        Args:
+            one: what is asked.
+            terms: of the session.
+            rows: digest of the rows.
+
+        Raises:
+            Broken: it was answered for another question or by other terms, or the site has lost what it answered.
+        """
+        assert terms.question is not None
+        path, step = self._steps(one.name), terms.question.step
+        record = read_checked(path)
+        if record is None and path.exists():
+            raise Broken(
+                f"{path.name} of this site is damaged, so the steps of the analysis {one.name} that it has answered "
+                "cannot be known"
+            )
+        record = record or {"rows": "", "steps": {}}
+        question = digest_of([terms.question.message])
+        if record["steps"].setdefault(f"{step}", question) != question:
+            raise Broken(f"step {step} of the analysis {one.name} was answered already, for another question")
+        if record.setdefault("terms", terms.course) != terms.course:
+            raise Broken(f"the analysis {one.name} was begun by other terms: sites, sizes or cells have changed")
+        first = record["rows"] or rows
+        write_checked(path, {**record, "rows": first})
+        return bool(rows == first)
+
+    def _remember(self, one: AgreedAnalysis) -> None:
+        """Enter that this experiment asks the analysis, in the memory of the data.
+
+        Raises:
+            Broken: so many experiments have asked it that the site answers no further one.
+        """
+        site = self._trainer.site
+        most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
+        with in_turn(site.memory_folder):
+            record = self._memory()
+            fits = record["asked"].setdefault(one.name, [])
+            if site.fingerprint in fits:
+                return
+            if len(fits) >= most:
+                raise Broken(
+                    f"{len(fits)} experiments have asked the analysis {one.name} over the data {site.data_name!r}, and "
+                    "every further one would reveal a difference; begin it under another data_name"
+                )
+            fits.append(site.fingerprint)
+            write_checked(site.memory_folder / MEMORY_FILE, record)
+
+    def _is_known_snapshot(self, one: AgreedAnalysis, subjects: Sequence[str]) -> bool:
+        """Return whether the rows may be summed beside every earlier snapshot, and remember them if so."""
+        site, here = self._trainer.site, {*subjects}
+        with in_turn(site.memory_folder):
+            record = self._memory()
+            snapshots: list[list[str]] = record["snapshots"]
+            for before in snapshots:
+                apart = max(len(here - {*before}), len({*before} - here))
+                if 0 < apart < max(one.rules.least, MIN_APART_SUBJECTS):
+                    return False
+            if not any({*before} == here for before in snapshots):
+                record["snapshots"] = [*snapshots, [*subjects]][-MAX_SNAPSHOTS:]
+                write_checked(site.memory_folder / MEMORY_FILE, record)
+        return True
+
+    def _memory(self) -> dict[str, Any]:
+        """Return the memory of the data.
+
+        Raises:
+            Broken: it is damaged.
+        """
+        path = self._trainer.site.memory_folder / MEMORY_FILE
+        record = read_checked(path)
+        if record is None and path.exists():
+            raise Broken(f"{path.name} of this site is damaged, so the analyses of its data cannot be known")
+        return record or {"asked": {}, "snapshots": [], "salt": secrets.token_hex(16)}
+
+    def _digests(self) -> tuple[str, list[str]]:
+        """Return digests of the rows, and of the subject of every row. Where they cannot be read, of nothing."""
+        try:
+            rows = self._rows
+            with in_turn(self._trainer.site.memory_folder):
+                salt = bytes.fromhex(self._memory()["salt"])
+            cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)
+            whole = digest_of([cells.numpy().tobytes(), rows.part.numpy().tobytes(), rows.subjects.numpy().tobytes()])
+            return whole, _subject_digests(cells, rows.subjects, salt)
+        except Exception as error:  # as in `answer`
+            self._trainer.log_privately(f"rows of the analyses: {sentence_of(error)}")
+            return digest_of([]), []
+
+
+def _subject_digests(cells: Tensor, subjects: Tensor, salt: bytes) -> list[str]:
+    """Return of every row a digest of its subject: of all rows that the subject has, whatever their order."""
+    order = np.lexsort((*cells.numpy().T, subjects.numpy()))
+    states = dict[int, Any]()
+    for k in order.tolist():
+        state = states.setdefault(int(subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
+        state.update(cells[k].numpy().tobytes())
+    return [states[subject].hexdigest() for subject in subjects.tolist()]
+
+
+def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
+    """Decode the result of an analysis: its name, and the columns of its table.
+
+    Raises:
+        WireError: the message is not that.
+    """
+    try:
+        if len(message) > MAX_RESULT_BYTES:
+            raise ValueError("it is too long")
+        content = json.loads(message)
+        if not isinstance(content["analysis"], str) or not isinstance(content["columns"], dict):
+            raise ValueError("it has no columns")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"the result of an analysis cannot be read: {str(error)[:200]}") from None
+    return content["analysis"], content
+
+
+def _read_question(one: AgreedAnalysis, step: int, message: bytes) -> Question:
+    """Decode a question that may be asked at a step.
+
+    Raises:
+        WireError: the bytes are none.
+        Broken: it is not the question of this step, or there are more steps than agreed.
+    """
+    if step >= one.rules.questions:
+        raise Broken(f"the analysis {one.name} has {one.rules.questions} steps at most, step {step} is one more")
+    question, order = Question.decode(message, one.analysis.questions), one.analysis.order
+    wanted = order[min(step, len(order) - 1)]
+    if question.name != wanted:
+        raise Broken(f"step {step} of the analysis {one.name} asks {wanted!r}, got {question.name!r}")
+    return question

@@ -1,0 +1,79 @@
+"""Attacks on samples: poisoned labels of the attackers, and backdoors with the samples that show their success."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedloom.data.federation import Federation, Split
+from fedloom.errors import ConfigError, attribute_error
+from fedloom.rows.attacks import Backdoor, Poison
+from fedloom.seeds import generator
+
+TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
+"""Parts of a federation with copies of another part's samples that carry a backdoor's trigger."""
+
+
+def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
+    """Replace the training labels of the attackers, or samples and labels. Evaluation data stay unchanged."""
+    if isinstance(attack, Backdoor):
+        x, y, label = fed.data.x.clone(), fed.data.y.clone(), attack.label(fed.data.classes)
+        for i in attackers.tolist():
+            index = fed.indices("train", i)
+            drawn = torch.randperm(len(index), generator=generator(seed, 0, i, "poison"))
+            where = index[drawn[: round(attack.share * len(index))].sort().values.to(index.device)]
+            x[where], y[where] = _stamped(fed, attack, where, torch.full_like(where, i)), label
+        return replace(fed, data=replace(fed.data, x=x, y=y))
+    y, classes = fed.data.y.clone(), len(fed.data.classes)
+    for i in attackers.tolist():
+        index = fed.indices("train", i)
+        labels = y[index].cpu()
+        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
+    return replace(fed, data=replace(fed.data, y=y))
+
+
+def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
+    """Add the parts of `TRIGGERED_PARTS`. They have no samples of the target class.
+
+    Raises:
+        ConfigError: the task has no classes, or the data have no such class or columns.
+    """
+    data, parts = fed.data, dict(fed.parts)
+    if data.labels is None or data.vocabulary:
+        raise ConfigError(
+            f"a backdoor needs samples of numbers with a class each, and {data.name} has none",
+            rule="attack-needs-classes",
+            fix="leave {attack} out",
+        )
+    label, copied = attack.label(data.classes), [torch.arange(len(data), device=data.x.device)]
+    for part, name in TRIGGERED_PARTS.items():
+        index, owner, first = fed.parts[part].index, fed.owner(part), len(data)
+        others = data.y[index] != label
+        index, owner = index[others], owner[others]
+        ends = torch.bincount(owner, minlength=fed.n).cumsum(0)
+        places = torch.arange(first, first + len(index), device=index.device)
+        parts[name] = Split(places, torch.cat([ends.new_zeros(1), ends]))
+        data = data.extended(index, _stamped(fed, attack, index, owner), torch.full_like(index, label))
+        copied.append(index)
+    return replace(fed, data=data, parts=parts, noise=None if fed.noise is None else fed.noise[torch.cat(copied)])
+
+
+def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
+    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]`` with the trigger, as the data are stored."""
+    data, fitted = fed.data, fed.data.fitted
+    with attribute_error("attack", attack, "stamp"):
+        if fitted is not None:
+            names = {column.name: column.names for column in fitted.table.columns}
+            raw = attack.stamp(fitted.raw[index.cpu()], names)
+            stamped = torch.empty(len(raw), *data.shape)
+            for i in owner.cpu().unique().tolist():
+                rows = owner.cpu() == i
+                stamped[rows] = fitted.table.encoder(fitted.values[i])(raw[rows])
+            return stamped.to(data.x)
+        names = {str(place): () for place in range(data.shape[0])} if len(data.shape) == 1 else {}
+        if data.x.dtype == torch.uint8:
+            return (attack.stamp(data.x[index] / 255, names) * 255).round().clamp(0, 255).to(torch.uint8)
+        return attack.stamp(data.x[index], names).to(data.x)

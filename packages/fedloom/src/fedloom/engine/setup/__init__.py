@@ -1,0 +1,133 @@
+"""Build a job: check a setting against its data, make the problem, and allocate state."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.data.federation import Federation
+from fedloom.engine.checks.rehearsal import rehearse
+from fedloom.engine.job import Job
+from fedloom.engine.problem import RunProblem
+from fedloom.engine.replay import Replay
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup.participants import choose_participants
+from fedloom.engine.setup.problems import build_problems
+from fedloom.engine.setup.states import make_templates, start_method
+from fedloom.engine.workers import worker_count
+from fedloom.errors import Refused
+from fedloom.local.oracles import chunk_limit
+from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.rows import Fields, remade
+from fedloom.processes.ranks import SINGLE_RANK, Ranks
+from fedloom.processes.row_locations import RowLocations
+from fedloom.schedule import Stream
+from fedloom.seeds import preserve_rng
+from fedloom.storage.memory import Forked
+from fedloom.storage.store import Store
+
+
+@undisturbed()
+def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
+    """Check a run against its federation: the model is built, but nothing is made for the clients' state.
+
+    Returns:
+        What is known of the run before its first round.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    return make_problem(setting, fed, finds=False)[0].notes
+
+
+@undisturbed()
+def make_job(
+    setting: Setting,
+    fed: Federation,
+    *,
+    folder: Path | None = None,
+    ranks: Ranks = SINGLE_RANK,
+    replay: Replay = Replay(),  # noqa: B008  # frozen
+) -> tuple[Job, Fields]:
+    """Make a job, and the server's state before the first round.
+
+    Args:
+        setting: the run.
+        fed: the clients and their data.
+        folder: the folder of the clients' state. None keeps it in memory.
+        ranks: processes that all make this call.
+        replay: what takes the place of the run's own draws.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    problem, start = make_problem(setting, fed, replay)
+    engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
+    workers = worker_count(engine, problem, samples) if ranks.size == 1 else 1
+
+    def store(name: str, template: Fields) -> Store[Fields]:
+        on_cpu = remade(template, [t.cpu() for t in template])
+        path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
+        memory = Forked() if workers > 1 else ranks.memory
+        return Store(problem.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
+
+    facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    stores = {name: store(name, template) for name, template in start.templates.items()}
+    return Job(workers=workers, ranks=ranks, locations=RowLocations(ranks, stores), **facts, **stores), start.server  # type: ignore[arg-type]
+
+
+class InitialState(NamedTuple):
+    """The states before the first round.
+
+    Attributes:
+        server: the server's state.
+        templates: the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
+    """
+
+    server: Fields
+    templates: dict[str, Fields]
+
+
+@preserve_rng()
+def make_problem(
+    setting: Setting,
+    fed: Federation,
+    replay: Replay = Replay(),  # noqa: B008  # frozen
+    *,
+    finds: bool = True,
+) -> tuple[RunProblem, InitialState]:
+    """Make what a run computes, without room for any client's state.
+
+    Three stages give three results: the clients that take part, their local problems, and the method's states.
+
+    Args:
+        setting: the run.
+        fed: the clients and their data.
+        replay: what takes the place of the run's own draws.
+        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    participants = choose_participants(setting, fed)
+    problems = build_problems(participants, replay, finds=finds)
+    started = start_method(participants, problems, replay)
+    setting = started.setting
+    problem = RunProblem(
+        setting=setting,
+        oracle=problems.oracle,
+        fed=participants.fed,
+        eval_fed=participants.eval_fed,
+        attackers=participants.attackers,
+        alpha=problems.ctx.weight,
+        chunk=setting.engine.chunk or chunk_limit(problems.oracle),
+        memory=started.memory,
+        notes=tuple(started.notes),
+        replay=replay,
+        spent=problems.spent,
+    )
+    if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
+        raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
+    rehearse(problem, started.states)
+    return problem, InitialState(started.states[0], make_templates(problem, started, problems.x0))

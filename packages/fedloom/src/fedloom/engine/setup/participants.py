@@ -1,0 +1,138 @@
+"""The first stage of a job: the choices of a run, checked against each other, and the clients that train."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import check_declaration
+from fedloom.choose import SharesWeigher, Uniform, Weigher
+from fedloom.data.federation import Federation
+from fedloom.engine.checks.defaults import adapt_defaults
+from fedloom.engine.checks.notes import changes_nothing
+from fedloom.engine.checks.refusals import (
+    check_attack,
+    check_mixer,
+    check_root,
+    check_sampler,
+    check_together,
+    ruled,
+)
+from fedloom.engine.clients.poisoning import add_triggers, poisoned
+from fedloom.engine.privacy import check_privacy
+from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.virtual.check import check_schedule
+from fedloom.errors import ConfigError
+from fedloom.local.oracles.precision import wake
+from fedloom.rows.attacks import Backdoor, Poison
+from fedloom.schedule import Synchronous
+
+
+class Participants(NamedTuple):
+    """A run whose choices fit each other, and its clients.
+
+    Attributes:
+        setting: the choices, presets resolved.
+        fed: the data that clients train on, on the run's device. Poisoned and pooled, if the run does that.
+        eval_fed: the data that models are evaluated on.
+        attackers: ``[b]`` ids of the attackers.
+        notes: sentences on choices that the run changes or ignores.
+    """
+
+    setting: Setting
+    fed: Federation
+    eval_fed: Federation
+    attackers: Tensor
+    notes: list[str]
+
+
+def choose_participants(setting: Setting, fed: Federation) -> Participants:
+    """Check everything that needs no model, and move the data to the run's device.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    device, dtype = _place(setting.engine)
+    check_declaration(type(setting.resolved().method))
+    setting.local.check(setting.rounds)
+    eval_fed = fed.to(device, dtype)
+    fed = eval_fed.pooled() if setting.pooled else eval_fed
+    setting, notes = _checked(setting, fed.n)
+    attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
+    if isinstance(setting.attack, Backdoor):
+        fed = eval_fed = add_triggers(eval_fed, setting.attack)
+    if isinstance(setting.attack, Poison | Backdoor):
+        fed = poisoned(fed, setting.attack, attackers, setting.seed)
+    return Participants(setting, fed, eval_fed, attackers, notes)
+
+
+def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
+    """Device and type of a run's numbers.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    device: torch.device = torch.device(engine.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            what = f"this machine has {count}, counted from 0" if count else "no CUDA device is there"
+            use = "cuda:0" if count else "cpu"
+            raise ConfigError(
+                f"engine.device is {engine.device!r}, but {what}",
+                rule="device-missing",
+                fix=f"set {{engine.device = {use!r}}}",
+            )
+        wake(device)
+    return device, getattr(torch, engine.dtype)
+
+
+def _closed(weigher: Weigher) -> Weigher:
+    """Return the weigher, if it needs no further groups.
+
+    Raises:
+        ConfigError: it compares two groups of rows, and names none.
+    """
+    try:
+        return weigher.with_groups(())
+    except ConfigError as error:
+        what = str(error).partition(";")[0]
+        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+
+
+def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
+    """Resolve presets and check everything that needs no data. Return notes on what pooling leaves out.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
+    setting = setting.with_(weigher=_closed(setting.weigher))
+    check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
+    check_sampler(setting.method, setting.sampler, setting.weigher)
+    if pooled:
+        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
+        pool = setting.with_(
+            sampler=Uniform(), weigher=SharesWeigher(), weights="samples", schedule=Synchronous(), **none
+        )
+        keys = [
+            f"[{name}]"
+            for name in ("sampler", "weigher", "schedule", *none)
+            if getattr(pool, name) != getattr(setting, name)
+        ]
+        notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
+        setting = pool
+    check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
+    with ruled(f"sampler-{setting.sampler.kind}"):
+        setting.sampler.check(n)
+    with ruled(f"weigher-{setting.weigher.kind}"):
+        setting.weigher.check(n)
+    if setting.mixer is not None:
+        check_mixer(setting.method, setting.mixer, setting.aggregator)
+        setting.mixer.check(n)
+    check_schedule(setting, n)
+    check_attack(setting)
+    check_root(setting.aggregator, n)
+    return setting, notes

@@ -1,0 +1,87 @@
+"""The second stage of a job: the model, the clients' local problems and their shares of the objective."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.choose.shares import check_clusters, cluster_shares, clusters_of, shares_of, uses_clusters
+from fedloom.data.federation import Federation
+from fedloom.engine.replay import Replay
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup.participants import Participants
+from fedloom.errors import Refused
+from fedloom.local import Ctx
+from fedloom.local.oracles import Network, make_oracle
+from fedloom.tasks import task_of
+
+
+class LocalProblems(NamedTuple):
+    """The clients' local problems before round 1.
+
+    Attributes:
+        oracle: computes losses and gradients.
+        ctx: all clients, with their shares.
+        x0: ``[d]`` the initial model.
+        spent: ``[7]`` work and traffic of finding the shares (`COUNTS`). None if that took none.
+    """
+
+    oracle: Network
+    ctx: Ctx
+    x0: Tensor
+    spent: Tensor | None
+
+
+def build_problems(participants: Participants, replay: Replay, *, finds: bool) -> LocalProblems:
+    """Build the model and the clients' local problems.
+
+    Args:
+        participants: the run and its clients.
+        replay: what takes the place of the run's own draws.
+        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
+
+    Raises:
+        ConfigError: the model or the shares do not fit the data.
+    """
+    setting, fed = participants.setting, participants.fed
+    oracle = _oracle(setting, fed)
+    sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.weights, fed)
+    replay.check(setting.method, setting.sampler, setting.rounds, sizes)
+    ids, projection, alpha = torch.arange(fed.n), replay.projection, shares.to(oracle.dtype)
+    ctx = Ctx(
+        0, fed.n, fed.n, ids, oracle.layout, alpha, sizes, fed.groups, setting.local, setting.seed, setting.rounds,
+        projection,
+    )  # fmt: skip
+    x0 = replay.start(oracle.layout.vector(oracle.module, oracle.dtype).to(oracle.device), oracle.layout)
+    if not uses_clusters(setting.weights):
+        return LocalProblems(oracle, ctx, x0, None)
+    clusters = clusters_of(setting.weights)
+    check_clusters(clusters, ctx)
+    if not finds:
+        return LocalProblems(oracle, ctx, x0, None)
+    shares, spent = cluster_shares(clusters, oracle, x0, ctx, setting.attack, participants.attackers)
+    return LocalProblems(oracle, ctx._replace(weight=shares.to(oracle.dtype)), x0, spent)
+
+
+def _oracle(setting: Setting, fed: Federation) -> Network:
+    """Build the local problems of a model on a federation.
+
+    Raises:
+        ConfigError: the model, the task or the oracle does not fit the data.
+    """
+    engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
+    task_keys = [key for key, value in setting.task if value is not None]
+    for construction in setting.model.constructions:
+        construction.check_task(fed.data.classed, fed.data.each, task_keys)
+    module = setting.model.build(tuple(fed.data.shape), task.outputs, setting.seed, fed.data.tokens)
+    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
+    if engine.precision != "full" and setting.method.full_gradients:
+        why = setting.method.full_gradients
+        raise Refused(
+            f"{why} takes full gradients, which stay float32",
+            rule="precision-of-full-gradients",
+            fix="leave {engine.precision} out",
+        )
+    return oracle

@@ -1,0 +1,183 @@
+"""The third stage of a job: the method with its derived options, and the states before round 1."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm
+from fedloom.engine.checks.notes import notes_of
+from fedloom.engine.checks.refusals import check_mixed_width, check_tested, check_width, initial, ruled
+from fedloom.engine.checks.rehearsal import Start, check_layers
+from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
+from fedloom.engine.clients.regroup import check_shares
+from fedloom.engine.problem import RunProblem
+from fedloom.engine.replay import Replay
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup.participants import Participants
+from fedloom.engine.setup.problems import LocalProblems
+from fedloom.engine.workers import idle_workers
+from fedloom.errors import Refused, attribute_error
+from fedloom.local import Ctx, Nothing, Work
+from fedloom.local.optimizer import OptimizerStates, slots_of
+from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields
+from fedloom.rows.channels import Channel
+
+
+class StartedMethod(NamedTuple):
+    """A method before round 1.
+
+    Attributes:
+        setting: the run, with the method's derived options.
+        states: of the server, of a client and of what the server keeps of it.
+        memory: the form of kept optimizer states. None: optimizers start anew in every round.
+        residue: the template of what the channel keeps of a client.
+        notes: sentences on what is known before round 1.
+    """
+
+    setting: Setting
+    states: Start
+    memory: OptimizerStates | None
+    residue: Fields
+    notes: list[str]
+
+
+def start_method(participants: Participants, problems: LocalProblems, replay: Replay) -> StartedMethod:
+    """Derive the method's options, and check the run with the method's states.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
+    method, sampler = setting.method, setting.sampler
+    with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
+        method = method.derive_options(ctx)
+        states = initial(method, x0, ctx)
+    setting = setting.with_(algorithm=method)
+    server = states[0]
+    check_shares(setting, server, ctx)
+    if sampler.probes and method.global_model(server) is None:
+        name = type(method).__name__
+        raise Refused(
+            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none",
+            rule="sampler-needs-a-global-model",
+            fix="leave {sampler} out",
+        )
+    fewest = sampler.smallest(n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
+    if setting.mixer is not None:
+        with attribute_error("method", method, "down"):
+            check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
+    with ruled(f"method-{type(method).__name__.lower()}"):
+        method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
+    tested = check_tested(setting, participants.eval_fed)
+    notes = [*participants.notes, *tested, *method_notes, *idle_workers(setting.engine)]
+    if setting.aggregator is not None and fewest is not None:
+        setting.aggregator.check(fewest)
+    check_layers(setting, oracle, ctx, states)
+    memory = _memory(method, states, oracle, ctx)
+    return StartedMethod(setting, states, memory, _check_parts(setting, states, oracle, ctx), notes)
+
+
+def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
+    """Check the parts that look at uploads. Return the template of what the channel keeps of a client.
+
+    Raises:
+        Refused: a weigher or a sampler looks at models that are not sent.
+    """
+    method, channel = setting.method, setting.channel
+    if channel is None and not (setting.weigher.probes or setting.sampler.learns):
+        return Nothing()
+    sample = idle_upload(method, states, oracle, ctx)
+    check_width(method, sample, setting.weigher, setting.sampler, oracle.layout.d)
+    if channel is None:
+        return Nothing()
+    return _residue(Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype)
+
+
+def make_templates(problem: RunProblem, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
+    """Return the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
+
+    Args:
+        problem: the run.
+        started: its method before round 1.
+        x0: ``[d]`` the initial model.
+    """
+    _, client, kept = started.states
+    mixes_models = problem.setting.mixer is not None and not problem.fields[problem.primary].keeps
+    return {
+        "clients": client,
+        "kept": Nothing() if kept is None else kept,
+        "models": LastModel(x0) if mixes_models else Nothing(),
+        "summed": _summed(problem, client),
+        "residue": started.residue,
+        "optimizer": Nothing() if started.memory is None else Moments(started.memory.rows[0]),
+    }
+
+
+def _summed(problem: RunProblem, client: Fields) -> Fields:
+    """Return the client rows to which a robust rule adds the fields of `RunProblem.summed_fields`.
+
+    Changes are added to the row of the client's template that they change, others to zero.
+    """
+    names = problem.summed_fields
+    sources = [problem.fields[name].base.partition(".") for name in names]
+    zero = problem.oracle.layout.vector(problem.oracle.module, problem.oracle.dtype) * 0
+    rows = [getattr(client, field) if source == "rows" else zero for source, _, field in sources]
+    if not names:
+        return Nothing()
+    make: Callable[..., Fields] = namedtuple("Summed", [*names])  # type: ignore[misc]  # the method's fields are its own
+    return make(*rows)
+
+
+class LastModel(NamedTuple):
+    """A client's last model ``[d]``."""
+
+    w: Tensor
+
+
+class Residue(NamedTuple):
+    """Unsent part of the channel's updates, or the client's last upload as the server has it: ``[m, D]``."""
+
+    e: Tensor
+
+
+class Moments(NamedTuple):
+    """The states of a client's optimisers ``[m, S W]``, see `fedloom.local.optimizer.OptimizerStates`."""
+
+    s: Tensor
+
+
+def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
+    """Return the form of kept optimizer states, found by one client's step without effect, or None if none are kept.
+
+    Raises:
+        ConfigError: the optimiser does not work with this model, or (Refused) the method does not train by it.
+    """
+    local = ctx.local
+    if local.optimizer == "sgd":
+        return None
+    like = oracle.layout.vector(oracle.module)
+    memory = OptimizerStates(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
+    work = Work(oracle, ctx.ids[:1], ctx.weight[:1].to(like), local, steps=1, memory=memory)
+    with attribute_error("method", method, "a first step"):
+        first_upload(method, start, ctx, work)
+    if not memory.streams:
+        raise Refused(
+            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD",
+            rule="method-optimizer",
+            fix="set {local.optimizer = 'sgd'}",
+        )
+    return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
+
+
+def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
+    """Template of what the channel keeps of a client that sends such an upload."""
+    if messages.tracks:
+        return Residue(getattr(kept, messages.changed))
+    state = channel.init(messages.update(upload).shape[1], dtype)
+    return Nothing() if state is None else Residue(state)

@@ -1,0 +1,248 @@
+"""Analyses by sums at real sites, plain and masked: the result of a simulation by the same rules, and of pooled rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from lifelines import CoxPHFitter, KaplanMeierFitter
+from lifelines.statistics import multivariate_logrank_test
+from scipy import stats
+from sklearn.linear_model import Ridge
+from statsmodels.genmod import families
+from statsmodels.genmod.generalized_linear_model import GLM
+
+import fedloom as fl
+from fedloom.analyses import AnalysisTerms
+from fedloom.analyses.rows import client_rows
+from fedloom.analyses.run import answer_question, run_questions, sum_answers
+from fedloom.data.groups import keeping
+from fedloom.errors import Stop
+from fedloom.rundir import analysis_file
+from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses
+from fedloom_sites.deploy.settings import Secure
+from tests.deploy.grid import FakeGrid
+from tests.deploy.scene import Scene, scene
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Starting with pandas"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__"),
+]
+SITES, ROWS = 5, 400
+RANGES = {"age": (0.0, 120.0), "glucose": (0.0, 40.0)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+def patients(seed: int = 0) -> pd.DataFrame:
+    """Rows of five sites with targets of every task."""
+    rng = np.random.default_rng(seed)
+    table = pd.DataFrame({
+        "site": np.arange(ROWS) % SITES, "age": rng.normal(60, 9, ROWS).round(1), "glucose": rng.normal(6, 1, ROWS),
+        "ward": rng.choice(["GEN", "ICU", "PED"], ROWS, p=[0.6, 0.3, 0.1]),
+    })  # fmt: skip
+    eta = 0.04 * (table.age - 60) - 0.3 * (table.glucose - 6) + 0.7 * (table.ward == "ICU")
+    time, end = rng.exponential(100 * np.exp(-eta)), rng.uniform(20, 200, ROWS)
+    table["days"], table["died"] = np.minimum(time, end).round() + 1, (time <= end) * 1
+    table["stay"] = 10 + 5 * eta + rng.normal(0, 1, ROWS)
+    table["visits"] = rng.poisson(np.exp(0.5 + eta))
+    table["ill"] = np.where(rng.random(ROWS) < 1 / (1 + np.exp(-eta)), "yes", "no")
+    return table
+
+
+TARGETS: Mapping[str, dict[str, Any]] = {
+    "survival": {"target": "days", "event": "died", "target_range": [0.0, 400.0]},
+    "regression": {"target": "stay", "target_range": [-50.0, 80.0]},
+    "count": {"target": "visits", "target_range": [0.0, 100.0]},
+    "binary": {"target": "ill", "classes": ["no", "yes"]},
+}
+
+
+def deployed(
+    folder: Path, task: str, analysis: dict[str, Any], *, masked: bool, table: pd.DataFrame | None = None,
+    **changes: Any,
+) -> Scene:  # fmt: skip
+    """Five sites, and a round of training before the analysis."""
+    folder.mkdir(exist_ok=True)
+    (patients() if table is None else table).to_csv(folder / "all.csv", index=False)
+    columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
+    columns.append({"name": "ward", "type": "level", "levels": ["GEN", "ICU", "PED"]})
+    agreement = {"task": task, "column": columns, **TARGETS[task]}
+    here = scene(
+        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1}, analysis=[analysis],
+        data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+        local={"lr": 0.001, "batch_size": "full"}, **changes,
+    )  # fmt: skip
+    if not masked:
+        return here
+    agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
+    return here._replace(
+        server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
+    )
+
+
+def agreed_of(here: Scene) -> AgreedAnalysis:
+    """The analysis as the sites have agreed on it."""
+    server = here.server
+    return next(iter(agreed_analyses(here.experiment, server.samples, server.clients, server.survivors, 0).values()))
+
+
+def simulated(here: Scene) -> pa.Table:
+    """The same analysis in process, by the rules of the sites, on the rows of the sites."""
+    agreed = agreed_of(here)
+    fed = federation(here)
+    rows = [client_rows(fed, k) for k in range(fed.n)]
+    missing = 0 if here.server.survivors is None else fed.n - here.server.survivors
+    rules = agreed.rules.with_(missing=missing)
+    terms = AnalysisTerms(agreed.schema, torch.tensor([len(r) for r in rows]), rules)
+    terms = replace(terms, published=tuple(agreed.analysis.publish(r, terms) for r in rows))
+
+    def ask(question: Any, bounds: Any) -> Any:
+        return sum_answers([answer_question(agreed.analysis, question, r, terms, bounds, "a site") for r in rows])
+
+    state, _ = run_questions(agreed.analysis, terms, ask)
+    return agreed.analysis.result(state)
+
+
+def federation(here: Scene) -> Any:
+    """The rows of all sites."""
+    return here.experiment.partition(keeping(here.experiment.source, here.experiment.kept_columns).load(), 0)
+
+
+def results(here: Scene) -> pa.Table:
+    return pq.read_table(here.server.results / analysis_file(agreed_of(here).name))
+
+
+def served(here: Scene, grid: FakeGrid | None = None) -> pd.DataFrame:
+    """The result of the sites, which is that of the simulation."""
+    assert here.serve(grid) is Stop.DONE, here.audit()
+    assert not here.audit("no result")
+    found, wanted = results(here), simulated(here)
+    assert found.schema == wanted.schema
+    for name in wanted.column_names:
+        got, want = found[name].to_pylist(), wanted[name].to_pylist()
+        if pa.types.is_floating(wanted[name].type):
+            np.testing.assert_allclose(*(np.array(v, float) for v in (got, want)), rtol=1e-6, atol=1e-8, err_msg=name)
+        else:
+            assert got == want, name
+    for site in here.sites:
+        stem = analysis_file(agreed_of(here).name).removesuffix(".parquet")
+        kept = json.loads(next(site.state.rglob(f"{stem}.json")).read_text())
+        assert kept["columns"] == found.to_pydict()
+    return found.to_pandas()
+
+
+masks = pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+
+
+def design(table: pd.DataFrame) -> np.ndarray:
+    wards = np.stack([table.ward == "ICU", table.ward == "PED"], 1) * 1.0
+    return np.column_stack([np.ones(len(table)), table.age.astype(np.float32), table.glucose.astype(np.float32), wards])
+
+
+@masks
+@pytest.mark.parametrize("task", ["regression", "count", "binary"])
+def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
+    found, table = served(deployed(tmp_path, task, {"kind": "glm"}, masked=masked)), patients()
+    family = {"regression": families.Gaussian(), "count": families.Poisson(), "binary": families.Binomial()}[task]
+    y = {"regression": table.stay.astype(np.float32), "count": table.visits, "binary": table.ill == "yes"}[task]
+    pooled = GLM(np.asarray(y, float), design(table), family).fit(tol=1e-14)
+    order = ["intercept", "age", "glucose", "ward ICU", "ward PED"]
+    got = found.set_index("column")
+    assert sorted(got.index) == sorted(order), got.index
+    np.testing.assert_allclose(got.coefficient[order], pooled.params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.standard_error[order], pooled.bse, rtol=1e-4)
+
+
+@masks
+def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
+    rules = {"least": 2}
+    choice = {"kind": "kaplan-meier", "width": 40.0, "until": 160.0, "rules": rules}
+    found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
+    ends = np.unique(found.time)
+    place = np.searchsorted(ends, table.days)
+    event = np.where(place < len(ends), table.died, 0)
+    curve = KaplanMeierFitter().fit(ends[np.minimum(place, len(ends) - 1)], event)
+    want = curve.survival_function_at_times(ends).to_numpy()
+    np.testing.assert_allclose(found.survival, want, atol=1e-12)
+
+
+@masks
+def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
+    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"least": 2}}
+    found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
+    ends, groups = np.unique(found.time), {*found.group}
+    ward = table.ward.where(table.ward.isin(groups), "other")
+    place = np.searchsorted(ends, table.days)
+    event, time = np.where(place < len(ends), table.died, 0), ends[np.minimum(place, len(ends) - 1)]
+    test = multivariate_logrank_test(time, ward, event)
+    assert found.log_rank[0] == pytest.approx(test.test_statistic, rel=1e-9)
+
+
+@masks
+def test_table_one_is_that_of_pooled_rows(tmp_path: Path, masked: bool) -> None:
+    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"least": 2}}
+    found, table = served(deployed(tmp_path, "binary", choice, masked=masked)), patients()
+    groups = {*found.group}
+    ward = table.ward.where(table.ward.isin(groups), "other")
+    ages = found[found.column == "age"].set_index("group")
+    for name, some in table.astype({"age": np.float32}).groupby(ward):
+        assert ages["rows"][name] == len(some)
+        assert ages["mean"][name] == pytest.approx(some.age.mean(), abs=1e-5)
+        assert ages["deviation"][name] == pytest.approx(some.age.std(), abs=1e-5)
+    parts = [some.age for _, some in table.groupby(ward)]
+    want = stats.f_oneway(*parts).pvalue if len(parts) > 2 else stats.ttest_ind(*parts, equal_var=False).pvalue
+    assert ages["p_groups"].iloc[0] == pytest.approx(want, rel=1e-3)
+
+
+@masks
+def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, "regression", {"kind": "ridge", "strength": 0.1}, masked=masked)
+    found = served(here)
+    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    x, y = (torch.cat([part(k) for k in range(fed.n)]).double().numpy() for part in (
+        lambda k: fed.fetch(fed.indices("train", k)), lambda k: fed.data.y[fed.indices("train", k)]))  # fmt: skip
+    y = y * fed.data.unit + fed.data.centre
+    centre, spread = x.mean(0), x.std(0)
+    fit = Ridge(alpha=0.1 * len(x)).fit((x - centre) / np.where(spread > 0, spread, 1), y)
+    got = found[found.input != "intercept"].coefficient
+    np.testing.assert_allclose(got, fit.coef_.ravel() / np.where(spread > 0, spread, 1), atol=1e-6)
+
+
+@masks
+@pytest.mark.parametrize("options", [{"stratify": True}, {"width": 40.0, "until": 160.0}], ids=["strata", "bins"])
+def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
+    found, table = served(deployed(tmp_path, "survival", {"kind": "cox", **options}, masked=masked)), patients()
+    if "stratify" in options:
+        frame = table[["days", "died", "site", "age", "glucose"]].assign(
+            icu=table.ward == "ICU", ped=table.ward == "PED"
+        )
+        frame = frame.astype({"age": np.float32, "glucose": np.float32}).astype(float)
+        pooled = CoxPHFitter().fit(frame, "days", "died", strata=["site"])
+        np.testing.assert_allclose(found.coefficient, pooled.params_, atol=1e-5)
+
+
+@masks
+def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, masked: bool) -> None:
+    """The histograms of scores at sites are those of the simulated run of the same experiment."""
+    choice = {"kind": "conformal", "bins": 50}
+    here = deployed(tmp_path, "binary", choice, masked=masked, model={"kind": "softmax"})
+    assert here.serve() is Stop.DONE, here.audit()
+    found = results(here).to_pandas()
+    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    result = fl.simulate(here.experiment.methods[0].setting, fed)
+    want = fl.analyze("conformal", result, bins=50).table.to_pandas()
+    pd.testing.assert_frame_equal(found, want, rtol=1e-6)
