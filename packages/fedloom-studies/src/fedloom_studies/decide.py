@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from fedloom.formats import option
 from fedloom.lab.experiment import Plan
 from fedloom.lab.report import read_runs
 from fedloom.rundir import file_name
@@ -72,8 +73,8 @@ def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int
     lacking = set[int]()
     for variant, document in recipe.at(summary.scale).items():
         recorded = summary.numbers.get(variant, {})
-        known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
-        lacking |= {*wanted} - known
+        seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
+        lacking |= {*wanted} - seeds_known
         if any(ref not in recorded for ref in wanted_of_claims(recipe, document)):
             lacking |= {*wanted}
     return [seed for seed in wanted if seed in lacking]
@@ -146,7 +147,7 @@ def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str,
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")
         state = "done" if is_done(one, recipes[one.recipe], summary) else "open"
-        yield one.recipe, one.how, f"{one.hours:g}", str(len(one.claims)), state
+        yield one.recipe, one.how, option(one.hours), str(len(one.claims)), state
     for more in left:
         yield "-", more.why, "-", str(len(more.claims)), "left open"
 

@@ -178,7 +178,9 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
 def test_near_recipes_are_in_the_appendix_only() -> None:
     near = [name for name, one in recipes().items() if one.paper.mode == "near"]
     headlines = re.sub(r"<details.+?</details>|## What is open.+", "", generated(), flags=re.DOTALL)
-    reasons = {held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why)}
+    reasons = {
+        held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why + sheet.objection)
+    }
     shown = [name for name in near if f"papers/{name}.md" in headlines]
     assert set(shown) <= reasons  # a sentence on why may say what one shows; no verdict rests on it
 

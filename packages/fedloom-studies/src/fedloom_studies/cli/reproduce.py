@@ -47,7 +47,7 @@ def reproduce(
         Path | None,
         typer.Option(help="write the page of all papers to this file, and the recipes' pages into a folder"),
     ] = None,
-    others: Annotated[
+    tables_of_others: Annotated[
         bool, typer.Option("--others", help="with --page: write the page of other programs' tables instead")
     ] = False,
     estimate: Annotated[
@@ -82,7 +82,7 @@ def reproduce(
     works_through = decide and name is None and not all_
     if sum((name is not None, list_, all_, page is not None, estimate and not list_, works_through)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate, --decide")
-    if others and page is None:
+    if tables_of_others and page is None:
         raise typer.BadParameter("--others needs --page, the file to write")
     with errors():
         from fedloom.outputs import check_output_folder
@@ -108,8 +108,8 @@ def reproduce(
         from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
         if page is not None:
-            made = tables.pages if others else pages
-            write_pages(page, PAPERS_FOLDER, made(recipes(), recorded))
+            contents = (tables.pages if tables_of_others else pages)(recipes(), recorded)
+            write_pages(page, PAPERS_FOLDER, contents)
             say(f"page: {page}")
             return
         if estimate:
@@ -235,12 +235,12 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
     from fedloom_studies.reproduce import reproduce as run
     from fedloom_studies.reproduce.summary import read_summary, write_summary
 
-    known = recipes()
+    by_name = recipes()
     titles = ("recipe", "what it adds", "core-hours", "claims", "state")
-    print_texts(titles, list(decide.listing(known, results)), names=True)
+    print_texts(titles, list(decide.listing(by_name, results)), names=True)
     for one in decide.decisions()[0]:
-        for name in filter(None, (known[one.recipe].paper.rivals, one.recipe)):
-            recipe, summary = known[name], read_summary(results, name, "laptop")
+        for name in filter(None, (by_name[one.recipe].paper.rivals, one.recipe)):
+            recipe, summary = by_name[name], read_summary(results, name, "laptop")
             if decide.is_done(one, recipe, summary):
                 continue
             say(f"{name}: {one.how}")

@@ -16,6 +16,7 @@ from fedloom.formats import fixed
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import TableCell, cells
 from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.marks import count_claims
 from fedloom_studies.reproduce.page import earlier, interval, last, plot, recipe_page, state
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe
@@ -24,7 +25,11 @@ from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
 """Beside the summaries: concordances of the exact Cox regression, which `studies/scripts/brca_cox` writes."""
+AFL_LOOPS_FILE = "afl-adult.json"
+"""Beside the summaries: the public code's loops on adult in numpy, which `studies/scripts/afl_adult` repeats."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
+LOOPS_TABLE = "q-FFL against AFL, UCI adult"
+Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of others
 
 These tables were printed by other programs, on data that anybody can fetch. fedloom repeats each with its authors'
@@ -80,11 +85,11 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
 
 def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
     """Collect the recipes of every table of others, as published first."""
-    found: dict[str, list[Recipe]] = {}
+    by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
         if recipe.paper.table:
-            found.setdefault(recipe.paper.table, []).append(recipe)
-    return {table: sorted(group, key=lambda r: r.paper.mode != "published") for table, group in found.items()}
+            by_table.setdefault(recipe.paper.table, []).append(recipe)
+    return {table: sorted(group, key=lambda r: r.paper.mode != "published") for table, group in by_table.items()}
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
@@ -95,7 +100,8 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     """
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
-    yield "", overview(groups, summaries, read_document(results / EXACT_COX_FILE, dict))
+    beside = {COX_TABLE: EXACT_COX_FILE, LOOPS_TABLE: AFL_LOOPS_FILE}
+    yield "", overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
     for group in groups.values():
         for one in group:
             yield f"{one.name}.md", recipe_page(one, summaries[one.name])
@@ -106,21 +112,21 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 Summaries = Mapping[str, RecipeSummary | None]
 
 
-def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, cox: Mapping[str, Mapping[str, float]]) -> str:
-    """Render the page of all tables."""
+def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
+    """Render the page of all tables, with figures that stand beside some of them."""
     lines = [OTHERS_TEXT, "| table | cells | the fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)
         counted = "; ".join(_count(one, summaries[one.name]) for one in published)
-        judged = "; ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "not asked"
-        lines.append(f"| [{table}](#{_anchor(table)}) | {counted} | {judged} |")
+        verdicts = "; ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "not asked"
+        lines.append(f"| [{table}](#{_anchor(table)}) | {counted} | {verdicts} |")
     lines.append("")
     for table, group in groups.items():
         lines += [f"## {table}", ""]
         for one in group:
             lines += _section(one, summaries[one.name])
-        if table == COX_TABLE and cox:
-            lines += _exact_cox(cox)
+        if beside.get(table):
+            lines += {COX_TABLE: _exact_cox, LOOPS_TABLE: _loops}[table](beside[table])
     return "\n".join([*lines, WORDS_TEXT]).rstrip() + "\n"
 
 
@@ -136,8 +142,8 @@ def _current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary | N
 def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
     """Return the word for every printed cell of a recipe that was run, by column."""
     done = _current(recipe, summary)
-    found = cells(recipe, done.numbers, compare=True) if done else []
-    return {cell.column: word for cell in found if (word := name_cell(recipe, cell))}
+    shown = cells(recipe, done.numbers, compare=True) if done else []
+    return {cell.column: word for cell in shown if (word := name_cell(recipe, cell))}
 
 
 def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -157,7 +163,21 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     done = _current(recipe, summary)
     if done is None:
         return state(recipe, done)
-    return "; ".join(f"{one.claim.text}: {one.words}" for one in judge.claims(recipe, done.numbers))
+    words = [one.words for one in judge.claims(recipe, done.numbers)]
+    counted = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
+    best = max(_means(recipe, done).items(), key=lambda item: item[1])
+    top = f"best mean {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
+    return f"{top}; of {len(words)} claims {counted}"
+
+
+def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
+    """Return the mean of every column in the table's own figure."""
+    shown = cells(recipe, summary.numbers, compare=False)
+    return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
+
+
+def _name_cell_row(column: str) -> str:
+    return column.partition(", ")[0]
 
 
 def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
@@ -201,12 +221,22 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
 def _show(recipe: Recipe, cell: TableCell) -> str:
     """Render fedloom's figure, the printed one and the word for both."""
     scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
-    ours = fixed(scale * cell.mean, digits)
+    text = fixed(scale * cell.mean, digits)
     word = name_cell(recipe, cell)
-    return ours if word is None or cell.paper is None else f"{ours} / {fixed(scale * cell.paper, digits)} {word}"
+    return text if word is None or cell.paper is None else f"{text} / {fixed(scale * cell.paper, digits)} {word}"
 
 
-def _exact_cox(cox: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def _loops(loops: Figures) -> Iterator[str]:
+    """Render the figures of the public code's loops."""
+    parts = list(next(iter(loops.values())))
+    yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
+    yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
+    for name, by_part in loops.items():
+        yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
+    yield ""
+
+
+def _exact_cox(cox: Figures) -> Iterator[str]:
     """Render the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**The exact Cox regression.** `fedloom cox` fits all patients by sums, in a few rounds and without a "

@@ -162,8 +162,8 @@ class AflAdult(Source):
         adult = load("adult", data_dir, **({} if self.path is None else {"path": self.path}))
         parts = []
         for name, levels in adult.levels.items():
-            known = [k for k, level in enumerate(levels) if level != "?"]
-            parts.append(nn.functional.one_hot(adult.columns[name], len(levels))[:, known])
+            places = [k for k, level in enumerate(levels) if level != "?"]
+            parts.append(nn.functional.one_hot(adult.columns[name], len(levels))[:, places])
         of = {True: 0, False: 1}
         doctor = adult.columns["education"] == adult.levels["education"].index(PHD_LEVEL)
         return Dataset(
@@ -217,11 +217,11 @@ def _find(
     base = Path(root).expanduser()
     tried = [base] if path else [*(base / folder for folder in folders), base]
     for folder in tried:
-        found: dict[str, Any] = {
+        places: dict[str, Any] = {
             key: next((folder / name for name in names if (folder / name).is_file()), None)
             for key, names in files.items()
         }
-        if None not in found.values():
-            return found
+        if None not in places.values():
+            return places
     needed = ", ".join(" or ".join(names) for names in files.values())
     raise DataError(f"{what}: {needed} not found together; looked in {', '.join(map(str, tried))}; {cure}")

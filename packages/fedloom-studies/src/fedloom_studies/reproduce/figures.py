@@ -161,8 +161,10 @@ def _curve(run: Run, key: Key) -> Curve:
     base, _, statistic = key.metric.partition("/")
     if statistic.startswith(CLIENT_STATISTIC):
         of_clients = run.benign(key._replace(metric=base))
-        own = None if of_clients is None else of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC))
-        return EMPTY_CURVE if of_clients is None else Curve(of_clients.round[own], of_clients.value[own])
+        if of_clients is None:
+            return EMPTY_CURVE
+        points = of_clients.at(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
+        return Curve(points.round, points.value)
     if "/" not in key.metric:
         curve_points = curve(run, key, "mean")
         if len(curve_points.round):

@@ -44,8 +44,7 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with grids of equal size for every method. [How claims are judged](#how-claims-are-judged). Another page repeats
-[tables of others](others.md).
+with grids of equal size for every method. [Rules](#how-claims-are-judged). [Tables of others](others.md).
 """
 CLOSING_TEXT = """\
 The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
@@ -212,9 +211,9 @@ def _objection(
     """Render what the author could still object to, with the number of claims that are open."""
     if not sheet.objection:
         return ""
-    asked = [cell for pair in cells for cell in pair if cell.is_asked]
-    undecided = [cell for cell in asked if cell.verdict not in (looks.HOLDS, looks.FAILS)]
-    count = f"{len(undecided)} of {len(asked)} asked claims {'is' if len(undecided) == 1 else 'are'} open."
+    candidates = [cell for pair in cells for cell in pair if cell.is_asked]
+    undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
+    count = f"{len(undecided)} of {len(candidates)} asked claims {'is' if len(undecided) == 1 else 'are'} open."
     text = fill_numbers(sheet.objection, recipes, summaries)
     return f"**What its author could still object to:** {text} {count}"
 
