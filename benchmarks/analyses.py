@@ -28,7 +28,7 @@ from statsmodels.discrete.discrete_model import Logit
 import fedloom as fl
 from fedloom.analyses import Analysis, AnalysisTerms, analysis_of, answer_question, run_questions, sum_answers
 from fedloom.analyses.run import clients_of
-from fedloom.tasks.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.glm import GlmSite, fit_glm
 
 SIZES = (400, 250, 150, 120, 80)
 

@@ -10,7 +10,7 @@ from lifelines.utils import concordance_index
 from typer.testing import CliRunner
 
 from fedloom.lab.cli import app
-from fedloom.tasks.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
 
 
 def call(*words: object, code: int = 0) -> str:

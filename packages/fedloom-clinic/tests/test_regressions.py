@@ -15,11 +15,11 @@ from statsmodels.regression.linear_model import OLS
 
 import fedloom as fl
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import agreement_on
-from fedloom.tasks.glm import GlmSite, fit_glm
-from fedloom.tasks.secure_cox import fit_secure_cox
 from fedloom_clinic.cox import Cox
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import agreement_on
+from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_clinic.glm import Glm
 
 BETA = np.array([0.7, -0.04, 0.9])

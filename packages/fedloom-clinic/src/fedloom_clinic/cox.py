@@ -16,9 +16,22 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
-from fedloom.tasks.cox_sites import cox_table
-from fedloom.tasks.cox_vectors import (
+from fedloom_clinic.cells import merges
+from fedloom_clinic.columns import (
+    MAX_ROW_SHARE,
+    Floats,
+    columns_of,
+    design_of,
+    flag_columns,
+    left_out_columns,
+    ranges_of,
+    require_columns,
+    square,
+    tensor,
+    triangle,
+)
+from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
+from fedloom_clinic.fits.cox_vectors import (
     VECTOR_COUNTS,
     BinningLoss,
     CoxAgreement,
@@ -28,20 +41,8 @@ from fedloom.tasks.cox_vectors import (
     bins_with_events,
     merged_ends,
 )
-from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
-from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
-from fedloom_clinic.cells import merges
-from fedloom_clinic.columns import (
-    MAX_ROW_SHARE,
-    Floats,
-    design_of,
-    names_of,
-    ranges_of,
-    require_columns,
-    square,
-    tensor,
-    triangle,
-)
+from fedloom_clinic.fits.penalty import Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -122,7 +123,7 @@ class Cox(ScriptedAnalysis):
         return ("means", "spreads", "risk") if self.shows_rows else ("step",)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        columns = len(ranges_of(terms.schema)[0])
+        columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         if question.name in self.retried and len(question.values["beta"]) != columns:
             raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
         if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
@@ -131,20 +132,21 @@ class Cox(ScriptedAnalysis):
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        design = design_of(client, terms)
+        design = design_of(client, terms, flagged=not self.shows_rows)
         if self.shows_rows:
             return client.select(design.rows)
         vectors = SiteVectors(SurvivalSite(design.x, *design.y.T), self._merged(terms), design.left_out)
         return client.select(design.rows if vectors.rows else design.rows[:0])
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        site = _site_of(client, terms)
+        site = self._site(client, terms)
         if self.shows_rows:
             return torch.from_numpy(np.unique(site.time[site.event == 1]))
-        return torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
+        bins = torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
+        return torch.cat([bins, flag_columns(client, terms)]) if merges(terms.rules) else bins
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
-        names = names_of(terms.schema)
+        names = columns_of(terms, flagged=not self.shows_rows)
         if self.shows_rows:
             return cox_table(self._exact(ask, terms, names), names, self._agreement(terms)), None
         agreed = self._merged(terms)
@@ -160,11 +162,12 @@ class Cox(ScriptedAnalysis):
             multiples = np.rint(vector.numpy()[:-VECTOR_COUNTS] / agreed.step)
             return np.concatenate([multiples, vector.numpy()[-VECTOR_COUNTS:]]).astype(np.int64).view(np.uint64)
 
-        return cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed), None
+        table = cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed)
+        return table.append_column("merged", pa.array([left_out_columns(terms)] * len(table))), None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        p = len(ranges_of(terms.schema)[0])
+        p = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         moments = 1 + p + p * (p + 1) // 2
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric(p, most)])
@@ -186,9 +189,9 @@ class Cox(ScriptedAnalysis):
         return Bounds.join([_symmetric(agreed.length - VECTOR_COUNTS, most, agreed.step), counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
-        site, design = _site_of(client, terms), design_of(client, terms)
+        site, design = self._site(client, terms), design_of(client, terms, flagged=not self.shows_rows)
         values = {name: value.numpy() for name, value in question.values.items()}
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         scaled = (site.x - (high + low) / 2) / ((high - low) / 2)
         if question.name == "means":
             return tensor(float(len(scaled)), scaled.sum(0))
@@ -211,8 +214,12 @@ class Cox(ScriptedAnalysis):
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
 
+    def _site(self, client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
+        design = design_of(client, terms, flagged=not self.shows_rows)
+        return SurvivalSite(design.x, *design.y.T)
+
     def _agreement(self, terms: AnalysisTerms) -> CoxAgreement:
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
         return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify, ridge=self.strength)
@@ -221,12 +228,13 @@ class Cox(ScriptedAnalysis):
         agreed = self._agreement(terms)
         if terms.rules.fewest == 1:
             return agreed
-        filled = np.stack([flags.numpy() > 0 for flags in terms.published])
+        bins = 1 if self.stratify else len(agreed.ends)
+        filled = np.stack([flags.numpy()[:bins] > 0 for flags in terms.published])
         return merged_ends(agreed, filled, terms.rules.missing, terms.rules.fewest)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
         """Return the fit of all rows at their exact times."""
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
         rows = means[0]
@@ -264,11 +272,6 @@ class Cox(ScriptedAnalysis):
         return SecureCoxFit(fit, np.zeros(len(beta)), BinningLoss(int(rows), int(events), 0, 0, everyone - int(rows)))
 
 
-def _site_of(client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
-    design = design_of(client, terms)
-    return SurvivalSite(design.x, *design.y.T)
-
-
 def _open_sums(vector: Floats, p: int) -> RiskSums:
     """Return the sums that an answer to "risk" holds."""
     half = p * (p + 1) // 2
@@ -285,3 +288,18 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
     """Return the bounds of numbers of either sign."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)
+
+
+def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
+    """Return a row per column of the regression, with the rows of the fit and the events that were lost."""
+    low, high = fit.fit.interval()
+    figures = {
+        "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,
+        "bound": fit.bound,
+    }  # fmt: skip
+    facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
+    facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
+    facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
+    facts |= {} if terms.ridge is None else {"ridge": terms.ridge}
+    columns = {name: pa.array([fact] * len(names)) for name, fact in facts.items()}
+    return pa.table({"column": pa.array(names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}, **columns})

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fedloom.engine.simulate import simulate as simulate
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.lab import experiment as experiment
+    from fedloom.lab.advise.advise import advise as advise
     from fedloom.lab.comparison.compare import compare as compare
     from fedloom.lab.experiment import open_run as open_run
     from fedloom.local.settings import LocalSGD as LocalSGD
@@ -61,6 +62,7 @@ _ATTRIBUTE_PATHS = {
     "FedloomError": "fedloom.errors:FedloomError",
     "LocalSGD": "fedloom.local.settings:LocalSGD",
     "Setting": "fedloom.engine.setting:Setting",
+    "advise": "fedloom.lab.advise.advise:advise",
     "aggregators": "fedloom.rows.aggregators",
     "algorithms": "fedloom.algorithms",
     "analyses": "fedloom.analyses",

@@ -29,7 +29,8 @@ from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
-from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out
+from fedloom.data.survey.findings import findings, reason_left_out
+from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate

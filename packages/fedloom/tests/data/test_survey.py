@@ -327,6 +327,68 @@ def test_a_planted_leak_is_noted_at_every_entrance(case: str, tmp_path: Path) ->
         assert any(words in note for note in data.notes), (entrance, data.notes)
 
 
+SITES = np.repeat(list("abcdef"), N // 6)
+OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
+    "rank": (
+        lambda f: f.assign(cost=RISK(f), place=RISK(f).rank()), {"label": "cost", "task": "regression"},
+        "column 'place' gives 'cost' away",
+    ),
+    "quartiles": (
+        lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 4, labels=False)),
+        {"label": "cost", "task": "regression"}, "column 'band' gives 'cost' away",
+    ),
+    "bands by name": (
+        lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 3, labels=["mid", "a", "top"]).astype(str)),
+        {"label": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' gives 'cost' away",
+    ),
+    "above a limit": (
+        lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"label": "cost", "task": "regression"},
+        "column 'dear' gives 'cost' away",
+    ),
+    "with noise": (
+        lambda f: f.assign(cost=RISK(f), bill=RISK(f) + RNG.normal(size=N) * 0.5),
+        {"label": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
+    ),
+    "one-hot": (
+        lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"label": "stage"},
+        "column 'is_1' gives 'stage' away",
+    ),
+    "mean by site": (
+        lambda f: f.assign(site=SITES, rate=f.groupby(SITES)["ill"].transform("mean") * 100),
+        {"label": "ill", "users": "site"}, "column 'rate' is the mean of 'ill' by client",
+    ),
+    "missing at one site": (
+        lambda f: f.assign(site=SITES, crp=f["crp"].where(~((SITES == "c") & (f["ill"] == 0)))),
+        {"label": "ill", "users": "site", "impute": True}, "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
+    ),
+    "families": (
+        lambda f: f.assign(family=COUNT % 90), {"label": "ill"}, "column 'family': 90 different in 240 rows",
+    ),
+    "rounded copies": (
+        lambda f: pd.concat([noisy_copies(f).head(N // 2), noisy_copies(f).head(N // 2).round(5)]), {},
+        "have a neighbour that is far closer",
+    ),
+    "9 as a class": (lambda f: f.assign(ill=f["ill"].where(COUNT % 9 > 0, 9)), {}, "the label 'ill': 9 in 27 rows may"),
+    "the other class": (lambda f: f.assign(ill=f["ill"].map({0: "no", 1: "Yes"})), {}, "figures of one class"),
+    "coded 1 and 2": (lambda f: f.assign(ill=f["ill"] + 1), {}, "figures of one class"),
+    "long numbers": (
+        lambda f: f.assign(card=2**53 + RNG.permutation(10**6)[:N])[["card", *f.columns]], {},
+        "column 'card' has numbers beyond 9,007,199,254,740,992",
+    ),
+    "days": (
+        lambda f: f.assign(seen=[int(f"2024{1 + k % 12:02d}{1 + k % 28:02d}") for k in COUNT])[["seen", *f.columns]],
+        {}, "column 'seen' holds dates as numbers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_LEAKS)
+def test_another_leak_is_noted_at_every_entrance_and_not_without_it(case: str, tmp_path: Path) -> None:
+    build, options, words = OTHER_LEAKS[case]
+    for entrance, data in entrances(build(clean(1)).reset_index(drop=True), tmp_path, **options).items():
+        assert any(words in note for note in data.notes), (entrance, data.notes)
+
+
 CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]] = {
     "mixed": lambda r: (dict(clean(7)), {}),
     "small": lambda r: (dict(clean(8, 40)), {}),

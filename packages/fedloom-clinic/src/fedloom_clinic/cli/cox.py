@@ -53,10 +53,10 @@ def cox(
         from fedloom.errors import ConfigError
         from fedloom.lab.experiment import read
         from fedloom.lab.printing import print_rows
-        from fedloom.tasks.cox import SurvivalSite, fit_cox
-        from fedloom.tasks.cox_vectors import agreement_on
-        from fedloom.tasks.secure_cox import fit_secure_cox
         from fedloom.tasks.survival import SurvivalRows, concordance
+        from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+        from fedloom_clinic.fits.cox_vectors import agreement_on
+        from fedloom_clinic.fits.secure_cox import fit_secure_cox
 
         chosen = read_strength(penalty, strength)
         held_out = None if test is None else tuple(test.split("=", 1))

@@ -33,7 +33,7 @@ def glm(
         from fedloom.errors import ConfigError
         from fedloom.lab.experiment import read
         from fedloom.lab.printing import print_rows
-        from fedloom.tasks.glm import GlmSite, fit_glm
+        from fedloom_clinic.fits.glm import GlmSite, fit_glm
 
         chosen = read_strength(penalty, strength)
         rows = rows_by_site(read(file).source, data_dir, centre=0.0, unit=1.0)

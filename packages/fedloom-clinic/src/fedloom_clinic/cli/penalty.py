@@ -9,7 +9,7 @@ import typer
 from fedloom.lab.cli import say
 
 if TYPE_CHECKING:
-    from fedloom.tasks.penalty import Ridge
+    from fedloom_clinic.fits.penalty import Ridge
 
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
@@ -33,7 +33,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
     Raises:
         ConfigError: it is neither a number above 0 nor cv, or there is no ridge.
     """
-    from fedloom.tasks.penalty import check_penalty
+    from fedloom_clinic.fits.penalty import check_penalty
 
     try:
         value: float | str | None = text if text in (None, "cv") else float(str(text))

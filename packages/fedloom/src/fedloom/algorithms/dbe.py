@@ -1,4 +1,4 @@
-"""DBE: what is each client's own in the mean of the representation is moved out of the body, into a memory of its own.
+"""DBE: the client-specific part of the mean representation is moved from the body into a separate memory.
 
 Problem: min over x and m_1..m_n of sum_i alpha_i (f_i(x, m_i) + kappa/2 mean over features of (zbar_i - zbar)^2), m_i
 added to the representation.
@@ -14,18 +14,21 @@ Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: 
     kappa       kappa     weight of the mean regularization (MR)
     mu          momentum  weight of the newest batch in the average
 
-Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k up are of use in the first round only.
+Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers up are used only in the first
+    round.
 
-Deviations: the consensus is formed in the first round, which is a round of FedAvg by its cohort. The paper has an epoch
-of all clients before it. A client's part of it is the mean over its samples after training. The head on z + m is the
-head on z with another bias, which makes the personal model one network. Means of batches are taken without dropout.
+Deviations: the consensus is computed in the first round, which is a round of FedAvg with its cohort. The paper runs an
+    epoch of all clients before it. A client's part of the consensus is the mean over its samples after training. A head
+    on z + m equals a head on z with another bias, so the personal model is a single network. Means of batches are
+    computed without dropout.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to 1e-15, from the
 consensus on.
 
-Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer. Momentum 1.
+Defaults: kappa = 1. The paper's 50 is for 512 features, and a small network has fewer. Momentum 1.
 
-Use it if clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a
+Use it if clients observe the same objects under different conditions. With kappa = 0 and no memory it equals FedAvg. It
+needs a
 head with a bias.
 """
 
@@ -46,7 +49,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``, mean ``[k]``, formed ``[1]``: 1 once there is a mean."""
+    """x ``[d]``, mean ``[k]``, formed ``[1]``: 1 once the mean exists."""
 
     x: Tensor
     mean: Tensor
@@ -60,7 +63,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server has one."""
+    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server has the mean."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     mean: Annotated[Tensor, Mean()]
@@ -129,7 +132,7 @@ def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor
 
 
 def shifted(models: Tensor, memory: Tensor, layout: Layout) -> Tensor:
-    """Models ``[m, d]`` whose head takes z + memory in place of z."""
+    """Return models ``[m, d]`` whose head takes z + memory instead of z."""
     moved = models.clone()
     weight, bias = head_of(layout, moved)
     bias += (weight @ memory[:, :, None])[:, :, 0]

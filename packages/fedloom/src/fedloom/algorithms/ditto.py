@@ -1,4 +1,4 @@
-"""Ditto: a personal model pulled to the global one, which is trained beside it.
+"""Ditto: a personal model that is pulled to the global model, which is trained at the same time.
 
 Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimizer of the global problem.
 
@@ -13,18 +13,18 @@ ICML 2021, arXiv:2012.04221v3, Algorithm 1.
 
 Kept by a client: d (v). Sent per round: d down, d up.
 
-Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches see the same
-batches unless ``batches = "own"``. V has as many steps as w unless ``personal_epochs`` is given. ``branch = "own"`` is
-Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (d more are kept) and
-takes one batch per epoch, so that the global model is a mean of purely local runs.
+Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches use the same
+batches unless ``batches = "own"``. v takes as many steps as w unless ``personal_epochs`` is given. ``branch = "own"``
+is Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (a further d
+numbers are stored) and takes one batch per epoch, so the global model is a mean of purely local runs.
 
 Defaults: lam = 2/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps):
-FLAME's pull, for its reasons. A fixed pull makes v the global model where rounds are long and Local where they are
-short.
+FLAME's pull, for the same reasons. With a fixed pull, v would be the global model in long rounds and Local in short
+ones.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it for personal models that keep working under attack or with little data: lam moves between Local (0) and the
+Use it for personal models that remain useful under attack or with little data: lam moves them between Local (0) and the
 global model.
 """
 
@@ -49,7 +49,7 @@ class Client(NamedTuple):
 
 
 class Both(NamedTuple):
-    """v, w ``[m, d]``: the global branch is kept too."""
+    """v, w ``[m, d]``: the global branch is stored too."""
 
     v: Tensor
     w: Tensor

@@ -1,4 +1,4 @@
-"""Fed3R: a ridge classifier over all clients in one round, its classes brought to one scale.
+"""Fed3R: a ridge classifier over all clients in one round, with normalized classes.
 
 Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
 
@@ -12,19 +12,19 @@ Classifiers", ICML 2024, arXiv:2406.01116, Section 4.
     lambda   ridge     weight of the squared head
 
 Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs. No model, and zeros after the first time.
+features and c outputs. No model is sent, and after the first time only zeros.
 
-Deviations: the model's bias, if there is one, is 0. Sums are divided by the number of samples. Random Fourier features
-(Fed3R-RF) are a frozen random body of the model. Fine-tuning from the head (Fed3R-FT) is a run of another method that
-starts from this model.
+Deviations: the model's bias, if it has one, is 0. Sums are divided by the number of samples. Random Fourier features
+(Fed3R-RF) correspond to a frozen random body of the model. Fine-tuning from the head (Fed3R-FT) is a run of another
+method that starts from this model.
 
-Every class's weights are divided by their length, as in the paper, so that no class wins by its size alone. Without
-that it is analytic-fl with a ridge and no bias. Learning rate, epochs and batches change nothing, and the head is the
-same however rows lie at clients, where shares are by samples.
+Every class's weights are divided by their length, as in the paper, so no class wins only by its size. Without this step
+it equals analytic-fl with a ridge and no bias. Learning rate, epochs and batches have no effect, and the head does not
+depend on how rows are distributed over clients, if shares are by samples.
 
-Attackers: the model that they forge is a set of statistics. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
 
-Use it with a good frozen body and many classes, and to start other methods from.
+Use it with a good frozen body and many classes, or as a start for other methods.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedACS: every client starts from an attention-weighted mean of the clients most like it.
+"""FedACS: every client starts from an attention-weighted mean of the most similar clients.
 
 Problem: min over w_1..w_n of sum_i F_i(w_i) + lambda R(W), R a similarity-weighted sum of squared distances.
 
@@ -12,17 +12,18 @@ Reference: "FedACS: Federated Learning with Attention-Based Client Selection", A
     lambda    lam    weight of R
     beta_k    lr     step size of the round
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: S, its quantile and Eq. 4 are those of the cohort. Algorithm 1 and Eq. 4 have them over j = 1..n
-(``among = "all"``, a client never seen with the initial model, or ``"seen"``, without these). All clients start from
-one model, so clients never seen have cosine 1 with each other. alpha_k is 1, which makes Eq. 3 Eq. 4: R and lambda do
-not show then, with ``lam`` it is lambda beta_k, as in Theorem 2.1. The comparison with delta is >= and includes the
-client itself (strict comparison leaves the set empty when models coincide). Rows whose weights do not sum to a positive
-number fall back to the client's own model. The server receives individual models, so it supports no secure aggregation.
+Deviations: S, its quantile and Eq. 4 are computed over the cohort. Algorithm 1 and Eq. 4 use j = 1..n: ``among =
+"all"``, with the initial model for clients that never took part, or ``"seen"``, without these clients. All clients
+start from one model, so clients that never took part have cosine 1 with each other. alpha_k is 1, which turns Eq. 3
+into Eq. 4: R and lambda then have no effect. With ``lam`` the factor is lambda beta_k, as in Theorem 2.1. The
+comparison with delta is >= and includes the client itself: with a strict comparison the set is empty if models
+coincide. A client whose weights do not have a positive sum receives its own model. The server receives individual
+models, so it supports no secure aggregation.
 
-Use it if clients fall into groups that are not known. A larger ``quantile`` means a higher bar and LESS
-collaboration: 1 is Local.
+Use it if clients form groups that are not known. A larger ``quantile`` means a higher threshold and LESS collaboration:
+1 is Local.
 """
 
 from __future__ import annotations

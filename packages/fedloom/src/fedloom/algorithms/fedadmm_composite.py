@@ -1,4 +1,4 @@
-"""Composite FedADMM (Wang et al.): ADMM with partial participation whose server takes the prox of a regularizer.
+"""Composite FedADMM (Wang et al.): ADMM with partial participation. The server takes the prox of a regularizer.
 
 Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
@@ -13,18 +13,19 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
     eta        eta           1/eta is the penalty
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server keeps
-the last u of every client.
+Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server
+stores every client's last u.
 
 Deviations: u is sent, and not its difference from the last one. The server's mean over all clients is the same. Local
 work starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a constant gradient that moves by eta times it in a round, FedAvg's speed. Local work that continues from x_i
-would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regularizer, because it is
+model, which moves by eta times the gradient in a round if that is constant: FedAvg's speed. Local work that continues
+from x_i would move it by 1 - 1/e of this. If eta is given, local work starts at x_i, as in the paper. No regularizer,
+because it is
 part of the problem. Models then have no zeros, and a run warns about it.
 
-Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation. If most clients
+Use it like FedDR, which it equals with alpha = 1: composite problems with partial participation. If most clients
 are absent, its model moves little, and a run warns about it.
 """
 

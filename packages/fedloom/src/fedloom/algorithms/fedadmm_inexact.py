@@ -1,4 +1,4 @@
-"""Inexact FedADMM (Zhou and Li): a few linearised steps per dual step, several dual steps per communication.
+"""Inexact FedADMM (Zhou and Li): a few linearized steps per dual step, several dual steps per communication.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -16,16 +16,18 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2). Shares weigh the mean. Its r_i is
-for linear models. Here it starts at 1/lr. A curvature k along the last step above 2 (r + sigma) makes r k/2, by which L
-falls, where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below sigma. With r = k networks
-grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w moves
-sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is off by a
-factor above 1.9, as u of absent clients has an older one, with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps and
-batch size (without it the schedule) are unused. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x,
-to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i, not x, and tests the gradient there.
+Deviations: duals, penalty, gradients and eps omit the paper's factor 1/n (n^2 for eps). Shares weight the mean. The
+    paper's r_i is for linear models. Here it starts at 1/lr. If the curvature k along the last step is above 2 (r +
+    sigma), r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, at most by half and
+    never below sigma. With r = k, networks become sharper and sharper (Roulet et al., arXiv:2407.06183). r is sent
+within e^-10/lr to e^10/lr: a client of weight w changes sigma at most by the factor e^(20 w). One sigma applies to all
+clients: r0 times the geometric mean of the r_i. It changes if it is off by a factor above 1.9, because u of absent
+clients uses an older sigma. With ``rho`` both are fixed, and r_i = 1/lr. Epochs, steps and batch size have no effect,
+nor does the schedule if batch size is not set. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x,
+to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i instead of x, and evaluates the gradient there.
 
-Defaults: r0 = 1/inner and up to five linearised steps (six full gradients), 0.6 of the way to a local solution.
+Defaults: r0 = 1/inner and up to five linearized steps (six full gradients), which go 0.6 of the way to a local
+    solution.
 
 Use it if full gradients are cheap.
 """
@@ -63,7 +65,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """u ``[m, d]``, curvature = log(r lr)/10 ``[m, 1]``: small beside u, so that clipping and noise leave it of use."""
+    """u ``[m, d]``, curvature = log(r lr)/10 ``[m, 1]``: small compared to u, so it survives clipping and noise."""
 
     u: Annotated[Tensor, Kept(primary=True)]
     curvature: Annotated[Tensor, Kept()]

@@ -1,4 +1,4 @@
-"""FedALA: a client mixes the received model into its own, parameter by parameter, as its data ask, and trains that.
+"""FedALA: a client mixes the received model into its own by a learned weight per parameter, and trains the result.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -16,15 +16,15 @@ TsingZ0/FedALA).
 
 Kept by a client: d + h (w, a), h the parameters that adapt. Sent per round: d down, d up.
 
-Deviations: s % of the data are the first s % of the batches of an epoch of their own. The paper learns the weights
-until their loss settles in the first round in which the two models differ. Here for ``first`` passes. The personal
-model is the client's own after its training, not the mixture with the newest received one.
+Deviations: s % of the data are the first s % of the batches of a separate epoch. The paper learns the weights until
+their loss converges, in the first round in which the two models differ. Here it learns them for ``first`` passes. The
+personal model is the client's own model after its training, and not the mixture with the newest received model.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with as many
-passes in the first round.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with the same
+number of passes in the first round.
 
-Use it if the received model helps some of the layers only, with eta = 0 all weights stay 1 and it is FedAvg whose
-personal models are the clients' last.
+Use it if the received model helps only some of the layers. With eta = 0 all weights stay 1, and it equals FedAvg with
+the clients' last models as personal models.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""FedAMP: clients whose models are close pull each other, by a mixture of models for every client.
+"""FedAMP: clients with similar models attract each other through a separate mixture of models for every client.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t/sigma).
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the authors.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have published no code.
 
     paper      here     meaning
     w_i        w        personal model, last upload of every client
@@ -13,21 +13,20 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the a
     lambda     lam      pull of w_i to u_i, lam/alpha_k
     sigma      sigma    width of A
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are over the cohort (``among = "all"``: over every client's last model, as in the paper, where
-everyone takes part). The paper wants alpha_k so small that xi_ii is not negative, where it is not, the other weights
-are scaled to sum to 1. alpha_k is one number for all rounds unless
-``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i. ``start =
-"server"`` starts it at u_i, as FedACS does.
+Deviations: mixtures are over the cohort. With ``among = "all"`` they are over every client's last model, as in the
+paper, where all clients take part. The paper requires alpha_k so small that xi_ii is not negative. Otherwise the other
+weights are scaled to sum 1. alpha_k is constant over rounds unless ``decay`` is given (the paper's experiments decrease
+it in steps). Local work starts at the client's own w_i. ``start = "server"`` starts it at u_i, as in FedACS.
 
 Defaults: alpha = reach sqrt(rounds)/2, where reach is the length of a round (lr times its mean number of steps): the
-pull lam/alpha is FLAME's, for its reasons. Sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+pull lam/alpha is FLAME's, for the same reasons. sigma = 2 (n - 1) alpha, so xi_ii is at least 1/2.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, once the pull has a gradient
-(there it is formed of detached values, so that it pulls nothing) and is squared.
+(their code detaches it, so it has no effect) and is squared.
 
-Use it with small models, whose distances mean something, for networks there is HeurFedAMP, which looks at angles. The
+Use it with small models, whose distances are meaningful. For networks, use HeurFedAMP, which compares angles. The
 server receives individual models, so it supports no secure aggregation.
 """
 

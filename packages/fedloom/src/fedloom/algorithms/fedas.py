@@ -1,4 +1,6 @@
-"""FedAS: the received body is first aligned to the client's prototypes. Bodies count by their Fisher information.
+"""FedAS: the received body is first aligned to the client's prototypes.
+
+Bodies are weighted by their Fisher information.
 
 Problem: min over x and h_1..h_n of sum_i alpha_i f_i(h_i, x).
 
@@ -12,21 +14,21 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
     FIM trace  fisher  sum over an epoch's batches of the squared gradient of their mean loss
 
 Kept by a client: d (w). Sent per round: the body's parameters down, those and 1 up. The server receives the bodies of
-single clients: no secure aggregation and no robust rule.
+individual clients, so it supports neither secure aggregation nor robust rules.
 
-Deviations: in the alignment every sample counts alike, in the public code every class of a batch. It has the round's
-step size. 0.01 there. In the authors' own code a client aligns what the client before it aligned. A client's Fisher
-information counts times its share alpha_i. Absent clients compute nothing. The personal model is the client's own after
-its training.
+Deviations: all samples have equal weight in the alignment. In the public code, the classes of a batch have equal
+    weight. The alignment uses the round's step size, and 0.01 in the public code. In the authors' code a client aligns
+the result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
+clients compute nothing. The personal model is the client's own model after its training.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, with equal shares, ``lr`` 0.01
-and every sample of the alignment alike.
+and equal weights of samples in the alignment.
 
-Attackers: a forged model counts by its own Fisher information. In one round of five clients, noise in the place of a
-model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
+Attackers: a forged model is weighted by its own Fisher information. In one round of five clients, noise in place of a
+    model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
 
-Use it if heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
-alignment and one client it is Local, as on a model that is all head, and a run warns about it.
+Use it if heads are personal and few clients take part in a round, so bodies change between a client's rounds. With no
+alignment and one client it equals Local. The same holds for a model that is all head, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedAvg: average of locally trained models.
+"""FedAvg: the average of locally trained models.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -12,10 +12,10 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none by default: a client counts by its samples, n_k/n. ``weights = "uniform"`` is the plain mean. The
-server may step by ``server_lr`` (1 is the paper).
+Deviations: none by default. A client is weighted by its samples, n_k/n. ``weights = "uniform"`` gives the plain mean.
+    The server may take a step of length ``server_lr`` (1 in the paper).
 
-Use it as the reference of every comparison. With several local steps and clients that differ its limit is biased.
+Use it as the baseline of every comparison. With several local steps and clients that differ, its limit is biased.
 """
 
 from __future__ import annotations

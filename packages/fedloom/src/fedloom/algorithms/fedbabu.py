@@ -1,4 +1,6 @@
-"""FedBABU: only the body is trained in the rounds, under a head that stays as it was drawn. Then clients tune both.
+"""FedBABU: rounds train only the body, with a head that keeps its random initial values.
+
+Afterwards clients fine-tune both.
 
 Problem: min over phi of sum_i alpha_i f_i(h, phi), h fixed, then a few steps on f_i from there.
 
@@ -12,17 +14,18 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is made where it is asked for and never sent. Its gradients count as work of the round after which it was made.
+is computed on demand, and never sent. Its gradients count as work of the round after which it is computed.
 
-Deviations: the head is the last layer with a matrix unless ``head`` names others.
+Deviations: the head is the last layer with a matrix unless ``head`` names other layers.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and tuned models, to 1e-15, once the
-last mean is sent before the fine-tuning. There each client tunes the body that it had in the last round.
+last mean is sent before the fine-tuning. In their code each client fine-tunes the body of its last round.
 
-Defaults: whole models are tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local epochs
-where that is more: the head has to be learned from where it was drawn, in steps of the run's size.
+Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local
+epochs if that is more: the head must be learned from random values, in steps of the run's size.
 
-Use it if clients share features but not labels, and new clients come: what it sends does not know labels. On a
+Use it if clients share features but not labels, and new clients will join: the shared body does not depend on labels of
+the head. On a
 model that is all head it trains nothing in the rounds, and a run warns about it.
 """
 
@@ -47,7 +50,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``, as it was drawn."""
+    """head ``[m, h]``, its initial values."""
 
     head: Tensor
 

@@ -1,4 +1,4 @@
-"""FedBN: all is shared but the normalization layers, which stay with their client.
+"""FedBN: everything is shared except the normalization layers, which stay at their client.
 
 Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalization layers.
 
@@ -11,10 +11,10 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
 
 Kept by a client: the parameters of its normalization layers. Sent per round: all others, down and up.
 
-Deviations: the statistics of the layers are no parameters, for evaluation they come from the client's own training
-part. Normalisation layers are known by the shapes of their parameters (a weight with fewer than two dimensions, or of
-the shape of the bias; a PReLU looks the same), of whatever kind. ``layers`` names others. A model without any is
-refused: it would be FedAvg.
+Deviations: the statistics of the layers are not parameters. For evaluation they are computed from the client's own
+training part. Normalization layers of any kind are recognized by the shapes of their parameters: a weight with fewer
+than two dimensions, or with the shape of the bias. A PReLU has the same shapes. ``layers`` names others. A model
+without such layers is rejected, because the method would equal FedAvg.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15.
 
@@ -42,13 +42,13 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """norm ``[m, k]``, the k parameters that stay."""
+    """norm ``[m, k]``, the k personal parameters."""
 
     norm: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in the parameters that stay."""
+    """dw ``[m, d]``, zero for the personal parameters."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
 

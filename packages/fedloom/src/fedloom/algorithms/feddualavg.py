@@ -1,4 +1,4 @@
-"""FedDualAvg: federated dual averaging, means are taken in the dual space and proxes at the primal points.
+"""FedDualAvg: federated dual averaging. Means are computed in the dual space, and the prox at the primal points.
 
 Problem: min over x of sum_i alpha_i f_i(x) + psi(x), psi convex.
 
@@ -16,16 +16,16 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the server adds t up from the clients' reports, because step sizes and numbers of steps may change, with
-constant ones it is the paper's. The received model that weighers may ask about is z.
+Deviations: the server adds up t from the clients' reports, because step sizes and numbers of steps may change. If they
+are constant, this equals the paper. A weigher that reads the received model reads z.
 
 Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same z and w, to
-1e-15, once its L1 prox takes all parameters, as here. There it takes the kernels of dense layers.
+1e-15, once its L1 prox covers all parameters, as here. Their prox covers the kernels of dense layers.
 
-Defaults: no regularizer, as it belongs to the problem. The method is then FedAvg, and a run warns about it.
+Defaults: no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns about it.
 
 Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
-The weight t of psi grows without bound as the steps add up, so it wants small steps near the end.
+The weight t of psi grows without bound as the steps add up, so use small steps near the end.
 """
 
 from __future__ import annotations

@@ -14,20 +14,21 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 
 Kept by a client: d (hi). Sent per round: d down, d up.
 
-Deviations: alpha is the paper's constant. The public code scales a client's by mean(n)/n_i (``scaled``, one number more
-down), which weighs by samples in itself and so takes ``weights = "uniform"``, and clips gradients at 10, here a setting
-of local training. The difference w - x travels once: the server's h and its mean over the cohort both come from it.
+Deviations: alpha is the paper's constant. The public code scales a client's alpha by mean(n)/n_i (``scaled``, one more
+number down). This already weights by samples, so it needs ``weights = "uniform"``. It also clips gradients at 10, which
+is a setting of local training here. The difference w - x is sent once: both the server's h and its mean over the cohort
+use it.
 
 Replayed: the clients of alpemreacar/FedDyn (48a19fa) give the same models, to 1e-15, with ``scaled`` and clipping at
 10.
 
 Defaults: alpha = 1/reach, where reach is the length of a round (lr times its mean number of steps): on a constant
-gradient the server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
+gradient the server's model moves by 1/alpha times the gradient in a round, which is FedAvg's speed.
 
 Attackers: h repeats the change of the mean. In a round of m of n clients, a forged model moves theta 1 + m/n times as
 far as in FedAvg.
 
-Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
+Use it like SCAFFOLD, with half the traffic, if the local problem is solved well. Large steps with small alpha can
 diverge.
 """
 
@@ -53,7 +54,7 @@ class Server(NamedTuple):
 
 
 class ScaledModel(NamedTuple):
-    """x ``[d]``, mean ``[1]``: samples of a client on average."""
+    """x ``[d]``, mean ``[1]``: mean number of samples per client."""
 
     x: Tensor
     mean: Tensor

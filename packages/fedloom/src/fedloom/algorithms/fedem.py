@@ -1,4 +1,4 @@
-"""FedEM: every client's model is a mixture of a few networks that all clients train, with weights of its own.
+"""FedEM: every client's model is a mixture of a few shared networks, with its own weights.
 
 Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of
 -log sum_m pi_im p(y | x_m)).
@@ -13,14 +13,16 @@ Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
 
 Kept by a client: M (pi). Sent per round: d down, d up, d the parameters of all M components.
 
-Deviations: none. A step is on sum_m q_m (-log p(y | theta_m)) with the q of the round's start (Eq. 9), as the loss of
-the mixture plus a term. The paper's server has no model for clients that it does not know. The components with equal
-weights are none either. A new client's pi takes one expectation over its samples.
+Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)) with q from the start of the round (Eq. 9), as the
+loss of the mixture plus a term. The paper's server has no model for unknown clients. A mixture with equal weights is
+not such a model either. A new client's pi takes one expectation step over its samples.
 
 Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, give the same x, pi
-and predictions, to 1e-15, a new client's pi too. In its mean of a cohort absent clients count with what they received.
+and predictions, to 1e-15, also a new client's pi. Its mean over a cohort includes absent clients with the model that
+they received.
 
-Use it if clients mix a few kinds of data in other proportions. Set ``mixture`` in [model] to the number of kinds, 3
+Use it if each client mixes the same few kinds of data in its own proportions. Set ``mixture`` in [model] to the number
+of kinds, 3
 in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
 """
 
@@ -88,22 +90,22 @@ class FedEM(Algorithm):
 
 
 def components(layout: Layout) -> int:
-    """M, the components of a model. 1 where it is no mixture."""
+    """Return M, the number of components of a model, or 1 without a mixture."""
     return layout.shapes[layout.names.index(MIXING)][0] if MIXING in layout.names else 1
 
 
 def losses(logits: Tensor, y: Tensor, count: int) -> Tensor:
-    """-log p(y) ``[b, M]`` by component, from the logits of all of them ``[b, M c]``."""
+    """Return -log p(y) ``[b, M]`` by component, from the logits of all components ``[b, M c]``."""
     logs = log_probabilities(logits.unflatten(1, (count, -1)))
     return -logs.gather(2, y.long().view(-1, 1, 1).expand(-1, count, 1))[:, :, 0]
 
 
 def shares(loss: Tensor, log_pi: Tensor) -> Tensor:
-    """q ``[b, M]`` of samples with the losses ``[b, M]`` (Eq. 7)."""
+    """Return q ``[b, M]`` of samples with the losses ``[b, M]`` (Eq. 7)."""
     return (log_pi - loss).softmax(1)
 
 
 def surrogate(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, log_pi: Any) -> Tensor:
-    """Eq. 9 less the loss of the mixture itself, by sample."""
+    """Return Eq. 9 minus the loss of the mixture itself, by sample."""
     share = shares(losses(anchors[0], y, len(log_pi)), log_pi)
     return (share * losses(z, y, len(log_pi))).sum(1) - losses(outputs, y, 1)[:, 0]

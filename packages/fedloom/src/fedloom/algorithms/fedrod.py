@@ -20,10 +20,10 @@ as 1e-9 samples. The personal head starts at zero. There as a copy of the generi
 one at first. Both heads are linear, so the personal model is one network with the sum of both.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads
-start at zero. There they start as copies of the generic one.
+start at zero. Their personal heads start as copies of the generic head.
 
-Use it if labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
-FedAvg. It needs classes and a head with a bias.
+Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0 the generic branch
+equals FedAvg. It needs classes and a head with a bias.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: what a client adds to the head."""
+    """head ``[m, h]``: the difference that a client adds to the head."""
 
     head: Tensor
 
@@ -69,7 +69,7 @@ class FedRoD(Algorithm):
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None
 
     def _shift(self, work: Work, like: Tensor) -> Tensor:
-        """Gamma log n_ic in the place of the head's bias, ``[m, d]``."""
+        """Return gamma log n_ic in the coordinates of the head's bias, ``[m, d]``."""
         bias = masks.head(work.layout) & ~masks.matrices(work.layout)
         prior = self.gamma * work.class_counts.clamp(min=1e-9).log()
         prior = prior[:, 1:] - prior[:, :1] if bias.sum() == 1 else prior  # one output for two classes

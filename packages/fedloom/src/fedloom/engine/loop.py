@@ -39,10 +39,12 @@ class Hooks:
     Attributes:
         scores_with_training: clients score the models of a round with the training of the next, in one message.
         robust_losses: whether the run diverges is judged by the median of the clients' losses, not by their mean.
+        pause: round after which the run is evaluated and interrupted. None: the run goes on.
     """
 
     scores_with_training = False
     robust_losses = False
+    pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
         """Prepare the next round. Why it must not begin, if it must not."""
@@ -145,6 +147,10 @@ class _Loop:
                     if not self.state.is_scored:
                         self._evaluate()
                     return Stop.STOPPED, sentence or ""
+                if self.state.round == hooks.pause:
+                    if not self.state.is_scored:
+                        self._evaluate()
+                    return Stop.INTERRUPTED, ""
                 if interrupted:
                     return Stop.INTERRUPTED, ""
                 if save:

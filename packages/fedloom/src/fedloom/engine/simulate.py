@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
@@ -59,6 +59,7 @@ def simulate(
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
     advance: bool = True,
+    pause: int | None = None,
     ranks: Ranks = SINGLE_RANK,
     initial: Tensor | Mapping[str, Tensor] | None = None,
     cohorts: Sequence[Sequence[int] | Tensor] | None = None,
@@ -79,6 +80,8 @@ def simulate(
         progress: called after every round. A sentence that one returns ends the run, and an error of one is a warning
             (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
+        pause: round after which the run is evaluated and interrupted. The same call with a later round, or without
+            it, resumes.
         ranks: processes that all make this call, from `fedloom.processes.distributed.joined`. The models are then those
             of rank 0.
         initial: the initial model, ``[d]`` or a state dict. This and the next three replay other people's code: they
@@ -105,7 +108,9 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.create(fed)
-    if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
+    seed: object = choices.get("seed")
+    several = isinstance(seed, Iterable) and not isinstance(seed, str)
+    if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
         )
@@ -141,7 +146,7 @@ def simulate(
         result = Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
     else:
         with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
-            hooks = _Simulation(job, clients, progress, interrupted)
+            hooks = _Simulation(job, clients, progress, interrupted, pause)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
             result.notes += hooks.warnings
     result.notes[:0] = [f"data: {note}" for note in fed.remarks]
@@ -152,9 +157,15 @@ class _Simulation(Hooks):
     """Actions of a simulation around its rounds."""
 
     def __init__(
-        self, job: Job, clients: Clients, progress: Sequence[Progress], interrupted: Callable[[], bool]
+        self,
+        job: Job,
+        clients: Clients,
+        progress: Sequence[Progress],
+        interrupted: Callable[[], bool],
+        pause: int | None,
     ) -> None:
         self._job, self._clients, self._progress, self._interrupted = job, clients, progress, interrupted
+        self.pause = pause
         self._guard = Guard()
         self._drawn = rng_states()
 

@@ -158,6 +158,11 @@ class ScoreVector:
         self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = 4 * len(self._names)
 
+    @property
+    def parts(self) -> list[str]:
+        """Part whose samples weigh each score, in the order of the vector."""
+        return [part or "train" for _, part, _ in self._names]
+
     def definable(self, client: int) -> int:
         """Return, as bits, the `figures` that a site's samples define for any model's predictions.
 

@@ -200,7 +200,7 @@ class Partition(Value):
             DataError: data that cannot be read, or a table whose target is the same in every row.
         """
         data = Dataset.create(data)
-        if not isinstance(seed, (int, np.integer)):
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         self._check_design(data)

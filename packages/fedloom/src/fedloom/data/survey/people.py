@@ -48,11 +48,13 @@ EMAIL_PATTERN = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Signs that make digits a phone or insurance number rather than a measurement."""
-DECIMAL_PATTERN = re.compile(r"-?\d+\.\d+")
+MIN_PHONE_DIGITS = 7
+"""Digits of a phone number. Years as 1889-90 and days as 10/22-25 have fewer."""
+DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
 """Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
-STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
+STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """A street with a number, in either order."""
 MIN_SENTENCE_WORDS = 4
 """Words of a cell from which it is a sentence, not the name of a level."""
@@ -97,7 +99,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     if not many or not letters:
         return ""
     if sum(bool(PHONE_PATTERN.fullmatch(t) and PHONE_SIGN_PATTERN.search(t) and not DECIMAL_PATTERN.fullmatch(t) and
-        not CALENDAR_DAY_PATTERN.fullmatch(t))
+        not CALENDAR_DAY_PATTERN.fullmatch(t) and sum(map(str.isdigit, t)) >= MIN_PHONE_DIGITS)
            for t in texts) >= MIN_PATTERN_SHARE * len(texts):  # fmt: skip
         return "phone or insurance numbers"
     if (
@@ -127,4 +129,6 @@ def _reaches(what: str, texts: list[str], text: bool) -> bool:
         return text
     if what == "email addresses":
         return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
-    return sum(sum(c.isdigit() for c in t) >= 6 for t in texts) >= MIN_PATTERN_SHARE * len(texts)
+    return sum(
+        sum(c.isdigit() for c in t) >= 6 and DECIMAL_PATTERN.fullmatch(t) is None for t in texts
+    ) >= MIN_PATTERN_SHARE * len(texts)

@@ -8,16 +8,17 @@ from importlib.metadata import entry_points
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
-from fedloom.lab.cli import analyze, bench, facts, init, models, runs, tune, watch
-from fedloom.lab.cli._app import DataDir, FileArgument, Join, app, errors, say, worker_count
+from fedloom.lab.cli import advise, analyze, bench, facts, init, models, runs, tune, watch
+from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, app, errors, say, worker_count
 from fedloom.lab.cli._complete import algorithms, offer, one_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "DataDir", "FileArgument", "Join", "algorithms", "analyze", "app", "bench", "errors", "facts", "init", "main",
-    "models", "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
+    "DataDir", "ExecutorName", "FileArgument", "Join", "advise", "algorithms", "analyze", "app",
+    "bench", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "tune",
+    "watch", "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

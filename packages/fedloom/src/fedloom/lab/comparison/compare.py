@@ -120,7 +120,8 @@ def compare(
             it. Every process returns the whole comparison.
         executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
             ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
-            modules that its workers can import; data travel, once per worker. A search runs here.
+            modules that its workers can import; data travel, once per worker. The search for the settings of a method
+            is one call.
         progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
@@ -180,7 +181,9 @@ def _compared(
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
-            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress, join)
+            document, chosen = _tuned(
+                definition, document, place.with_name(f"{place.name}-tune"), progress, join, executor
+            )
         plan = Plan(definition.read(document), place)
         for line in plan.remarks if progress else ():
             remark(line)
@@ -201,7 +204,12 @@ def _compared(
 
 
 def _tuned(
-    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool, join: bool
+    definition: GivenExperiment,
+    document: dict[str, Any],
+    out: Path,
+    progress: bool,
+    join: bool,
+    executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """Return the document with the settings that a search chose, and these settings by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
@@ -210,7 +218,7 @@ def _tuned(
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
-        findings = search.run(lambda *_: None, hear, join=join)
+        findings = search.run(lambda *_: None, hear, join=join, executor=executor)
     for sentence in (
         (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress else ()
     ):

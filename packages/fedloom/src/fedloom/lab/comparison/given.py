@@ -85,6 +85,7 @@ class GivenExperiment:
         choices: the fields of `Setting` that all methods share.
         analyses: as values, names or tables.
         keywords: further ones that the caller takes, for messages.
+        call: what the user calls, for messages.
 
     Attributes:
         document: the experiment as a file would have it, with values in the place of tables.
@@ -106,19 +107,20 @@ class GivenExperiment:
         choices: Mapping[str, Any],
         analyses: Sequence[Any] = (),
         keywords: Iterable[str] = (),
+        call: str = "compare",
     ) -> None:
         numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
         if not numbers:
             raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
         if "seed" in choices:
             raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")
-        source, partition = _federation(data, partition)
+        source, partition = _federation(data, partition, call)
         tables = _methods(methods)
         way = _call_places(tables, keywords)
         for key, value in choices.items():
             if key not in way.keys:
-                raise unknown("key", key, way.keys, "compare", way.hint(key, value))
-        self._way = replace(way, keys=(*way.keys, "method", "analysis"))
+                raise unknown("key", key, way.keys, call, way.hint(key, value))
+        self._call, self._way = call, replace(way, keys=(*way.keys, "method", "analysis"))
         chosen = {"analysis": read_analyses(analyses, "compare: analyses")}
         chosen |= {key: value for key, value in choices.items() if value is not None}
         head = {"name": name, "seeds": numbers, "data": source, "partition": partition, "tune": tune}
@@ -136,9 +138,9 @@ class GivenExperiment:
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]
 
-    def read(self, document: Mapping[str, Any], where: str = "compare") -> Experiment:
+    def read(self, document: Mapping[str, Any], where: str = "") -> Experiment:
         """Make the experiment of `document`, in which a search may have changed the methods' tables."""
-        return parse(document, where, self._way)
+        return parse(document, where or self._call, self._way)
 
 
 def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
@@ -158,10 +160,10 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
     return replace(way, tables=tables, plain=keys, keys=keys)
 
 
-def _federation(data: object, partition: object) -> tuple[Source | dict[str, str], Partition]:
+def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
     """Return where the data come from, as a value or a table, and how they are split."""
     if data is None:
-        raise ConfigError("compare: data is missing: give a federation, a list of clients, a data set, or its name")
+        raise ConfigError(f"{call}: data is missing: give a federation, a list of clients, a data set, or its name")
     if (
         partition is None
         and isinstance(data, list | Mapping)
@@ -170,25 +172,25 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
         data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
-            raise ConfigError("compare: the data are split already; leave partition out, or give a data set")
+            raise ConfigError(f"{call}: the data are split already; leave partition out, or give a data set")
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
-            "compare: say how the data are split among clients, as in partition=fl.partitions.dirichlet(clients=10, "
+            f"{call}: say how the data are split among clients, as in partition=fl.partitions.dirichlet(clients=10, "
             "beta=0.5); or give a federation"
         )
     if isinstance(partition, str) or (
         isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)
     ):
-        partition = SETTING_TABLES["partition"].read(partition, "compare: partition", "partition", Setting.places())
+        partition = SETTING_TABLES["partition"].read(partition, f"{call}: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
-        raise ConfigError("compare: partition has split data already: give it in the place of the data")
+        raise ConfigError(f"{call}: partition has split data already: give it in the place of the data")
     if isinstance(partition, type) and issubclass(partition, Partition):
-        raise ConfigError("compare: partition is a class: call it with its options")
+        raise ConfigError(f"{call}: partition is a class: call it with its options")
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
-            f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
+            f"{call}: partition must be one of {kinds}, got {partition!r:.80}; clients that "
             "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import RiskSums, SurvivalSite, likelihood, risk_sums
-from fedloom.tasks.penalty import Floats, Likelihood
+from fedloom_clinic.fits.cox import RiskSums, SurvivalSite, likelihood, risk_sums
+from fedloom_clinic.fits.penalty import Floats, Likelihood
 
 Ring = NDArray[np.uint64]
 """Numbers modulo 2^64."""
@@ -38,7 +38,8 @@ class CoxAgreement(NamedTuple):
         step: to multiples of which sums are rounded.
         ties: how events of one bin, or of one time, are treated.
         stratify: every site has a baseline hazard of its own, and times are exact.
-        ridge: strength of the penalty, see `fedloom.tasks.penalty`. Sites then also send sums of columns and squares.
+        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. Sites then also send sums of columns and of
+            their squares.
     """
 
     ends: Floats

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from statsmodels.duration.hazard_regression import PHReg
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.cox import TIES_METHODS, SurvivalSite, fit_cox, risk_sums
-from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors
+from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox, risk_sums
+from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors
 from tests.commands import call
 
 BETA = np.array([0.7, -0.04, 0.9])

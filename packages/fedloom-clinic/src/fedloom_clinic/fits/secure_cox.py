@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, newton
-from fedloom.tasks.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, open_sum
-from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, newton
+from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, open_sum
+from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
 """(a vector of every site) -> their sum modulo 2^64, in which masks cancel."""

@@ -13,11 +13,11 @@ from statsmodels.api import GLM
 from statsmodels.api import families as glm_families
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.cox import TIES_METHODS, SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import agreement_on, binned
-from fedloom.tasks.glm import GLM_FAMILIES, GlmSite, fit_glm
-from fedloom.tasks.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
-from fedloom.tasks.secure_cox import fit_secure_cox
+from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import agreement_on, binned
+from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmSite, fit_glm
+from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
+from fedloom_clinic.fits.secure_cox import fit_secure_cox
 
 
 def patients(rows: int, seed: int) -> SurvivalSite:

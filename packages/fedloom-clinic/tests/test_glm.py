@@ -10,7 +10,7 @@ from statsmodels.api import GLM, OLS, Logit
 from statsmodels.api import families as glm_families
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.glm import GLM_FAMILIES, GlmSite, fit_glm
+from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmSite, fit_glm
 from tests.commands import call
 
 BETA = np.array([0.7, -0.03, 0.5])

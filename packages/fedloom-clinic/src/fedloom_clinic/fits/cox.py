@@ -19,7 +19,7 @@ import numpy as np
 
 from fedloom.errors import DataError
 from fedloom.hints import unknown
-from fedloom.tasks.penalty import (
+from fedloom_clinic.fits.penalty import (
     At,
     Floats,
     Likelihood,
@@ -31,7 +31,7 @@ from fedloom.tasks.penalty import (
     jeffreys,
     ridged,
 )
-from fedloom.tasks.separation import (
+from fedloom_clinic.fits.separation import (
     MAX_CONDITION_NUMBER,
     MIN_SUPPORT_SHARE,
     check_columns,
@@ -215,7 +215,7 @@ def fit_cox(
         ties: how tied event times are treated.
         stratify: every site has a baseline hazard of its own.
         names: of the columns, for messages.
-        penalty: "ridge" or "firth", see `fedloom.tasks.penalty` for their scale.
+        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for their scale.
         strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
@@ -325,9 +325,13 @@ def newton(
             break
         beta, here = _stepped(at, beta, step, here)
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
-        direction = separation() if separation else recession(first.information, here.information, steps, rise)
+        direction = separation() if separation else None
         if direction is not None:
-            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE if separation is None else 0.0)
+            raise no_finite_fit(direction, names, intercepts, 0.0)
+        # without one, far cells may contradict by less than rounding
+        direction = recession(first.information, here.information, steps, rise)
+        if direction is not None:
+            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
             f"the fit has not converged after {MAX_NEWTON_STEPS} steps; look at the columns {', '.join(names)}"

@@ -20,10 +20,10 @@ import fedloom as fl
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
-from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import agreement_on, binned
-from fedloom.tasks.secure_cox import fit_secure_cox, ring_sum
 from fedloom.tasks.survival import SurvivalRows, baseline, brier, concordance, observed_expected, partial_loss
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.cox_vectors import agreement_on, binned
+from fedloom_clinic.fits.secure_cox import fit_secure_cox, ring_sum
 from tests.commands import call
 
 lifelines = pytest.importorskip("lifelines")

@@ -20,8 +20,8 @@ from scipy.special import expit
 
 from fedloom.errors import DataError
 from fedloom.hints import unknown
-from fedloom.tasks.cox import Wald, check_varying, newton
-from fedloom.tasks.penalty import (
+from fedloom_clinic.fits.cox import Wald, check_varying, newton
+from fedloom_clinic.fits.penalty import (
     At,
     Floats,
     Likelihood,
@@ -33,7 +33,7 @@ from fedloom.tasks.penalty import (
     jeffreys,
     ridged,
 )
-from fedloom.tasks.separation import separating
+from fedloom_clinic.fits.separation import separating
 
 Link = Callable[[Floats], Floats]
 GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
@@ -109,7 +109,7 @@ def fit_glm(
         family: one of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least 0.
         names: of the columns.
         by_site: names of the sites, each of which then has an intercept of its own.
-        penalty: "ridge" or "firth", see `fedloom.tasks.penalty` for their scale.
+        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for their scale.
         strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
@@ -178,7 +178,7 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """Find a direction in which the likelihood has no maximum, see `fedloom.tasks.separation`.
+    """Find a direction in which the likelihood has no maximum, see `fedloom_clinic.fits.separation`.
 
     It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one, of a
     Poisson regression if x b is 0 in every row with a count and not above 0 in any other.

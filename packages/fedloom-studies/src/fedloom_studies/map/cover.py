@@ -1,0 +1,90 @@
+"""Cover the map by a few methods: the portfolio that `fedloom advise` races.
+
+In a setup, a choice of methods loses the regret: how far the best of them is behind the best of all methods, on mean
+test figures at equal gradients. Local training and FedAvg are always chosen. A greedy cover adds the method that lowers
+the mean regret over setups most, then the largest one, then by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tomli_w
+
+from fedloom.lab.experiment import Tune, parse
+from fedloom.lab.tune import space_of
+from fedloom.values import dump
+from fedloom_studies.map.records import DONE_STATUS, CellRecord
+from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
+
+FIRST_METHODS = REFERENCE_METHODS[:2]
+"""Methods of every portfolio."""
+PORTFOLIO_SIZE = 6
+"""Methods of the portfolio."""
+STEP_SIZE_KEY = "local.lr"
+"""Setting whose range a race takes from its own file."""
+Figures = Mapping[str, Mapping[str, float]]
+"""Mean test figure of every method, by setup."""
+
+FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for their settings.
+# Local training and FedAvg always take part. The others are a greedy cover of the map's records at equal gradients:
+# each one lowers the mean regret of the best choice most. The range of step sizes comes from the user's file.
+# Written by `python studies/scripts/advise portfolio`.
+"""
+
+
+def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord]) -> Figures:
+    """Mean test figure of every method that is done, by setup, of the setups in which methods are tuned."""
+    figures: dict[str, dict[str, float]] = {}
+    for setup in setups:
+        for (name, method), record in records.items():
+            means = [series.mean[-1] for series in record.seeds.values()]
+            numbers = [mean for mean in means if mean is not None]
+            if setup.ranks and name == setup.name and record.status == DONE_STATUS and numbers:
+                figures.setdefault(name, {})[method] = math.fsum(numbers) / len(numbers)
+    return figures
+
+
+def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
+    """Regret of a choice of methods in every setup."""
+    return {
+        setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
+        for setup, means in figures.items()
+    }
+
+
+def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
+    """Choose methods greedily.
+
+    >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
+    ('local', 'fedavg', 'x')
+    """
+    chosen = list(FIRST_METHODS)
+    names = sorted({name for means in figures.values() for name in means} - {*chosen})
+
+    def loss(name: str) -> tuple[float, float, str]:
+        by_setup = regrets(figures, [*chosen, name]).values()
+        return math.fsum(by_setup) / len(by_setup), max(by_setup), name
+
+    while len(chosen) < size and len(chosen) < len(names) + len(FIRST_METHODS):
+        chosen.append(min(loss(name) for name in names if name not in chosen)[2])
+    return tuple(chosen)
+
+
+def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
+    """Portfolio that is chosen without a setup, and its regret there, by setup."""
+    chosen = {setup: cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
+    return {setup: (methods, regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
+
+
+def write_portfolio(methods: Sequence[str]) -> str:
+    """Write the frozen file."""
+    spaces = dict[str, Any]()
+    for name in methods:
+        plan = parse({"data": {"source": "digits"}, "method": [{"algorithm": name}]}, name)
+        space = space_of(plan.methods[0], Tune(), name)
+        settings = {k: list(d) if isinstance(d, tuple) else dump(d) for k, d in space.items() if k != STEP_SIZE_KEY}
+        spaces |= {name: settings} if settings else {}
+    return FILE_HEAD + tomli_w.dumps({"methods": list(methods), "space": spaces})

@@ -1,0 +1,101 @@
+"""advise: which method, with which settings, for the clients that Python holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any, Unpack
+
+from fedloom.data.dataset import default_to_cpu
+from fedloom.engine.setting import Choices, GivenModel
+from fedloom.errors import ConfigError, RunDirError, entered
+from fedloom.lab.advise.answer import Advice
+from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
+from fedloom.lab.comparison.given import GivenExperiment
+from fedloom.lab.progress import remark
+from fedloom.lab.report.comparison.pairs import checked_margin
+from fedloom.rundir import place_of
+
+
+@default_to_cpu()
+@entered("python")
+def advise(
+    data: object,
+    model: GivenModel | None = None,
+    *,
+    partition: object = None,
+    budget: float = DEFAULT_BUDGET_RUNS,
+    margin: float | None = None,
+    tune: Mapping[str, Any] | None = None,
+    folder: Path | str | None = None,
+    join: bool = False,
+    progress: bool = True,
+    name: str = "advice",
+    **choices: Unpack[Choices],
+) -> Advice:
+    """Race a small portfolio of methods, to advise which one to use for these clients.
+
+    The race reads training and validation data only. Its gains come from validation data that it did not use.
+
+    Args:
+        data: a federation, a data set, its name, arrays or clients, as in `fedloom.compare`.
+        model: as in `fedloom.simulate`. Softmax when None.
+        partition: how a data set is split among clients.
+        budget: gradients of the race, in runs of FedAvg with all ``rounds``.
+        margin: differences up to it do not matter, in the units of the metric (0.01 of an accuracy is one point). None:
+            none is stated.
+        tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
+        folder: directory of the race, from which the same call resumes. None: a temporary one.
+        join: share the race with other processes that make the same call with the same folder.
+        progress: write a line after every comparison, on standard error.
+        name: of the experiment that is written.
+        choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
+            ``seed`` is of the split, and of the first run of every method.
+
+    Returns:
+        The answer. Its method ``lines`` has it in words.
+
+    Raises:
+        ConfigError: values that cannot work. Nothing has been run then.
+        DataError: no data set can be made of the data.
+        RunDirError: the folder holds another race.
+        RunStopped: interrupted, or no method has a result.
+    """
+    if find_spec("optuna") is None:
+        raise ConfigError("advise: needs Optuna: pip install 'fedloom[tune]'")
+    from fedloom.lab.advise.advisor import Advisor
+
+    if join and folder is None:
+        raise ConfigError("advise: join shares the runs of a folder; give a folder that all processes have")
+    place = None if folder is None else place_of(folder, "advise: folder")
+    if "seeds" in choices:
+        raise ConfigError("advise: a race chooses the seeds of its runs; give seed, of the split and of the first run")
+    seed = choices.pop("seed", 0)
+    keywords = ["seeds", *(keyword for keyword in signature(advise).parameters if keyword != "choices")]
+    definition = GivenExperiment(
+        [AVERAGE_METHOD], data, partition, [seed], dict(tune or {}), name, {"model": model, **choices}, (), keywords,
+        call="advise",
+    )  # fmt: skip
+    temporary = None if place is not None else Path(mkdtemp(prefix="fedloom-"))
+    out = temporary / "race" if temporary is not None else place
+    assert out is not None
+    tell = remark if progress else _be_silent
+    try:
+        advisor = Advisor(
+            definition.document, "advise", out, budget=budget, margin=checked_margin(margin), read=definition.read
+        )
+        tell(advisor.plan)
+        return advisor.run(tell, join=join)
+    except RunDirError as error:
+        raise RunDirError(str(error).replace("choose another --out", "give another folder")) from None
+    finally:
+        if temporary is not None:
+            rmtree(temporary, ignore_errors=True)
+
+
+def _be_silent(_line: str) -> None:
+    """Say nothing."""

@@ -1,0 +1,338 @@
+"""The answer of a race: the method and its settings, what it gains, what every client should do, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedloom.data.federation import Federation
+from fedloom.errors import RunStopped, Stop
+from fedloom.formats import duration, finite, options, pair, percent, shorten_list, significant, write_total
+from fedloom.lab.advise.laps import DECIDING_PART, ESTIMATING_PART, Arm
+from fedloom.lab.advise.looks import INTERVAL_LEVEL, RACE_ERROR_LEVEL, PairedDifference, shrink_gains
+from fedloom.lab.advise.race import (
+    ALONE_METHOD,
+    AVERAGE_METHOD,
+    RaceOutcome,
+    difference_of,
+    difference_table,
+)
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, within_line
+from fedloom.lab.report.tables import write_difference
+from fedloom.metrics import metric as facts
+from fedloom.storage.files import write_atomic
+
+ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
+"""Files of an answer: the experiment with the advised method, the answer for programs, and the clients' part."""
+MAX_NAMED_CLIENTS = 6
+"""Clients that a line names."""
+
+
+class Verdict(StrEnum):
+    """Name the outcomes of a race."""
+
+    TOGETHER = "use this method"
+    ALONE = "training alone is enough"
+    UNDECIDED = "undecided within this budget"
+
+
+class Choice(StrEnum):
+    """Name what a client may do."""
+
+    JOIN = "join"
+    TUNE = "fine-tune"
+    ALONE = "stay alone"
+
+
+class ClientAdvice(NamedTuple):
+    """Advice for one client.
+
+    Attributes:
+        name: of the client.
+        choice: what it should do.
+        gain: predicted gain of the method over training alone, from the data of the race, above 0 if the method is
+            better.
+        estimate: mean gain on the client's kept validation data. Nan where it has none.
+        half: half of the interval of the estimate, over seeds. Nan with one seed.
+    """
+
+    name: str
+    choice: Choice
+    gain: float
+    estimate: float
+    half: float
+
+
+class Advice(NamedTuple):
+    """The answer of a race.
+
+    Attributes:
+        verdict: the answer in words.
+        method: the best federated method, which leads the race unless training alone does.
+        arms: the chosen settings, by label.
+        metric: that decided.
+        gains: the method minus local training, and minus FedAvg, on validation data that the race did not use, above 0
+            where the method is better. None where a run failed.
+        racing: methods that are still in the race, the best first.
+        departures: of every method that left: the method that was better, the look, and the difference on the data of
+            the race.
+        left_out: why a method did not take part.
+        more: gradients that would decide. None where none are needed, or no number of seeds would decide.
+        clients: advice for every client.
+        cost: of one run of the method: rounds, gradients, bytes, and hours (None without devices).
+        spent: gradients that the race took.
+        budget: gradients that the race might take.
+        looks: number of looks.
+        margin: differences that do not matter. None: none was stated.
+        kept: validation samples that only the answer used.
+    """
+
+    verdict: Verdict
+    method: str
+    arms: Mapping[str, Arm]
+    metric: str
+    gains: Mapping[str, PairedDifference | None]
+    racing: tuple[str, ...]
+    departures: Mapping[str, tuple[str, int, float, str]]
+    left_out: Mapping[str, str]
+    more: int | None
+    clients: tuple[ClientAdvice, ...]
+    cost: Mapping[str, float | None]
+    spent: int
+    budget: int
+    looks: int
+    margin: float | None
+    kept: int
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Settings of the method."""
+        return dict(self.arms[self.method].params)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Methods that the advised method is compared with."""
+        return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
+
+    def lines(self) -> list[str]:
+        """Write the answer in about ten lines."""
+        settings = options(self.params)
+        use = f"{self.method}{f' with {settings}' if settings else ''}"
+        head = {
+            Verdict.TOGETHER: f"use {use}",
+            Verdict.ALONE: f"{Verdict.ALONE}; the best federated method is {use}",
+            Verdict.UNDECIDED: f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}",
+        }[self.verdict]
+        lines = [f"answer: {head}"]
+        for label in self.references:
+            lines.append(f"gain over {label}: {self._gain(label)}")
+        lines.append(f"in the race: {', '.join(self.racing)}{self._left}")
+        lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
+        lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
+        lines.append(
+            f"the race took {self.spent:,} of {self.budget:,} gradients; the chance that the best method left is at "
+            f"most {percent(RACE_ERROR_LEVEL)}"
+        )
+        lines.append(
+            f"gains: {self._title}, above 0 if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
+            f"{self.kept:,} validation samples that the race did not use; no test data were read"
+        )
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """Return the answer as plain values, unrounded and unscaled, None where nothing is known."""
+        return {
+            "verdict": str(self.verdict), "method": self.method, "settings": self.params, "metric": self.metric,
+            "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
+            "racing": list(self.racing),
+            "departures": {
+                label: dict(zip(("rival", "look", "difference", "reason"), one, strict=True))
+                for label, one in self.departures.items()
+            },
+            "left_out": dict(self.left_out), "gradients_to_decide": self.more, "margin": self.margin,
+            "clients": [one._asdict() | {"choice": str(one.choice)} for one in self.clients],
+            "cost": dict(self.cost), "spent": self.spent, "budget": self.budget, "looks": self.looks,
+            "level": RACE_ERROR_LEVEL, "kept_samples": self.kept,
+        }  # fmt: skip
+
+    @property
+    def _title(self) -> str:
+        return within_line(figure(self.metric).title) + (" in points" if figure(self.metric).scale == 100 else "")
+
+    @property
+    def _more(self) -> str:
+        if self.more is None:
+            return "more seeds would not decide it, as the clients gain too differently"
+        return f"about {significant(self.more, 2)} more gradients would decide"
+
+    def _gain(self, label: str) -> str:
+        gap = self.gains[label]
+        if gap is None or not math.isfinite(gap.mean):
+            return "not known: too few validation samples were kept, or a run failed"
+        return pair(*write_difference(self.metric, gap.mean, gap.half_width()))
+
+    @property
+    def _left(self) -> str:
+        parts = [
+            f"{label} ({f'failed: {reason}' if reason else f'behind {rival}, look {look}'})"
+            for label, (rival, look, _, reason) in self.departures.items()
+        ]
+        return f"; left: {', '.join(parts)}" if parts else ""
+
+    @property
+    def _choices(self) -> str:
+        by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
+        return "; ".join(
+            f"{len(names)} {choice} ({shorten_list(names, MAX_NAMED_CLIENTS)})"
+            for choice, names in by_choice.items()
+            if names
+        )
+
+    @property
+    def _cost(self) -> str:
+        hours = self.cost["hours"]
+        time = "give [devices] for the time" if hours is None else f"{duration(60 * hours)} on the devices"
+        return (
+            f"{write_total(self.cost['rounds'] or 0)} rounds, {write_total(self.cost['gradients'] or 0)} gradients, "
+            f"{significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"
+        )
+
+
+def form_advice(
+    outcome: RaceOutcome,
+    fed: Federation,
+    metric: str,
+    margin: float | None,
+    budget: int,
+    work: int,
+    left_out: Mapping[str, str],
+) -> Advice:
+    """Form the answer of a race.
+
+    Args:
+        outcome: of the race.
+        fed: the federation of the race.
+        metric: that decided.
+        margin: differences that do not matter. None: none is stated.
+        budget: gradients that the race might take.
+        work: gradients of a whole run.
+        left_out: why a method did not take part.
+
+    Raises:
+        RunStopped: no method has a result.
+    """
+    sign = 1.0 if facts(metric).higher else -1.0
+    if not outcome.racing:
+        first = next(iter(outcome.departures.values()))
+        raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
+    shared = [label for label in outcome.racing if label != ALONE_METHOD]
+    method = shared[0] if shared else AVERAGE_METHOD  # which has trained to the end in any case
+    verdict, more = _decide(outcome, method, margin, work, sign)
+    gains = {
+        label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
+        for label in (ALONE_METHOD, AVERAGE_METHOD)
+        if label != method
+    }
+    of_method = [result for (label, _), result in outcome.results.items() if label == method]
+    cost: dict[str, float | None] = {
+        "rounds": of_method[0].round,
+        "gradients": float(np.mean([one.samples for one in of_method])),
+        "bytes": float(np.mean([one.bytes for one in of_method])),
+        "hours": None if of_method[0].seconds is None else float(np.mean([one.seconds for one in of_method])) / 3600,
+    }
+    departures = {
+        label: (one.rival, one.look, one.difference.mean if one.difference else math.nan, one.reason)
+        for label, one in outcome.departures.items()
+    }
+    return Advice(
+        verdict, method, outcome.arms, metric, gains, outcome.racing, departures, left_out, more,
+        _advise_clients(outcome, fed, method, sign), cost, outcome.spent, budget, outcome.looks, margin,
+        int(fed.sizes(ESTIMATING_PART).sum()),
+    )  # fmt: skip
+
+
+def write_answer(out: Path, advice: Advice, experiment: str) -> None:
+    """Write the files of an answer."""
+    head = "".join(f"# {line}\n" for line in advice.lines())
+    write_atomic(out / ADVISED_FILE, f"# Written by 'fedloom advise'.\n{head}{experiment}".encode())
+    record = json.dumps(_finite_only(advice.record()), indent=2, allow_nan=False)
+    write_atomic(out / ADVICE_FILE, f"{record}\n".encode())
+    rows = [[one.name, str(one.choice), *map(_cell, one[2:])] for one in advice.clients]
+    write_atomic(out / CLIENTS_FILE, csv_of(["client", "choice", "predicted_gain", "kept_gain", "half"], rows).encode())
+
+
+def _decide(
+    outcome: RaceOutcome, method: str, margin: float | None, work: int, sign: float
+) -> tuple[Verdict, int | None]:
+    """Decide the verdict, and the gradients that would decide an open race."""
+    if ALONE_METHOD not in outcome.racing:
+        return Verdict.TOGETHER, None
+    gap = difference_of(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
+    if outcome.racing == (ALONE_METHOD,):
+        return Verdict.ALONE, None
+    if gap is None:
+        return Verdict.UNDECIDED, None
+    if margin is not None and gap.mean + gap.half_width(2 * outcome.level) < margin:
+        return Verdict.ALONE, None
+    seeds = gap.seeds_needed(outcome.level)
+    return Verdict.UNDECIDED, None if seeds is None else 2 * (seeds - gap.seeds) * work
+
+
+def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
+    """Advice for every client: alone where the predicted gain is below 0, else the better of the method's models."""
+    read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
+    kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
+    personal = _personal_gains(outcome, method, sign)
+    gains = np.full(fed.n, math.nan) if read is None else shrink_gains(read)
+    advice = []
+    for k, name in enumerate(fed.names):
+        alone = outcome.racing == (ALONE_METHOD,) if math.isnan(gains[k]) else gains[k] < 0
+        choice = Choice.ALONE if alone else Choice.TUNE if personal[k] > 0 else Choice.JOIN
+        values = np.array([]) if kept is None else kept[:, k]
+        half = _half(values)
+        estimate = float(values.mean()) if values.size else math.nan
+        advice.append(ClientAdvice(name, choice, float(gains[k]), estimate, half))
+    return tuple(advice)
+
+
+def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
+    """Personal minus shared model by client, ``[clients]``: 1 or -1 where only one exists."""
+    results = [result for (label, _), result in outcome.results.items() if label == method]
+    pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
+    personal, shared = pairs[0]
+    if personal is None or shared is None:
+        scores = personal if personal is not None else shared
+        return np.full(0 if scores is None else len(scores), -1.0 if personal is None else 1.0)
+    return shrink_gains(np.array([sign * (a - b) for a, b in pairs if a is not None and b is not None]))
+
+
+def _half(values: Any) -> float:
+    """Half of the interval of a client's mean over seeds."""
+    if len(values) < 2 or not np.isfinite(values).all():
+        return math.nan
+    from scipy.stats import t  # slow to import
+
+    return float(t.isf(INTERVAL_LEVEL / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def _of_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
+    return None if gap is None else {"mean": finite(gap.mean), "half": finite(gap.half_width()), "clients": gap.clients}
+
+
+def _cell(value: float) -> float | str:
+    return round(value, 12) if math.isfinite(value) else ""
+
+
+def _finite_only(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite_only(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite_only(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

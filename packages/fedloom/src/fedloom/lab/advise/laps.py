@@ -1,0 +1,233 @@
+"""Laps: runs of a race, each from where the lap before it ended, scored on two halves of the validation data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.federation import Federation, Split
+from fedloom.data.groups import subjects_of
+from fedloom.data.subjects.cut import ranks_within
+from fedloom.engine.setting import Evaluate, Setting
+from fedloom.engine.simulate import Progress, simulate
+from fedloom.engine.state import State
+from fedloom.errors import CodeError, PartitionError, Refused, RunStopped, Stop
+from fedloom.formats import finite
+from fedloom.processes.clients import CLIENT_COUNTS
+from fedloom.seeds import generator
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.files import make_folder, write_atomic
+
+LAP_FILE = "lap.json"
+"""File of a lap with its result."""
+DECIDING_PART, ESTIMATING_PART = "validation", "test"
+"""Parts of the federation of a race: what the race reads, and what only the answer reads. Both are validation data."""
+Subjects = NDArray[np.int64]
+"""Numbers of subjects ``[k]``, rising, or a number of each."""
+MODEL_KINDS = ("global", "personal", "hybrid")
+"""Models that are scored where a method has them. The last one is what a client would use."""
+
+
+class Arm(NamedTuple):
+    """Method with the settings that one entry of the race has.
+
+    Attributes:
+        label: of the method.
+        number: of the entry among those of its method, 0 for the file's own settings.
+        params: values by setting.
+    """
+
+    label: str
+    number: int
+    params: Mapping[str, Any]
+
+
+class Lap(NamedTuple):
+    """An arm with a seed, trained up to a share of the work of a whole run."""
+
+    arm: Arm
+    seed: int
+    depth: float
+
+
+class LapResult(NamedTuple):
+    """What a lap has led to.
+
+    Attributes:
+        round: rounds so far.
+        samples: samples whose gradient was taken so far, personal models of the last evaluation included.
+        trained: the same without these models.
+        bytes: sent so far, both ways.
+        seconds: virtual time so far. None without devices.
+        scores: value of every client by part, by model. None where it is not known.
+        reason: why there are no scores. Empty otherwise.
+    """
+
+    round: int
+    samples: int
+    trained: int
+    bytes: int
+    seconds: float | None
+    scores: Mapping[str, Mapping[str, Sequence[float | None]]]
+    reason: str = ""
+
+    def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
+        """Value of every client on a part, of the model that a client would use or of a given one. None without one."""
+        kinds = [model] if model else [kind for kind in reversed(MODEL_KINDS) if kind in self.scores]
+        scores = self.scores.get(kinds[0]) if kinds else None
+        return None if scores is None else np.array([np.nan if v is None else v for v in scores[part]])
+
+
+def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
+    """Make the federations of a race, one for each of its seeds: without test data, with a part for the answer.
+
+    Half of the validation subjects of every client are kept for the answer, as the part ``test``. The race reads them
+    with no seed. The other half decides with the first seed. Further seeds validate on as many other subjects, from the
+    training part, and train on the half instead, so that every seed adds validation data. Where an order is known, all
+    seeds validate on the later half. Subjects stay whole, and classes keep their shares. A client with one validation
+    subject gives it to the race.
+    """
+    cut = _Cut(fed)
+    decide, kept = cut.halve_validation()
+    design = fed.data.design
+    turns = [0] * seeds if design is not None and design.order is not None else range(seeds)
+    first = cut.make(decide, kept, decide)
+    return [first if turn == 0 else cut.make_fold(decide, kept, turn, seeds) or first for turn in turns]
+
+
+class _Cut:
+    """Rows of the training and validation parts, by subject."""
+
+    def __init__(self, fed: Federation) -> None:
+        self._fed, units = fed, subjects_of(fed.data)
+        parts = [fed.parts[part].index.cpu().numpy() for part in ("train", DECIDING_PART)]
+        owners = [fed.owner(part).cpu().numpy() for part in ("train", DECIDING_PART)]
+        self._rows, self._owner = np.concatenate(parts), np.concatenate(owners)
+        self._validates = np.repeat([False, True], [len(rows) for rows in parts])
+        self._who = self._rows if units is None else units.numpy()[self._rows]
+        purpose = generator(fed.seed, purpose="advise")
+        self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
+
+    def halve_validation(self) -> tuple[Subjects, Subjects]:
+        """Subjects of the validation part that decide, and those that are kept for the answer."""
+        subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
+        return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
+
+    def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
+        """Make the federation of a further seed. None if a client would be left without a training sample."""
+        try:
+            return self.make(self._take_fold(decide, turn, turns), kept, decide)
+        except PartitionError:  # all of its subjects are at other clients, too
+            return None
+
+    def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
+        """As many other subjects of every client from the training part, spread over its classes."""
+        clients = self._fed.n
+        trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
+        sizes = np.bincount(home, minlength=clients)
+        wanted = np.minimum(np.bincount(self._ranked(decide)[1], minlength=clients), sizes // 2)[home]
+        place = rank + (turn * sizes[home]) // (turns * np.maximum(wanted, 1))  # other ones with every seed
+        in_fold = (place + 1) * wanted // sizes[home] > place * wanted // sizes[home]
+        fold: Subjects = trained[in_fold]
+        return fold
+
+    def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
+        """Make the federation that decides by some subjects. ``first`` decide with the first seed."""
+        fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
+        chosen = np.isin(self._who, decide) & rests
+        masks = {"train": rests & ~chosen, DECIDING_PART: chosen, ESTIMATING_PART: np.isin(self._who, kept)}
+        none = torch.zeros(0, dtype=torch.int64, device=fed.device)
+        partition = fed.partition and {**fed.partition, "test": 0.0}  # no test data, on purpose
+        parts = {part: self._part(mask) for part, mask in masks.items()}
+        return replace(fed, parts={**fed.parts, **parts}, test=none, partition=partition)
+
+    def _part(self, mask: NDArray[np.bool_]) -> Split:
+        order = np.flatnonzero(mask)
+        order = order[np.argsort(self._owner[order], kind="stable")]
+        ends = np.concatenate([[0], np.cumsum(np.bincount(self._owner[order], minlength=self._fed.n))])
+        index, offsets = torch.from_numpy(self._rows[order]), torch.from_numpy(ends)
+        return Split(index.to(self._fed.device), offsets.to(self._fed.device))
+
+    def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
+        """Subjects, the client of each, and its rank there: by class, and within it at random."""
+        rows = np.flatnonzero(np.isin(self._who, subjects))
+        subjects, first = np.unique(self._who[rows], return_index=True)
+        place = rows[first]
+        home = self._owner[place]
+        y = self._fed.data.y[torch.from_numpy(self._rows[place]).to(self._fed.device)]
+        label = y.reshape(len(place), -1)[:, -1].double().cpu().numpy()
+        order = np.lexsort((self._draw[subjects], label, home))
+        return subjects, home, ranks_within(home, order, np.bincount(home, minlength=self._fed.n))
+
+
+def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
+    """Make the run of an arm, which is evaluated where a lap ends."""
+    evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
+    return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
+
+
+def run_lap(
+    setting: Setting, fed: Federation, stop_at: int, metric: str, folder: Path, progress: Sequence[Progress]
+) -> bool:
+    """Train up to a round in a folder, from its checkpoint if there is one, and write the result.
+
+    Returns:
+        Whether the lap came to its end. The user stopped it otherwise.
+    """
+    try:
+        result = simulate(setting, fed, folder=folder, progress=progress, pause=stop_at)
+        if result.stop is Stop.INTERRUPTED and result.state.round < stop_at:
+            return False
+        lost = "" if result.stop in (Stop.DONE, Stop.INTERRUPTED) else str(RunStopped(result.stop, result.detail))
+        lap = _result(result.state, metric, lost)
+    except (RunStopped, CodeError, Refused) as error:
+        lap = LapResult(0, 0, 0, 0, None, {}, str(error))
+    make_folder(folder)
+    write_atomic(folder / LAP_FILE, json.dumps(lap._asdict(), sort_keys=True, allow_nan=False).encode())
+    return True
+
+
+def read_lap(folder: Path) -> LapResult:
+    """Read the result of a lap."""
+    return LapResult(**json.loads((folder / LAP_FILE).read_text(encoding="utf-8")))
+
+
+def copy_checkpoint(before: Path, folder: Path) -> None:
+    """Start a lap where another one has ended, if its state is in its checkpoint. Else the lap trains from round 1."""
+    names = [path.name for path in before.iterdir()] if before.is_dir() else []
+    states = [name for name in names if name != LAP_FILE]
+    whole = states and all(name.startswith("checkpoint-") for name in states)
+    if whole and not any(folder.glob("checkpoint-*")):
+        make_folder(folder)
+        Checkpoints(before).copy_newest(folder)
+
+
+def _result(state: State, metric: str, lost: str) -> LapResult:
+    counts = dict(zip(CLIENT_COUNTS, state.totals.tolist(), strict=False))
+    whole = state.records.last("", "", "samples_backward")
+    scores = dict[str, dict[str, list[float | None]]]()
+    for model in MODEL_KINDS:
+        parts = {part: state.records.last(model, part, metric) for part in (DECIDING_PART, ESTIMATING_PART)}
+        if parts[DECIDING_PART] is not None:
+            scores[model] = {
+                part: [] if values is None else [finite(float(v)) for v in values] for part, values in parts.items()
+            }
+    used = next((scores[kind] for kind in reversed(MODEL_KINDS) if kind in scores), {})
+    if not lost and all(value is None for value in used.get(DECIDING_PART, [])):
+        lost = f"the validation {metric} is not a number at any client"
+    return LapResult(
+        state.round,
+        int(counts["samples_backward"] if whole is None else whole[0]),
+        int(counts["samples_backward"]),
+        int(counts["bytes_up"] + counts["bytes_down"]),
+        None if state.clock is None else float(state.clock.now),
+        {} if lost else scores,
+        lost,
+    )

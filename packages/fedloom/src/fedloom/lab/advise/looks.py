@@ -1,0 +1,195 @@
+"""Looks: paired differences of two methods over clients and seeds, and the level that each look at them may spend.
+
+The difference of two methods is a table with a value for every seed and client. Both have a random effect: a client
+gains more or less than another one, and a seed favours one method at all clients. The standard error has the mean
+squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. So neither many clients with
+one lucky seed nor many seeds at one unusual client decide. A pair has few seeds, so the variance of its seeds is at
+least the one that all methods of the race have in common.
+
+A race looks several times. The levels of its looks add up to the level of the race (the spending function of Lan and
+DeMets that resembles Pocock's), and each look divides its level among the rivals of a method. By Bonferroni's
+inequality the method that is best leaves with at most the level of the race, however the looks depend on each other.
+
+References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (readers and
+cases as clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+RACE_ERROR_LEVEL = 0.05
+"""Largest chance that the best method leaves a race."""
+INTERVAL_LEVEL = 0.05
+"""One minus the coverage of a printed interval."""
+
+Values = NDArray[np.float64]
+
+
+class SeedPool(NamedTuple):
+    """What seeds do to the difference of any two methods of a race.
+
+    Attributes:
+        variance: of the mean over clients of a difference, from seed to seed.
+        degrees: degrees of freedom of the variance.
+    """
+
+    variance: float
+    degrees: int
+
+
+class PairedDifference(NamedTuple):
+    """Mean of a difference over clients and seeds.
+
+    Attributes:
+        mean: of all clients and seeds.
+        of_clients: mean square of the clients' means.
+        of_seeds: mean square of the seeds' means, at least the one of the pool. Nan with one seed.
+        of_rest: mean square of the rest. Nan with one seed.
+        clients: number of clients.
+        seeds: number of seeds.
+        seed_degrees: degrees of freedom of ``of_seeds``.
+    """
+
+    mean: float
+    of_clients: float
+    of_seeds: float
+    of_rest: float
+    clients: int
+    seeds: int
+    seed_degrees: int
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean. Nan with fewer than two clients."""
+        return self._error(self.seeds)
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of the standard error."""
+        extra = max(0.0, self.of_seeds - self.of_rest) if self.seeds > 1 else 0.0
+        parts = [(self.of_clients, self.clients - 1), (extra, self.seed_degrees)]
+        below = sum(square**2 / free for square, free in parts if square)
+        return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
+
+    def _error(self, seeds: int) -> float:
+        """Compute the standard error of the mean with another number of seeds."""
+        if self.clients < 2:
+            return math.nan
+        if self.seeds < 2:
+            return math.sqrt(self.of_clients / self.clients)
+        extra = max(0.0, self.of_seeds - self.of_rest)
+        lasting = max(0.0, self.of_clients - self.of_rest) / self.seeds
+        passing = (self.of_rest if lasting else self.of_clients) + extra
+        return math.sqrt((lasting + passing / seeds) / self.clients)
+
+    def p_above(self) -> float:
+        """One-sided p of a mean above 0. 1 where nothing can be tested."""
+        if not self.error > 0:
+            return 0.0 if self.error == 0 and self.mean > 0 else 1.0
+        from scipy.stats import t  # slow to import
+
+        return float(t.sf(self.mean / self.error, self.degrees))
+
+    def half_width(self, level: float = INTERVAL_LEVEL) -> float:
+        """Half of the two-sided interval of the mean. Nan with fewer than two clients."""
+        from scipy.stats import t  # slow to import
+
+        return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
+
+    def seeds_needed(self, level: float, most: int = 1000) -> int | None:
+        """Find the number of seeds with which a mean of this size would differ from 0. None where no number would do.
+
+        Args:
+            level: one-sided.
+            most: seeds that are tried.
+        """
+        from scipy.stats import t  # slow to import
+
+        quantile = float(t.isf(level, max(1, self.clients - 1)))
+        errors = ((seeds, self._error(seeds)) for seeds in range(self.seeds + 1, most + 1))
+        return next((seeds for seeds, error in errors if abs(self.mean) >= quantile * error), None)
+
+
+def pool_seeds(values: Values) -> SeedPool | None:
+    """Estimate what seeds do to differences from all methods: the interaction of methods and seeds.
+
+    Args:
+        values: ``[methods, seeds, clients]``. A client with a value that is not finite is left out.
+
+    Returns:
+        None with one seed, one method or no client.
+    """
+    values = values[:, :, np.isfinite(values).all((0, 1))]
+    methods, seeds, clients = values.shape
+    if methods < 2 or seeds < 2 or not clients:
+        return None
+    means = values.mean(2)
+    rest = means - means.mean(0) - means.mean(1, keepdims=True) + means.mean()
+    degrees = (methods - 1) * (seeds - 1)
+    return SeedPool(2 * float((rest**2).sum()) / degrees, degrees)
+
+
+def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDifference:
+    """Summarise a difference by seed and client.
+
+    Args:
+        values: ``[seeds, clients]``. A client with a value that is not finite is left out of every seed.
+        pool: what seeds do to all methods. None: it is not known.
+    """
+    values = values[:, np.isfinite(values).all(0)]
+    seeds, clients = values.shape
+    if not clients or not seeds:
+        return PairedDifference(math.nan, math.nan, math.nan, math.nan, 0, seeds, 0)
+    mean, by_client, by_seed = float(values.mean()), values.mean(0), values.mean(1)
+    rest = values - by_client - by_seed[:, None] + mean
+    free = (seeds - 1) * (clients - 1)
+    of_pair = float(((by_seed - mean) ** 2).sum()) / (seeds - 1) if seeds > 1 else math.nan
+    return PairedDifference(
+        mean,
+        seeds * float(((by_client - mean) ** 2).sum()) / (clients - 1) if clients > 1 else math.nan,
+        clients * max(of_pair, 0.0 if pool is None else pool.variance),
+        float((rest**2).sum()) / free if free else math.nan,
+        clients,
+        seeds,
+        max(seeds - 1, 0 if pool is None else pool.degrees),
+    )
+
+
+def shrink_gains(values: Values) -> Values:
+    """Predict the difference of every client from all clients, ``[clients]``: its mean, shrunk towards their mean.
+
+    It is the best linear unbiased prediction of the two-way model: the share of the clients' variance that lasts over
+    seeds stays. Clients with a value that is not finite get the mean of the others.
+
+    Args:
+        values: difference ``[seeds, clients]``.
+    """
+    summary, finite = pair_differences(values), np.isfinite(values).all(0)
+    share = 1.0
+    if summary.seeds > 1 and summary.clients > 1:
+        lasting = max(0.0, summary.of_clients - summary.of_rest)
+        share = lasting / summary.of_clients if summary.of_clients > 0 else 0.0
+    gains = np.full(values.shape[1], summary.mean)
+    gains[finite] += share * (values[:, finite].mean(0) - summary.mean)
+    return gains
+
+
+def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
+    """Divide the level of a race among its looks, the first one first.
+
+    Args:
+        looks: number of looks, fixed before the first one.
+        level: of all looks together.
+
+    >>> levels = spend_level(3)
+    >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)
+    (True, 0.05)
+    """
+    spent = [level * math.log1p((math.e - 1) * look / looks) for look in range(looks + 1)]
+    return [later - earlier for earlier, later in pairwise(spent)]

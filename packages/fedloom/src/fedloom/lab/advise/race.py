@@ -1,0 +1,286 @@
+"""The race: which arms run which laps, which settings stay, and which methods leave.
+
+Every method begins with as many settings. After a ninth of the work of a whole run with one seed, the best third or so
+of each method's settings stays. After a third of the work, with two seeds, one setting of each method stays. From then
+on methods are compared: a method leaves when another one is better by more than chance (`fedloom.lab.advise.looks`).
+The methods that stay, and local training and FedAvg for comparison, train to the end. What is left of the budget buys
+further seeds while the race is open.
+
+The functions here choose laps and read their results. They train nothing, so they can be tested with any results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.errors import ConfigError
+from fedloom.formats import percent, significant
+from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
+from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
+
+EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
+"""Shares of the work of a whole run after which settings or methods are compared."""
+FIRST_SEEDS, MOST_SEEDS = 2, 5
+"""Seeds with which methods are compared first, and at most."""
+MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
+"""Times at which methods may leave."""
+ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
+"""Methods that every race has, and that all others are compared with. They train to the end in any case."""
+DEFAULT_BUDGET_RUNS = 16.0
+"""Gradients of a race, in runs of FedAvg: twice those of a search with 8 trials for FedAvg alone."""
+MOST_ARMS = 16
+"""Settings of a method at most."""
+
+RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
+"""Trains laps side by side, and returns their results in the order of the laps."""
+
+
+class Departure(NamedTuple):
+    """A method that has left.
+
+    Attributes:
+        look: 1, 2, ...
+        rival: the method that is better. Empty where all settings of the method failed.
+        difference: rival minus method, above 0 where the rival is better.
+        reason: why there is no result, where all settings failed.
+    """
+
+    look: int
+    rival: str
+    difference: PairedDifference | None
+    reason: str = ""
+
+
+class RaceOutcome(NamedTuple):
+    """What a race has led to.
+
+    Attributes:
+        arms: the setting of every method that has trained to a third or to the end, by label.
+        results: of whole runs by label and seed, of methods in the race and of those that others are compared with.
+        racing: labels of the methods that are still in the race, the best first.
+        departures: of the others.
+        looks: number of looks.
+        level: one-sided level at which one method may leave because of another one, at the next look or at the last.
+        spent: gradients that all laps have taken.
+    """
+
+    arms: Mapping[str, Arm]
+    results: Mapping[tuple[str, int], LapResult]
+    racing: tuple[str, ...]
+    departures: Mapping[str, Departure]
+    looks: int
+    level: float
+    spent: int
+
+
+def choose_counts(methods: int, budget: float) -> tuple[int, int]:
+    """Choose how many settings of a method begin, and how many stay after the first comparison.
+
+    The budget suffices if no method leaves before the end.
+
+    Args:
+        methods: how many race.
+        budget: gradients, in those of a whole run of FedAvg.
+
+    Raises:
+        ConfigError: the budget is too small for one setting of every method.
+
+    >>> choose_counts(6, 16), choose_counts(6, 32), choose_counts(2, 4)
+    ((7, 1), (16, 4), (1, 1))
+    """
+    share = budget / methods - FIRST_SEEDS * (WHOLE_DEPTH - MIDDLE_DEPTH)
+    second = (FIRST_SEEDS * MIDDLE_DEPTH - EARLY_DEPTH) / EARLY_DEPTH  # of one that stays, in those of one that begins
+
+    def begin(stay: int) -> int:
+        return math.floor(share / EARLY_DEPTH - second * stay + 1e-9)
+
+    if begin(1) < 1:
+        least = methods * FIRST_SEEDS * WHOLE_DEPTH
+        raise ConfigError(
+            f"a budget of {significant(budget)} runs of FedAvg is too small for a race of {methods} methods with "
+            f"{FIRST_SEEDS} seeds; give at least {significant(least)}"
+        )
+    stay = 1
+    while begin(stay + 1) >= 4 * (stay + 1):
+        stay += 1
+    return min(MOST_ARMS, begin(stay)), stay
+
+
+def race(
+    arms: Mapping[str, Sequence[Arm]],
+    stay: int,
+    budget: float,
+    work: int,
+    seeds: Sequence[int],
+    run: RunLaps,
+    tell: Callable[[str], None] = lambda _line: None,
+    *,
+    higher: bool,
+) -> RaceOutcome:
+    """Race methods.
+
+    Args:
+        arms: settings of every method, by label. The first ones of ``budget`` and ``stay`` are from `choose_counts`.
+        stay: settings of a method that stay after the first comparison.
+        budget: gradients that all laps may take.
+        work: gradients of a whole run.
+        seeds: `MOST_SEEDS` of them.
+        run: trains laps.
+        tell: called with a sentence after every comparison.
+        higher: whether more of the metric is better.
+    """
+    return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell).go(stay)
+
+
+class _Race:
+    def __init__(
+        self,
+        arms: Mapping[str, Sequence[Arm]],
+        budget: float,
+        work: int,
+        seeds: Sequence[int],
+        sign: float,
+        run: RunLaps,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._arms: dict[str, Sequence[Arm]] = dict(arms)
+        self._budget, self._work, self._seeds, self._sign, self._run, self._tell = budget, work, seeds, sign, run, tell
+        self._methods = len(arms)
+        self._newest = dict[tuple[str, int, int], LapResult]()
+        self._departures = dict[str, Departure]()
+        self._levels, self._looks, self._spent = spend_level(MAX_LOOKS), 0, 0
+
+    def go(self, stay: int) -> RaceOutcome:
+        """Race to the end."""
+        self._train(self._arms, self._seeds[:1], EARLY_DEPTH)
+        self._keep(stay, self._seeds[:1])
+        first = self._seeds[:FIRST_SEEDS]
+        self._train(self._arms, first, MIDDLE_DEPTH)
+        self._keep(1, first)
+        self._look(first, MIDDLE_DEPTH)
+        self._train(self._finalists(), first, WHOLE_DEPTH)
+        self._keep(1, first)
+        self._look(first, WHOLE_DEPTH)
+        count = FIRST_SEEDS
+        while (
+            self._is_open and count < MOST_SEEDS and self._spent + len(self._finalists()) * self._work <= self._budget
+        ):
+            self._train(self._finalists(), self._seeds[count : count + 1], WHOLE_DEPTH)
+            count += 1
+            self._keep(1, self._seeds[:count])
+            self._look(self._seeds[:count], WHOLE_DEPTH)
+        results = {
+            (label, seed): result
+            for (label, number, seed), result in self._newest.items()
+            if label in self._finalists() and self._arms[label][0].number == number
+        }
+        racing = self._racing()
+        level = self._levels[min(self._looks, MAX_LOOKS - 1)] / max(1, self._methods - 1)
+        arms = {label: one[0] for label, one in self._arms.items()}
+        return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent)
+
+    @property
+    def _is_open(self) -> bool:
+        return len(self._racing()) > 1
+
+    def _racing(self) -> tuple[str, ...]:
+        """Labels of the methods in the race, the best first."""
+        racing = [label for label in self._arms if label not in self._departures]
+        means = {label: self._mean(self._arms[label][0]) for label in racing}
+        return tuple(sorted(racing, key=lambda label: -means[label]))
+
+    def _finalists(self) -> dict[str, Sequence[Arm]]:
+        """List the setting of every method that is in the race or that others are compared with."""
+        kept = (ALONE_METHOD, AVERAGE_METHOD)
+        return {label: one for label, one in self._arms.items() if label not in self._departures or label in kept}
+
+    def _train(self, arms: Mapping[str, Sequence[Arm]], seeds: Sequence[int], depth: float) -> None:
+        laps = [Lap(arm, seed, depth) for one in arms.values() for arm in one for seed in seeds]
+        for lap, result in zip(laps, self._run(laps), strict=True):
+            key = (lap.arm.label, lap.arm.number, lap.seed)
+            before = self._newest.get(key)
+            self._spent += max(0, result.samples - (0 if before is None else before.trained))
+            self._newest[key] = result
+
+    def _mean(self, arm: Arm) -> float:
+        """Mean of an arm over its seeds and over clients, higher is better. Minus infinity where it has failed."""
+        results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
+        values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
+        if not results or len(values) < len(results):
+            return -math.inf
+        table = np.array(values)
+        scored = np.isfinite(table).all(0)
+        return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
+
+    def _keep(self, count: int, seeds: Sequence[int]) -> None:
+        """Keep the best settings of every method. A method whose settings have all failed leaves."""
+        for label, one in [*self._arms.items()]:
+            best = sorted(one, key=lambda arm: (-self._mean(arm), arm.number))
+            self._arms[label] = best[:count]
+            if label not in self._departures and self._mean(best[0]) == -math.inf:
+                reasons = [
+                    r.reason for seed in seeds if (r := self._newest.get((label, best[0].number, seed))) and r.reason
+                ]
+                self._departures[label] = Departure(self._looks, "", None, reasons[0] if reasons else "no score")
+                self._tell(f"{label} leaves: {self._departures[label].reason}")
+
+    def _look(self, seeds: Sequence[int], depth: float) -> None:
+        """Let methods leave that another one beats by more than chance."""
+        level = self._levels[self._looks] / max(1, self._methods - 1)
+        self._looks += 1
+        racing, results = (
+            self._racing(),
+            {
+                (label, seed): r
+                for (label, number, seed), r in self._newest.items()
+                if number == self._arms[label][0].number
+            },
+        )
+        for label in reversed(racing):
+            beaten = [
+                (gap, rival)
+                for rival in racing
+                if rival != label and (gap := difference_of(results, rival, label, DECIDING_PART, self._sign))
+            ]
+            by_p = sorted((gap.p_above(), rival, gap) for gap, rival in beaten)
+            if by_p and by_p[0][0] <= level:
+                self._departures[label] = Departure(self._looks, by_p[0][1], by_p[0][2])
+        left = self._racing()
+        self._tell(
+            f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: in the race, the best first: "
+            f"{', '.join(left)}"
+        )
+
+
+def difference_of(
+    results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
+) -> PairedDifference | None:
+    """One method minus another one on a part, above 0 where the first is better. None where a seed lacks a result.
+
+    What seeds do to a difference is estimated from all methods that have results of the same seeds.
+    """
+    table = difference_table(results, one, other, part, sign)
+    if table is None:
+        return None
+    seeds = [seed for label, seed in results if label == one and (other, seed) in results]
+    rows = [
+        [results[label, seed].values(part) for seed in seeds if (label, seed) in results]
+        for label in dict.fromkeys(label for label, _ in results)
+    ]
+    whole = [row for row in rows if len(row) == len(seeds) and all(values is not None for values in row)]
+    return pair_differences(table, pool_seeds(np.array(whole)))
+
+
+def difference_table(
+    results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
+) -> Values | None:
+    """One method minus another one by seed and client, ``[seeds, clients]``, over their common seeds."""
+    seeds = [seed for label, seed in results if label == one and (other, seed) in results]
+    pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]
+    if not pairs or any(a is None or b is None for a, b in pairs):
+        return None
+    return np.array([sign * (a - b) for a, b in pairs if a is not None and b is not None])

@@ -1,0 +1,174 @@
+"""Settings of a race: the methods of the portfolio that can work, and what each of them tries."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fedloom.data.federation import Federation
+from fedloom.engine.setup import check
+from fedloom.errors import ConfigError
+from fedloom.formats import rounded
+from fedloom.lab.advise.laps import Arm, lap_setting
+from fedloom.lab.advise.race import ALONE_METHOD, AVERAGE_METHOD
+from fedloom.lab.experiment import Experiment
+from fedloom.lab.experiment.schema import Method
+from fedloom.lab.experiment.tuning import Dimension, Range, Tune
+from fedloom.lab.tune.search import Read, check_values, file_params, replace_params, space_of
+from fedloom.lab.tune.trial import scored_models
+from fedloom.seeds import numpy_generator
+from fedloom.values import dump
+
+STEP_SIZE_FACTOR = 10.0
+"""Step sizes are tried from the file's own divided by it to the file's own times it."""
+LEFT_OUT_TABLES = ("method", "grid", "analysis")
+"""Parts of an experiment file that a race does not read."""
+DIGITS_TRIED = 3
+"""Significant digits of a number that is tried."""
+
+
+@cache
+def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Return the methods that are raced and their search spaces, as the frozen file has them."""
+    table = tomllib.loads((files("fedloom.lab.advise") / "portfolio.toml").read_text(encoding="utf-8"))
+    return tuple(table["methods"]), table["space"]
+
+
+class Entries:
+    """The methods of a race, with the experiment that each of them gives.
+
+    Args:
+        document: of an experiment file, whose methods are not read.
+        where: its name, for messages.
+        read: makes an experiment of a document.
+        methods: names of the registry. Local training and FedAvg are among them.
+
+    Attributes:
+        base: the experiment with FedAvg alone.
+        left_out: why a method cannot take part, by label.
+
+    Raises:
+        ConfigError: the document cannot be an experiment.
+    """
+
+    def __init__(self, document: Mapping[str, Any], where: str, read: Read, methods: tuple[str, ...]) -> None:
+        self._where, self._read = where, read
+        self._document = {key: value for key, value in document.items() if key not in LEFT_OUT_TABLES}
+        self._names = tuple(dict.fromkeys((ALONE_METHOD, AVERAGE_METHOD, *methods)))
+        self.base = self._experiment(AVERAGE_METHOD)
+        rate = self.base.common.local.lr
+        steps = {"low": _rounded(rate / STEP_SIZE_FACTOR), "high": _rounded(rate * STEP_SIZE_FACTOR), "log": True}
+        spaces = {name: dict(space) for name, space in self.base.tune.space.items()}
+        frozen = {name: {**space, **spaces.pop(name, {})} for name, space in read_portfolio()[1].items()}
+        all_methods = {"local.lr": steps, **spaces.pop("all", {})}
+        self._tune = Tune.model_validate({**dump(self.base.tune), "space": {**frozen, **spaces, "all": all_methods}})
+        self.left_out = dict[str, str]()
+        self._methods = dict[str, Method]()
+        self.spaces = dict[str, Mapping[str, Dimension]]()
+
+    def check(self, whole: Federation, fed: Federation, seed: int) -> None:
+        """Find the methods that can work on the clients.
+
+        Args:
+            whole: the clients with their test data, on which a final comparison will run.
+            fed: the federation of the race.
+            seed: of the first run.
+
+        Raises:
+            ConfigError: local training or FedAvg cannot work.
+        """
+        for name in self._names:
+            try:
+                method = self._experiment(name).methods[0]
+                check(method.setting.with_(seed=seed), whole)
+                check(lap_setting(method.setting, seed, method.setting.rounds), fed)
+                space = space_of(method, self._tune, self._where)
+                check_values(self._of(name), 0, space, self._where, self._read)
+            except ConfigError as error:
+                if name in (ALONE_METHOD, AVERAGE_METHOD):
+                    raise
+                self.left_out[name] = str(error).removeprefix(f"{self._where}: ")
+                continue
+            self._methods[name], self.spaces[name] = method, space
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the methods that take part."""
+        return tuple(self._methods)
+
+    def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
+        """Name of the metric that decides, and whether more is better."""
+        wanted = (self.base.tune.metric or "").partition("/")[0] or None
+        setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
+        return scored_models(setting, fed, "used", wanted, AVERAGE_METHOD)[1:]
+
+    def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
+        """Choose the settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""
+        arms = dict[str, list[Arm]]()
+        for name, method in self._methods.items():
+            tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
+            arms[name] = [Arm(name, number, params) for number, params in enumerate(tried)]
+        return arms
+
+    def experiment(self, arm: Arm) -> Experiment:
+        """Make the experiment of an arm."""
+        return self._read(replace_params(self._of(arm.label), 0, arm.params), self._where)
+
+    def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
+        """Make the experiment with several methods and their settings. ``arms`` are rounds by label."""
+        tables = [
+            replace_params(self._of(label), 0, params[label].params, rounds=rounds)["method"][0]
+            for label, rounds in arms.items()
+        ]
+        return {**{key: value for key, value in self._document.items() if key != "tune"}, **more, "method": tables}
+
+    def _of(self, name: str) -> dict[str, Any]:
+        return {**self._document, "method": [{"algorithm": name, "label": name}]}
+
+    def _experiment(self, name: str) -> Experiment:
+        return self._read(self._of(name), self._where)
+
+
+def spread_settings(
+    space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
+) -> list[Mapping[str, Any]]:
+    """Spread settings over a space: ``first``, where the space holds it, then a Latin hypercube.
+
+    Args:
+        space: where each setting is looked for.
+        first: the file's own setting. None where the space does not hold it.
+        count: how many, at most. A space of lists may hold fewer.
+        label: of the method, of which the draw depends.
+        seed: of the draw.
+
+    >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]
+    [1.0, 0.1]
+    """
+    from scipy.stats import qmc  # slow to import
+
+    tried: list[Mapping[str, Any]] = [] if first is None else [dict(first)]
+    keys, wanted = sorted(space), count - len(tried)
+    if wanted > 0 and keys:
+        cube = qmc.LatinHypercube(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
+        for point in cube.random(wanted):
+            params = {key: _value(space[key], float(u)) for key, u in zip(keys, point, strict=True)}
+            tried += [] if params in tried else [params]
+    return tried or [{}]
+
+
+def _value(dimension: Dimension, u: float) -> Any:
+    """Return the value of a dimension at a point of [0, 1)."""
+    if not isinstance(dimension, Range):
+        return dimension[int(u * len(dimension))]
+    low, high = dimension.low, dimension.high
+    if isinstance(low, int) and isinstance(high, int):
+        return min(high, int(low * ((high + 1) / low) ** u if dimension.log else low + u * (high + 1 - low)))
+    value = low * (high / low) ** u if dimension.log else low + u * (high - low)
+    return min(high, max(low, _rounded(value)))
+
+
+def _rounded(value: float) -> float:
+    return rounded(value, DIGITS_TRIED) or 0.0

@@ -1,0 +1,78 @@
+"""``fedloom advise``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.lab.cli._app import (
+    AsJson,
+    DataDir,
+    FileArgument,
+    Join,
+    Trust,
+    about_file,
+    app,
+    errors,
+    say,
+    say_json,
+    worker_count,
+)
+
+
+@app.command(rich_help_panel="Run")
+def advise(
+    file: FileArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="directory of the race (default: runs/<name of the file>-advice)")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="gradients of the race, in FedAvg runs (default: 16, twice a FedAvg tuned with 8 trials)"),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="largest difference that does not matter, in the metric's units: 0.01 is a point"),
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
+    data_dir: DataDir = None,
+    join: Join = False,
+    as_json: AsJson = False,
+    trust: Trust = False,
+) -> None:
+    """Advise which method fits your clients, and with which settings.
+
+    A few methods race on validation data. Run it again to resume. Test data are not read.
+
+    Writes advised.toml, the experiment of the final comparison.
+
+    Example: fedloom advise examples/quickstart.toml --out runs/quickstart-advice
+    """
+    with errors(), about_file(file):
+        count = None if workers is None else worker_count(workers)
+        from fedloom.errors import ConfigError
+        from fedloom.lab.advise import DEFAULT_BUDGET_RUNS, Advisor
+        from fedloom.lab.report.comparison.pairs import checked_margin
+        from fedloom.storage import read_toml
+        from fedloom.trust import check_document
+        from fedloom.values import table
+
+        if budget is not None and not 0 < budget < float("inf"):
+            raise ConfigError(f"--budget must be a number above 0, got {budget}")
+        document = read_toml(file, "experiment file")
+        check_document(document, file, trust=trust)
+        if count is not None:
+            document["engine"] = {**table(document.get("engine", {}), f"{file}: [engine]"), "workers": count}
+        advisor = Advisor(
+            document, str(file), out or Path("runs") / f"{file.stem}-advice", data_dir,
+            budget=DEFAULT_BUDGET_RUNS if budget is None else budget, margin=checked_margin(margin),
+        )  # fmt: skip
+        say(f"race: {advisor.plan}", err=True)
+        advice = advisor.run(lambda line: say(line, err=True), join=join)
+    if as_json:
+        say_json(advice.record())
+    else:
+        say(*advice.lines())
+    say(f"next: fedloom run {advisor.out / 'advised.toml'}", err=as_json)
