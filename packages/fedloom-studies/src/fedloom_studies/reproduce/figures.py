@@ -163,8 +163,8 @@ def _curve(run: Run, key: Key) -> Curve:
         of_clients = run.benign(key._replace(metric=base))
         if of_clients is None:
             return EMPTY_CURVE
-        points = of_clients.at(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
-        return Curve(points.round, points.value)
+        of_client = of_clients.at(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
+        return Curve(of_client.round, of_client.value)
     if "/" not in key.metric:
         curve_points = curve(run, key, "mean")
         if len(curve_points.round):
