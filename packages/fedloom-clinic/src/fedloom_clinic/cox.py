@@ -45,7 +45,7 @@ from fedloom_clinic.fits.penalty import Likelihood, Ridge, impossible, ridged
 from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9

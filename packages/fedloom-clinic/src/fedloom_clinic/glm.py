@@ -15,8 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.analyses.script import Transcript
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total, Transcript
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.cells import count_subjects, merges
 from fedloom_clinic.columns import (
@@ -36,7 +35,7 @@ from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9

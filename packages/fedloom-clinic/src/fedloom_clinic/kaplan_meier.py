@@ -36,7 +36,7 @@ from fedloom_clinic.cells import (
 from fedloom_clinic.fits.cox_vectors import bin_ends
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 Floats = NDArray[np.float64]
 

@@ -23,7 +23,7 @@ from fedloom.errors import ConfigError, DataError, Refused
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 SMALLEST_SPREAD = 1e-9
 """Deviation of an input, in the largest that is agreed on, below which it is the same in every row."""

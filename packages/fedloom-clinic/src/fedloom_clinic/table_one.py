@@ -37,7 +37,7 @@ from fedloom_clinic.cells import (
 )
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 Floats = NDArray[np.float64]
 SUM_STEP = 2.0**-36

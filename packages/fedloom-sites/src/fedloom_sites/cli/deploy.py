@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, about_file, app, errors, say
+from fedloom.lab.cli import DataDir, FileArgument, Trust, Words, about_file, app, choose_analysis, errors, say, say_json
 
 if TYPE_CHECKING:
     from fedloom_sites.deploy.ops.directory import Location
@@ -172,8 +172,7 @@ def analyze(
     with errors():
         from dataclasses import replace
 
-        from fedloom.analyses.form import require_questions
-        from fedloom.lab.cli.analyze import choose_analysis
+        from fedloom.analyses import require_questions
         from fedloom.lab.experiment import read
         from fedloom_sites.deploy.ops.directory import Location
         from fedloom_sites.deploy.ops.plan import plan
@@ -261,7 +260,6 @@ def rehearse(
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
     with errors():
-        from fedloom.lab.cli._app import say_json
         from fedloom.lab.printing import print_texts
         from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
         from fedloom_sites.deploy.settings import read_site
