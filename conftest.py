@@ -126,7 +126,7 @@ class Hidden:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-            words = re.split(r"[\s\[\]]", item.name.partition("[")[2])
+            words = re.findall(r"[\w-]+", repr(getattr(item, "callspec", item).__dict__.get("params", "")))
             needed |= {name for name, commands in PACKAGES.items() if commands & {*words}}
             if hidden := needed & {*self.names}:
                 item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(sorted(hidden))}"))
