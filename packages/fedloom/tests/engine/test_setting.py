@@ -35,6 +35,7 @@ CHOICES = {
     "attack": {"kind": "sign-flip", "fraction": 0.25},
     "channel": "top-k",
     "augment": {"flip": 0.5},
+    "early_stop": {"patience": 3, "keep": "best"},
     "weights": "uniform",
     "devices": {"kind": "lognormal", "spread": 0.5},
     "schedule": {"kind": "deadline", "seconds": 20.0},

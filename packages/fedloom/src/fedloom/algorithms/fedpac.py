@@ -15,9 +15,8 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     alpha_ij     alpha         weight of client j's head at client i
 
 Kept by a client: nothing. The server stores its head. Sent per round: body, head and prototypes down, body, head and
-    two
-times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no secure
-aggregation.
+two times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no
+secure aggregation.
 
 Deviations: projected gradient steps solve the quadratic program of Eq. 11. An absent client keeps its head. The
 alignment follows the public code: every sample is pulled to the prototype of its class, from the second round on. A

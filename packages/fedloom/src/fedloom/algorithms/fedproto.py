@@ -25,8 +25,7 @@ Attackers: they forge prototypes instead of a model. A forged upload moves each 
 samples of its class (Eq. 6).
 
 Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it is Local, on a model that is
-all
-head, too, and a run warns about it.
+all head, too, and a run warns about it.
 """
 
 from __future__ import annotations

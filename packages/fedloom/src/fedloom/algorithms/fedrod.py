@@ -19,8 +19,8 @@ Deviations: log n_ic is added to the head's bias for the gradient, which is the 
 as 1e-9 samples. The personal head starts at zero. There as a copy of the generic one: the personal model is the generic
 one at first. Both heads are linear, so the personal model is one network with the sum of both.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads
-start at zero. Their personal heads start as copies of the generic head.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads start at zero.
+Their personal heads start as copies of the generic head.
 
 Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0 the generic branch
 equals FedAvg. It needs classes and a head with a bias.

@@ -2,8 +2,8 @@
 
 Problem: min over x of sum_i alpha_i f_i(x). Client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
 
-Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization",
-ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
+Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization", ICML
+2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
 
     paper       here        meaning
     h_S         x           server's model
@@ -24,9 +24,9 @@ run warns, may make a client's model worse than the server's.
 Replayed: clients and server of omarfoq/knn-per (ee175202) give the same x and predictions, to 1e-12, and to 1e-6 with
 faiss in float32. The lambda chosen here is best by its accuracies too. Its script has those of the test part.
 
-Use it if clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of
-personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
-memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
+Use it if clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of personal
+models holds representations of training samples: keep it at the client. With weight 0, or on a model without a memory,
+of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
 """
 
 from __future__ import annotations

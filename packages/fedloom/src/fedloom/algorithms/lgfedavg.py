@@ -17,8 +17,8 @@ the last layer with a matrix unless ``head`` names others. Personal models have 
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it if inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes
-it FedAvg, and a run warns about it.
+Use it if inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes it
+FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

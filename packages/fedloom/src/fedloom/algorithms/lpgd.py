@@ -19,8 +19,8 @@ itself, as factors U, V where they are shorter.
 
 Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.
 
-Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution
-nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.
+Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution nor of
+low rank, unless all clients agree. Every step costs the singular values of every matrix.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
 
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
-Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i is that of the norm, not of
-its p-th power over p, unless p = 2. Here the problem's (the same for p = 1). A local round has the run's local steps of
+Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i is that of the norm, not of its
+p-th power over p, unless p = 2. Here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train, in the code all do.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) give the same theta and w, to 1e-15: for p = 1

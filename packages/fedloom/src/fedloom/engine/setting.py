@@ -12,6 +12,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod, role_o
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
@@ -132,6 +133,7 @@ class Choices(TypedDict, total=False):
     schedule: Schedule | str | Options
     evaluate: Evaluate | Options
     engine: Engine | Options
+    early_stop: EarlyStop | Options
 
 
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
@@ -206,6 +208,9 @@ class Setting(Value):
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
         default_factory=Engine, description="computation of the run"
+    )
+    early_stop: Annotated[EarlyStop | None, SettingTable(EarlyStop)] = Field(
+        None, description="early end of a run whose validation metric stops improving (None: all rounds)"
     )
 
     @classmethod

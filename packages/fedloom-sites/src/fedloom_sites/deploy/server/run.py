@@ -127,6 +127,8 @@ def check_deployable(
         raise Refused(
             "an attack is for simulation: leave attack out, here and in [[method]], to deploy this experiment"
         )
+    if method.setting.early_stop is not None:
+        raise Refused("early_stop is for simulation: leave the table out, and set the rounds of this experiment")
     if method.setting.devices is not None:
         raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
     schedule = method.setting.schedule

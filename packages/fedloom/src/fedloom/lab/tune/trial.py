@@ -166,9 +166,9 @@ def remove_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """Return a trial's run, evaluated on validation only."""
+    """Return a trial's run, evaluated on validation only. All trials of a search have equal work."""
     evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
-    return setting.with_(seed=seed, evaluate=evaluate)
+    return setting.with_(seed=seed, evaluate=evaluate, early_stop=None)
 
 
 def scored_models(
