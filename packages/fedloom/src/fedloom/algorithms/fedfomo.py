@@ -28,11 +28,11 @@ and held-out samples, without the 1e-5 that their code adds to distances. With `
 NVlabs/FedFomo (fe04f664) also give the same weights and mixtures, once the root of its "l2" is taken.
 
 Defaults: five models, a fifth of the samples held out, and epsilon 0.3 at first and 0.05 less every round, as in the
-paper. A client for which no model is better than where its training began keeps its trained one, as in PFLlib, with
-``returns`` it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few
-samples.
+paper. If no model is better than the client's start, the client keeps its trained model, as in PFLlib. With ``returns``
+it goes back to the start, as in the paper, which loses a round's work if steps rarely lower the loss on few samples.
 
-Use it if some clients are alike but it is unknown which. Traffic grows with ``peers``. With peers = 0 it is Local.
+Use it if some clients are similar but it is unknown which. Traffic grows with ``peers``. With peers = 0 it equals
+Local.
 """
 
 from __future__ import annotations

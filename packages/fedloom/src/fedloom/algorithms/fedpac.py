@@ -26,7 +26,7 @@ round's step size. The public code uses 0.1, and drops weights of heads below 0.
 Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
 prototypes, to 1e-13, with its momentum and weight decay, if no weight of a head is dropped.
 
-Use it if labels are skewed and some clients are alike. With lam = 0 features are not aligned.
+Use it if labels are skewed and some clients are similar. With lam = 0 features are not aligned.
 """
 
 from __future__ import annotations

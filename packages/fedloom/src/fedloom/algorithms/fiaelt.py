@@ -28,7 +28,7 @@ penalty and data. (9) then uses L = beta/5. No regularizer, and a run warns abou
 
 Attackers: z_i repeats tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part, where these differ much, tau = 1 begins faster.
+Use it for composite problems on a few clients that all take part. If the clients differ much, tau = 1 starts faster.
 """
 
 from __future__ import annotations

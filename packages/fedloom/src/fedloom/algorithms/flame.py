@@ -48,9 +48,9 @@ for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
 
 Use it for personal models of clients with skewed labels, together with a global model. The hybrid model is for each
 client the better of the two on its validation part. If most clients are absent, the global model moves little, and a
-run warns about it. A personal model is then hardly better than a local one. No lam or rho of those tried helps: the
-first message of a client is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so that it counts less than twice, n of
-them are averaged, and those who never took part still send x0.
+run warns about it. A personal model is then hardly better than a local one. No value of lam or rho that was tried
+helps: a client's first message is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so it counts less than twice. n
+messages are averaged, and clients that never took part still send x0.
 """
 
 from __future__ import annotations
