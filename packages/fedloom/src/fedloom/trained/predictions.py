@@ -181,7 +181,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     """Predict rows by the chosen models."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
-    present = (rows.x != 0).numpy() if facts.each else None
+    present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
     notes = (*rows.notes, *meanings(model), *choice.notes, *choice.uncalibrated(), *choice.strange(rows.x))
     return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept)
