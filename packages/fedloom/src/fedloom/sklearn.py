@@ -24,7 +24,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.table.levels import level
@@ -49,7 +49,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        method: str | Algorithm | Composition = "fedavg",
+        method: str | Algorithm | PresetMethod = "fedavg",
         *,
         rounds: int = 20,
         lr: float = 0.1,

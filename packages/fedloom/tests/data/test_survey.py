@@ -486,3 +486,22 @@ def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
 def test_nothing_is_left_where_all_columns_number_rows() -> None:
     with pytest.raises(ConfigError, match=r"(?s)no column is left as a feature.*numbers the rows"):
         fl.Dataset.create(pd.DataFrame({"index": COUNT, "y": COUNT % 2}))
+
+
+@pytest.mark.parametrize(
+    "texts", [[f"{k} months" for k in range(N)], [f"Sample {k}" for k in range(N)], pd.to_timedelta(COUNT, "h")]
+)
+def test_numbers_with_a_word_are_no_addresses(texts: Any) -> None:
+    frame = clean().assign(what=texts)
+    with pytest.raises(DataError, match="column 'what': expected a finite number"):
+        fl.Dataset.create(frame, label="ill")
+
+
+def test_a_level_of_test_rows_alone_is_noted() -> None:
+    frame = clean().assign(ward=RNG.choice(["a", "b"], N), late=(COUNT >= 200).astype(int))
+    frame.loc[frame["late"] == 1, "ward"] = "new"
+    options: dict[str, Any] = {"label": "ill", "categorical": ["ward"]}
+    late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, test_column="late", **options), seed=0)
+    assert any("column 'ward': 'new' of test rows is in no training row" in note for note in late.notes)
+    mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame.drop(columns="late"), **options), seed=0)
+    assert not any("in no training row" in note for note in mixed.notes)

@@ -17,10 +17,10 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
-Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
-Momentum is the local one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3. All
-three can be combined, while the paper uses one at a time (momentum also acts on the proximal term). Clients send the
-change divided by ||a_i||_1, so a weigher or a sampler works on the model x + dw.
+Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ. Momentum is the local
+one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3. All three can be combined,
+while the paper uses one at a time (momentum also acts on the proximal term). Clients send the change divided by
+||a_i||_1, so a weigher or a sampler works on the model x + dw.
 
 Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with and without momentum, for mu = 0.
 With mu, their tau_eff counts the steps.

@@ -15,9 +15,8 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     alpha_ij     alpha         weight of client j's head at client i
 
 Kept by a client: nothing. The server stores its head. Sent per round: body, head and prototypes down, body, head and
-    two
-times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no secure
-aggregation.
+two times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no
+secure aggregation.
 
 Deviations: projected gradient steps solve the quadratic program of Eq. 11. An absent client keeps its head. The
 alignment follows the public code: every sample is pulled to the prototype of its class, from the second round on. A
@@ -27,7 +26,7 @@ round's step size. The public code uses 0.1, and drops weights of heads below 0.
 Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
 prototypes, to 1e-13, with its momentum and weight decay, if no weight of a head is dropped.
 
-Use it if labels are skewed and some clients are alike. With lam = 0 features are not aligned.
+Use it if labels are skewed and some clients are similar. With lam = 0 features are not aligned.
 """
 
 from __future__ import annotations

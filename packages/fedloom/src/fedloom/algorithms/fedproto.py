@@ -24,9 +24,8 @@ Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-1
 Attackers: they forge prototypes instead of a model. A forged upload moves each prototype by the attacker's share of the
 samples of its class (Eq. 6).
 
-Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it is Local, on a model that is
-all
-head, too, and a run warns about it.
+Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it equals Local. The same holds
+for a model that is all head, and a run warns about it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Networks", MLSys 2020, arXiv:1812.06127v5, Algorithm 2.
 Kept by a client: nothing. Sent per round: d down, d up.
 
 Deviations: stragglers are not simulated (every client takes all of its steps). Clients are drawn uniformly and weighted
-    by samples. The paper draws them with probability p_k and averages uniformly (sampler ``size-weighted``).
+by samples. The paper draws them with probability p_k and averages uniformly (sampler ``size-weighted``).
 
 Defaults: mu = 1/(3 reach), where reach is the length of a round (lr times its mean number of steps): with c = mu reach
 a round drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it. A stronger pull costs speed, and a weaker pull has no measurable
@@ -22,8 +22,7 @@ effect.
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
 Use it if local training drifts: with few rounds and many local steps. It slows clients down as much as it stabilizes
-    them.
-With one local step it equals FedAvg, and a run warns about it.
+them. With one local step it equals FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

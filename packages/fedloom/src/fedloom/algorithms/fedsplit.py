@@ -24,8 +24,7 @@ same reasons. With a fixed step, local steps of about its size reduce the local 
 
 Use it for convex problems with well-solved local problems, where its rate is linear. It equals FedDR with alpha = 2 and
 no regularizer, and without strong convexity it need not converge. If most clients are absent, its model moves little,
-and
-a run warns about it.
+and a run warns about it.
 """
 
 from __future__ import annotations

@@ -17,19 +17,18 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse 
 Deviations: (9) needs the unknown minimizer. The check in `fedloom.local.inexact` implies it. If the criterion is
 checked and L is not given, the first round only measures the cohort's L. A later round does the same if beta follows
 from L and most of a cohort use all of their iterations. With beta <= L all iterations are taken, and the run warns.
-Local SGD
-repeats its steps until (9) holds. The server receives each client's L.
+Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
 Variant: the solver "released" follows the public code: SVRG on f_i alone from the server's model, with a snapshot that
-    is never refreshed.
-No dual, penalty, prox or criterion (9) affects the models: the server's model is the mean of the x_i.
+is never refreshed. No dual, penalty, prox or criterion (9) affects the models: the server's model is the mean of the
+x_i.
 
 Defaults: beta = 1/(passes reach) for local SGD, where reach is lr times a round's mean number of steps. This balances
 penalty and data. (9) then uses L = beta/5. No regularizer, and a run warns about it.
 
 Attackers: z_i repeats tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part, where these differ much, tau = 1 begins faster.
+Use it for composite problems on a few clients that all take part. If the clients differ much, tau = 1 starts faster.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``.
-
-    beta (0: L is measured), smooth, before (its first value), iterations, met (means) ``[1]``.
-    """
+    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
 
     y: Tensor
     xbar: Tensor

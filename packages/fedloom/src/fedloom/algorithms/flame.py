@@ -23,10 +23,9 @@ Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up. The 
 Deviations: the theta step starts at the client's theta and is pulled to its w_i^t, as in Eq. 11. The public code pulls
 to the received w (``centre = "received"``), and updates w_i and pi_i after every epoch (``dual = "epoch"``, so the next
 epoch is pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is
-reached (Eqs. 17, 18), with at most ``most`` steps. Epochs and batch size of the run then have no effect.
-Replayed: the clients of zsk66/FLAME (215a04b2) give the same models and duals, to 1e-15, with these two options. The
-    clients of its predecessor zsk66/FLAME-master (5a7bf7c5) do so with the received w alone, and as Eq. 11 once they
-    are pulled to w_i^t.
+reached (Eqs. 17, 18), with at most ``most`` steps. Epochs and batch size of the run then have no effect. Replayed: the
+clients of zsk66/FLAME (215a04b2) give the same models and duals, to 1e-15, with these two options. The clients of its
+predecessor zsk66/FLAME-master (5a7bf7c5) do so with the received w alone, and as Eq. 11 once they are pulled to w_i^t.
 
 Defaults: lam = 4/(reach rounds), where reach is the length of a round (lr times its mean number of steps): on a
 constant gradient a personal model goes as far from the global one as local training in a quarter of the run, so that a
@@ -43,16 +42,15 @@ Beyond the paper, ``regulariser`` is g: Eq. 14 becomes w = prox_{g/(n rho)}(mean
 global model with personal models. A fixed point has w_i = w, pi_i = lambda alpha_i (theta_i - w), and the sum of the
 pi_i in dg(w). ``solver = "criterion"`` ends the theta step by FIAELT's criterion (9): gradient descent until theta is
 nearer the minimizer by the factor sqrt(r), which needs lambda > L, the smoothness of f_i. Then the envelope F_i of f_i
-is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for
-min sum_i F_i + g with x_i = w_i. Its theorems require (9) for w_i: if theta is exact, Eq. 12 satisfies it with the
-tolerance r for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
+is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i
+F_i + g with x_i = w_i. Its theorems require (9) for w_i: if theta is exact, Eq. 12 satisfies it with the tolerance r
+for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
 
 Use it for personal models of clients with skewed labels, together with a global model. The hybrid model is for each
 client the better of the two on its validation part. If most clients are absent, the global model moves little, and a
-run warns about it. A personal model is then hardly better than a local one. No lam or rho of those tried helps: the
-first
-message of a client is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so that it counts less than twice, n of them are
-averaged, and those who never took part still send x0.
+run warns about it. A personal model is then hardly better than a local one. No value of lam or rho that was tried
+helps: a client's first message is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so it counts less than twice. n
+messages are averaged, and clients that never took part still send x0.
 """
 
 from __future__ import annotations

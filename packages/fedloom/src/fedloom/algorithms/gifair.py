@@ -1,7 +1,7 @@
 """GIFAIR-FL: a penalty on differences between the groups' losses, applied as a factor of every client's step.
 
-Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, L_a the mean of f_k over the clients of
-group a.
+Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, L_a the mean of f_k over the clients of group
+a.
 
 Reference: X. Yue, M. Nouiehed, R. Al Kontar, "GIFAIR-FL: A Framework for Group and Individual Fairness in Federated
 Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorithm 1 (GIFAIR-FL-Global).
@@ -15,9 +15,9 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
 individual clients and stores the last loss of each.
 
-Deviations: losses are computed for the received model on the client's training part, so the order is one round old.
-    The order leaves out groups without a client that has taken part. The public code starts with a random order. p_k is
-the client's share of the objective.
+Deviations: losses are computed for the received model on the client's training part, so the order is one round old. The
+order leaves out groups without a client that has taken part. The public code starts with a random order. p_k is the
+client's share of the objective.
 
 Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) give the same models, to 1e-15, with
 its lambda, once its losses are computed for the received model, the first order is empty, and its mean is by samples

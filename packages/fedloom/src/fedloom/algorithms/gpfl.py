@@ -1,7 +1,7 @@
 """GPFL: a shared body learns class embeddings along one route and a client's own task along another.
 
-Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x.
-a_i is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
+Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x. a_i
+is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
 mean distance of these features to the received embedding of their class.
 
 Reference: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, J. Cao, H. Guan, "GPFL: Simultaneously Learning Global and

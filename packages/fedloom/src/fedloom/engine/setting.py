@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
+from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
@@ -138,7 +138,7 @@ class Choices(TypedDict, total=False):
 
 
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
-Method = Annotated[Algorithm | Composition, PlainValidator(lambda method: NamedMethod.read(method, {}).value)]
+Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: NamedMethod.read(method, {}).value)]
 
 
 class Setting(Value):
@@ -216,7 +216,7 @@ class Setting(Value):
 
     @classmethod
     def create(
-        cls, algorithm: Algorithm | Composition | str, model: GivenModel | None = None, **choices: Unpack[Choices]
+        cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
         """Make the setting of a method. A choice that is None is left as it is by default.
 
@@ -330,7 +330,7 @@ class Setting(Value):
     @property
     def method(self) -> Algorithm:
         """The algorithm, of a preset, its own."""
-        return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
+        return self.algorithm.algorithm if isinstance(self.algorithm, PresetMethod) else self.algorithm
 
     @property
     def role(self) -> str:
@@ -340,7 +340,7 @@ class Setting(Value):
     @property
     def pooled(self) -> bool:
         """All clients' data are one client's."""
-        return isinstance(self.algorithm, Composition) and self.algorithm.pooled
+        return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
         """Replace a preset by its method, sampler and weigher.
@@ -348,7 +348,7 @@ class Setting(Value):
         A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
         """
         parts, preset = dict[str, Any](), self.algorithm
-        if isinstance(preset, Composition):
+        if isinstance(preset, PresetMethod):
             sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
             parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
         if parts.get("sampler", self.sampler).by_samples and parts.get("weigher", self.weigher).kind == "shares":

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
@@ -55,7 +55,7 @@ Progress = Callable[[State], object]
 
 @undisturbed()
 def simulate(
-    algorithm: Algorithm | Composition | Setting | str,
+    algorithm: Algorithm | PresetMethod | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],
     model: GivenModel | None = None,
     *,

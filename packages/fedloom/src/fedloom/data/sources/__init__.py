@@ -7,6 +7,8 @@ from pathlib import Path
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
+from fedloom.data.sources._base import DATA_FOLDER_VARIABLE as DATA_FOLDER_VARIABLE
+from fedloom.data.sources._base import FileSource as FileSource
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart

@@ -16,6 +16,8 @@ LEAK_SHARE = 0.995
 LEAST_CLIENT_ROWS = 20
 """Rows of a client from which what is missing there is compared with its classes."""
 MAX_CHECKED_CLIENTS = 50
+LEAST_ORDERED_ROWS = 100
+"""Rows from which groups of a target without an overlap are no design, as steps of a load in a test of few parts."""
 LEAST_CLIENTS = 4
 """Clients from which equal means are no chance."""
 EQUAL_SHARE = 1 - 1e-9
@@ -93,7 +95,11 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
     here = ~np.isnan(x) & ~np.isnan(y)
     x, y = x[here], y[here]
     codes, counts = np.unique(x, return_inverse=True, return_counts=True)[1:]
-    if len(counts) < 2 or len(x) < PER_LEVEL * len(counts) or len(np.unique(y)) < MAX_FEW_LEVELS:
+    if (
+        len(counts) < 2
+        or len(x) < max(LEAST_ORDERED_ROWS, PER_LEVEL * len(counts))
+        or len(np.unique(y)) < MAX_FEW_LEVELS
+    ):
         return ""
     order = np.argsort([y[codes == k].mean() for k in range(len(counts))])
     ends = [(y[codes == k].min(), y[codes == k].max()) for k in order.tolist()]

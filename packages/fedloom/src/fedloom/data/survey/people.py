@@ -56,6 +56,8 @@ FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_
 """Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """A street with a number, in either order."""
+MIN_WORD_SHARE = 0.2
+"""Different texts without digits, per text, from which numbers with words may be addresses, and not sizes or labels."""
 MIN_SENTENCE_WORDS = 4
 """Words of a cell from which it is a sentence, not the name of a level."""
 
@@ -110,7 +112,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "names of people"
     if text and _share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "names of people, or other names"
-    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE:
+    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE and _vary(texts):
         return "addresses or free text"
     return (
         "free text"
@@ -121,6 +123,12 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
 
 def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
     return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
+
+
+def _vary(texts: list[str]) -> bool:
+    """Return whether texts differ without their digits, as streets do. ``12 months`` and ``Sample 12`` do not."""
+    words = {"".join(c for c in t if not c.isdigit()) for t in texts}
+    return len(words) >= MIN_WORD_SHARE * len(texts)
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:

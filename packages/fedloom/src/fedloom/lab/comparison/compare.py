@@ -123,7 +123,8 @@ def compare(
             it. Every process returns the whole comparison.
         executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
             ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
-            modules that its workers can import; data travel, once per worker. A search runs here.
+            modules that its workers can import; data travel, once per worker. The search for the settings of a method
+            is one call.
         callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), called
             after every round and at the end of every run. An error of one is a warning. To end runs early, give
             ``early_stop``.
@@ -217,7 +218,9 @@ def _compared(
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
-            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress, join)
+            document, chosen = _tuned(
+                definition, document, place.with_name(f"{place.name}-tune"), progress, join, executor
+            )
         plan = Plan(definition.read(document), place)
         for line in plan.remarks if progress else ():
             remark(line)
@@ -238,7 +241,12 @@ def _compared(
 
 
 def _tuned(
-    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool, join: bool
+    definition: GivenExperiment,
+    document: dict[str, Any],
+    out: Path,
+    progress: bool,
+    join: bool,
+    executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """Return the document with the settings that a search chose, and these settings by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
@@ -247,7 +255,7 @@ def _tuned(
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
-        findings = search.run(lambda *_: None, hear, join=join)
+        findings = search.run(lambda *_: None, hear, join=join, executor=executor)
     for sentence in (
         (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress else ()
     ):
