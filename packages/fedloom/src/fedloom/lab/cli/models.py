@@ -172,9 +172,9 @@ class PredictionsFile:
         write_atomic(self._path, content)
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
         if predictions.far:
-            columns = ", ".join(map(repr, predictions.far))
+            far = ", ".join(map(repr, predictions.far))
             what = "most numbers lie far beyond the training data, as in another unit; the predictions are written"
-            say(f"{columns}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
+            say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
