@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom.engine.records import Record, Records
 
 
-class Scored(Protocol):
+class ScoredState(Protocol):
     """A run's state with its scores (`fedloom.engine.state.State`)."""
 
     @property
@@ -51,7 +51,7 @@ class EarlyStop(Value):
 
     keep: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
 
-    def __call__(self, state: Scored) -> str | None:
+    def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""
         model, history = self._history(state.records)
         if not history or history[-1][0] != state.round:
