@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ from fedloom.errors import DataError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.cards import COUNTED_METHODS
+from fedloom.lab.experiment.units.executors import EXECUTOR_KINDS
 from fedloom.lab.report import MODERATED_LEVEL, prior_of
 from fedloom.lab.tune import replace_params
 from fedloom_studies.map import references
@@ -809,6 +811,21 @@ def test_cells_of_a_process_that_joins_have_the_records_of_one_alone(here: Path)
     assert alone.keys() == {("iid", m) for m in ("local", "fedavg", "flame")}
     assert recorded("joined", called, "--join") == alone
     assert not Path("runs/joined/smoke/.work").exists()
+
+
+def test_an_executor_gives_the_records_of_one_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = recorded("alone", called)
+    monkeypatch.setitem(EXECUTOR_KINDS, "processes", lambda count: ThreadPoolExecutor(int(count)))
+    assert recorded("elsewhere", called, "--executor", "processes:2") == alone
+    words = ("--executor", "processes:2", "--protocol", "gradients", "--setup", "iid", "--results")
+    called(
+        "--setup", "iid", "--method", "flame", "--out", "runs/equal", "--results", "alone", "--protocol", "gradients"
+    )
+    called("--method", "flame", "--out", "runs/equal-2", *words, "elsewhere")
+    equal = [read_records(Path(place, "map-smoke.jsonl"), "gradients") for place in ("alone", "elsewhere")]
+    bare = [{key: replace(r, minutes=0.0) for key, r in one.items()} for one in equal]
+    assert bare[0] == bare[1]
+    assert any(r.status == REUSED_STATUS for r in bare[0].values())
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,13 @@ def test_a_run_killed_within_a_trial_goes_on(whole: Any, tmp_path: Path) -> None
     assert (there / "trials" / "fedavg.log").read_text().count("samples_backward") > 0
     assert list((there / "checkpoints").glob("*/*"))
     done = reproduce(often, "full", tmp_path, seeds=[3])
+    assert done is not None
+    assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+def test_an_executor_chooses_the_same(whole: Any, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        done = reproduce(grid(), "full", tmp_path, seeds=[3], executor=executor)
     assert done is not None
     assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
 

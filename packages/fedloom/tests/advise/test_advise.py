@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+import torch
 
 import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError
@@ -78,7 +79,7 @@ def test_test_data_are_not_read(missing: bool, tmp_path: Path) -> None:
 def test_gains_come_from_data_that_the_race_did_not_use() -> None:
     """Other features of the kept rows change the gains, and nothing that the race decides."""
     fed, other = _clients(240), _clients(240)
-    kept = cut_validation(other).parts["test"].index
+    kept = cut_validation(other)[0].parts["test"].index
     other.data.x[kept] = other.data.x[kept.flip(0)]
     first, second = (fl.advise(one, rounds=2, budget=12, progress=False) for one in (fed, other))
     assert [(first.method, first.racing, first.arms)] == [(second.method, second.racing, second.arms)]
@@ -137,26 +138,58 @@ def test_a_directory_of_another_race_is_refused(small: dict[str, bytes], tmp_pat
         advise(tmp_path / "full")
 
 
-def test_subjects_stay_whole_and_classes_keep_their_shares() -> None:
+def _subjects(cut: fl.Federation, part: str) -> set[int]:
+    rows = cut.parts[part].index
+    return set(rows.tolist() if cut.data.design is None else cut.data.design.units[rows].tolist())
+
+
+@pytest.mark.parametrize("subjects", [0, 40, 120])
+def test_seeds_validate_on_other_subjects_and_none_reads_those_of_the_answer(subjects: int) -> None:
     rng, rows = np.random.default_rng(0), 300
     x, y = _table(rows)
-    data = fl.Dataset.create({"x": x, "y": y, "subject": rng.integers(0, 90, rows)})
-    fed = fl.partitions.iid(clients=3, validation=0.4)(data, seed=0)
-    cut = cut_validation(fed)
-    parts = [set(data.design.units[cut.parts[part].index]) for part in ("validation", "test")]
-    assert not parts[0] & parts[1]
-    assert len(cut.parts["validation"].index) + len(cut.parts["test"].index) == len(fed.parts["validation"].index)
-    assert min(cut.sizes("test").tolist()) > 0
-    assert len(cut.test) == 0
-    plain = cut_validation(_clients(400))
-    shares = [plain.data.y[plain.parts[part].index].double().mean() for part in ("validation", "test")]
-    assert abs(shares[0] - shares[1]) < 0.1
+    more = {"subject": rng.integers(0, subjects, rows)} if subjects else {}
+    fed = fl.partitions.iid(clients=3, validation=0.2)(fl.Dataset.create({"x": x, "y": y, **more}), seed=0)
+    cuts = cut_validation(fed, 5)
+    read = _subjects(fed, "train") | _subjects(fed, "validation")
+    kept = _subjects(cuts[0], "test")
+    assert kept < _subjects(fed, "validation")
+    for cut in cuts:
+        train, validation = _subjects(cut, "train"), _subjects(cut, "validation")
+        assert _subjects(cut, "test") == kept
+        assert not train & validation
+        assert train | validation | kept == read
+        assert len(cut.test) == 0
+        assert min(cut.sizes("validation").tolist()) > 0
+        assert abs(len(train) - len(_subjects(fed, "train"))) <= 3
+    assert _subjects(cuts[0], "train") == _subjects(fed, "train")
+    folds = [_subjects(cut, "validation") for cut in cuts]
+    assert len(set.union(*folds)) >= 0.9 * sum(map(len, folds)) or subjects == 40
+    again = cut_validation(fed, 5)
+    assert all(
+        torch.equal(a.parts[p].index, b.parts[p].index) for a, b in zip(cuts, again, strict=True) for p in a.parts
+    )
+
+
+def test_classes_keep_their_shares() -> None:
+    fed = fl.partitions.iid(clients=3, validation=0.3)(fl.Dataset.create(_table(600)), seed=0)
+    for cut in cut_validation(fed, 3):
+        shares = [cut.data.y[cut.parts[part].index].double().mean() for part in ("validation", "test", "train")]
+        assert max(shares) - min(shares) < 0.08
+
+
+def test_later_rows_are_never_trained_on_before_earlier_ones() -> None:
+    x, y = _table(200)
+    data = fl.Dataset.create({"x": x, "y": y, "order": np.arange(200)})
+    fed = fl.partitions.iid(clients=2, validation=0.2)(data, seed=0)
+    for cut in cut_validation(fed, 3):
+        for client in range(cut.n):
+            assert cut.indices("train", client).max() < cut.indices("validation", client).min()
 
 
 def test_a_client_with_one_validation_row_gives_it_to_the_race() -> None:
     fed = fl.partitions.iid(clients=10, validation=0.1)(fl.Dataset.create(_table(60)), seed=0)
-    cut = cut_validation(fed)
-    assert fed.sizes("validation").tolist() == cut.sizes("validation").tolist() == [1] * 10
+    for cut in cut_validation(fed, 5):
+        assert fed.sizes("validation").tolist() == cut.sizes("validation").tolist() == [1] * 10
 
 
 def test_the_answer_is_an_experiment_that_runs_and_names_its_cost(small: dict[str, bytes], tmp_path: Path) -> None:

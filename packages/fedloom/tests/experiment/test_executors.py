@@ -66,7 +66,7 @@ class Elsewhere:
 @pytest.fixture(autouse=True)
 def nothing_held() -> None:
     travel._held.clear()
-    travel._federation.cache_clear()
+    travel.read_federation.cache_clear()
 
 
 @pytest.fixture(scope="module")

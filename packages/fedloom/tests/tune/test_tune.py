@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,44 @@ def test_processes_that_join_find_the_same_though_one_is_killed(
     tuning(SMALL, tmp_path / "out").run(lambda label, _trial: tried.append(label), join=True)
     assert tried == []
     assert contents(tmp_path / "out") == contents(finished)
+
+
+def test_an_executor_finds_the_same_and_resumes(finished: Path, tmp_path: Path) -> None:
+    class Failing(ThreadPoolExecutor):
+        """One of its workers has died, and another one has no data of this process."""
+
+        calls = 0
+
+        def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
+            """Make a call; the first one is lost."""
+            self.calls += 1
+            return super().submit(function if self.calls > 1 else sys.exit, *arguments)
+
+    tried = list[str]()
+    with Failing(2) as executor:
+        tuning(SMALL, tmp_path / "out").run(lambda label, _trial: tried.append(label), executor=executor)
+        assert contents(tmp_path / "out") == contents(finished)
+        assert {label: tried.count(label) for label in tried} == dict.fromkeys(
+            ("fedavg", "fedprox", "ditto", "flame"), 4
+        )
+        calls = executor.calls
+        tuning(SMALL, tmp_path / "out").run(executor=executor)
+        assert executor.calls == calls == 5
+        with pytest.raises(ConfigError, match="leave join out"):
+            tuning(SMALL, tmp_path / "out").run(join=True, executor=executor)
+    with pytest.raises(ConfigError, match="must have submit"):
+        tuning(SMALL, tmp_path / "out").run(executor=3)  # type: ignore[arg-type]
+
+
+def test_data_of_memory_are_searched_elsewhere(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(0, 1, (120, 4)).astype(np.float32), np.arange(120) % 3
+    cut = fl.partitions.iid(clients=3, validation=0.2)
+    given = {"partition": cut, "seeds": [0], "rounds": 2, "tune": 2, "progress": False}
+    here = fl.compare(["fedavg", "ditto"], (x, y), **given)
+    with ThreadPoolExecutor(1) as executor:
+        there = fl.compare(["fedavg", "ditto"], (x, y), executor=executor, **given)
+    assert there.chosen == here.chosen
+    assert there.table()["accuracy"] == here.table()["accuracy"]
 
 
 def test_a_search_alone_goes_on_with_the_trials_of_one_that_joined(finished: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.lab.cli import DataDir, Join, algorithms, app, errors, one_of, say, worker_count
+from fedloom.errors import ConfigError
+from fedloom.lab.cli import DataDir, ExecutorName, Join, algorithms, app, errors, one_of, say, worker_count
 from fedloom_studies.cli._complete import setups as setup_names
 from fedloom_studies.cli.reproduce import seconds
 
@@ -59,6 +60,7 @@ def map_command(
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="cells at a time, or 'auto'")] = "1",
     join: Join = False,
+    executor: ExecutorName = None,
 ) -> None:
     """Measure every method in every kind of federation.
 
@@ -138,10 +140,26 @@ def map_command(
         if list_:
             return
         time = TimeBudget(None if budget is None else seconds(budget))
-        ended = measure_all(
-            todo, records, recorded, out / scale, data_dir, time, count_progress, lambda line: say(line, err=True),
-            again=again, workers=at_once, join=join,
-        )  # fmt: skip
+        if executor is not None:
+            from fedloom.lab.experiment import open_executor
+            from fedloom_studies.map.elsewhere import measure_elsewhere
+
+            if join or budget is not None:
+                raise ConfigError("an executor starts the work itself: leave --join and --budget out")
+            ended = measure_elsewhere(
+                open_executor(executor),
+                todo,
+                records,
+                recorded,
+                data_dir,
+                lambda line: say(line, err=True),
+                again=again,
+            )
+        else:
+            ended = measure_all(
+                todo, records, recorded, out / scale, data_dir, time, count_progress, lambda line: say(line, err=True),
+                again=again, workers=at_once, join=join,
+            )  # fmt: skip
         if methods:
             now = fill_reused(read_records(recorded, equal), read_records(recorded))
             print_rows(standing_table([judge(one, now) for one in wanted], methods))

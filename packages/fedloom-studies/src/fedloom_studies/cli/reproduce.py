@@ -10,10 +10,11 @@ import typer
 
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
-from fedloom.lab.cli import DataDir, Join, app, errors, one_of, say, worker_count
+from fedloom.lab.cli import DataDir, ExecutorName, Join, app, errors, one_of, say, worker_count
 from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
+    from fedloom.lab.experiment import Executor
     from fedloom_studies.reproduce import Recipe, TimeBudget
     from fedloom_studies.reproduce.recipe import Scale
     from fedloom_studies.reproduce.summary import RecipeSummary
@@ -62,6 +63,7 @@ def reproduce(
     ] = False,
     decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
     join: Join = False,
+    executor: ExecutorName = None,
 ) -> None:
     """Run a table or figure of a paper and judge it.
 
@@ -111,6 +113,9 @@ def reproduce(
                 )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
+        from fedloom.lab.experiment import open_executor
+
+        engine = None if executor is None else open_executor(executor)
         time = TimeBudget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         seed_numbers = _seeds(seeds)
@@ -118,7 +123,7 @@ def reproduce(
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
                 return _run(
-                    one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_, join
+                    one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_, join, engine
                 )
 
             if (
@@ -133,6 +138,7 @@ def reproduce(
 def _run(
     recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
+    engine: Executor | None,
 ) -> bool:  # fmt: skip
     """Run one recipe and print its verdicts. Whether the next may follow."""
     from fedloom.errors import DataError
@@ -151,6 +157,7 @@ def _run(
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
             workers=worker_count(workers), device=device, budget=budget, show=count_progress, join=join,
+            executor=engine,
         )  # fmt: skip
     except DataError as error:
         if not several:

@@ -41,9 +41,9 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
     for setup in setups:
         for (name, method), record in records.items():
             means = [series.mean[-1] for series in record.seeds.values()]
-            known = [mean for mean in means if mean is not None]
-            if setup.ranks and name == setup.name and record.status == DONE_STATUS and known:
-                figures.setdefault(name, {})[method] = math.fsum(known) / len(known)
+            numbers = [mean for mean in means if mean is not None]
+            if setup.ranks and name == setup.name and record.status == DONE_STATUS and numbers:
+                figures.setdefault(name, {})[method] = math.fsum(numbers) / len(numbers)
     return figures
 
 
@@ -85,6 +85,6 @@ def write_portfolio(methods: Sequence[str]) -> str:
     for name in methods:
         plan = parse({"data": {"source": "digits"}, "method": [{"algorithm": name}]}, name)
         space = space_of(plan.methods[0], Tune(), name)
-        own = {k: list(d) if isinstance(d, tuple) else dump(d) for k, d in space.items() if k != STEP_SIZE_KEY}
-        spaces |= {name: own} if own else {}
+        settings = {k: list(d) if isinstance(d, tuple) else dump(d) for k, d in space.items() if k != STEP_SIZE_KEY}
+        spaces |= {name: settings} if settings else {}
     return FILE_HEAD + tomli_w.dumps({"methods": list(methods), "space": spaces})

@@ -106,13 +106,13 @@ def measure_all(
         return measured.work_through(todo, join=join)
 
     def handle(_shared: None, _k: int) -> bool:
-        return measured._replace(show=_hidden).work_through(todo, join=True)
+        return measured._replace(show=hide_progress).work_through(todo, join=True)
 
     with WorkerPool([handle], processes) as pool, interruptible() as interrupted:
         return all([*pool.map(handle, None, range(processes), interrupted)]) and not interrupted()
 
 
-def _hidden(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
+def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
     """Show nothing: several processes would write over each other."""
     return nullcontext(lambda _event: None)
 
@@ -176,11 +176,9 @@ class _Measured(NamedTuple):
                 budgets.clear()
                 budgets[cell.setup.name] = GradientBudget(cell.setup, self.data_dir)
             gradients = budgets.get(cell.setup.name)
-            work = _Work(cell, self.out / cell.file, self.data_dir, self.budget, self.show, gradients)
-            if self.again and before:
-                record = work.look_again(before)
-            else:
-                record = work.reuse(results) or work.confirm(before) or work.measure()
+            work = CellWork(cell, self.out / cell.file, self.data_dir, self.budget, self.show, gradients)
+            first = None if gradients is None else read_records(results).get(key)
+            record = work.record(before, first, again=self.again)
         except DataError as error:
             self.say(f"{cell.setup.name}: data missing: {error}")
             missing.add(cell.setup.name)
@@ -192,7 +190,7 @@ class _Measured(NamedTuple):
         return True
 
 
-class _Work(NamedTuple):
+class CellWork(NamedTuple):
     """Cell with its folder and the inputs of its runs."""
 
     cell: Cell
@@ -203,11 +201,25 @@ class _Work(NamedTuple):
     gradients: GradientBudget | None
     """Gradients of the setup, or None at equal rounds."""
 
-    def reuse(self, results: Path) -> CellRecord | None:
+    def record(self, before: CellRecord | None, first: CellRecord | None, *, again: bool) -> CellRecord | None:
+        """Return the record of the cell, or None if interrupted.
+
+        Args:
+            before: the record that there was.
+            first: the record of the cell at equal rounds, where this one is at equal gradients.
+            again: look a second time at the record that there was.
+
+        Raises:
+            DataError: the data are not here.
+        """
+        if again and before:
+            return self.look_again(before)
+        return self.reuse(first) or self.confirm(before) or self.measure()
+
+    def reuse(self, first: CellRecord | None) -> CellRecord | None:
         """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds. None for others."""
         if self.gradients is None:
             return None
-        first = read_records(results).get((self.cell.setup.name, self.cell.method))
         with summaries.count_spent_time(self.folder, "planned"):
             try:
                 alike = self.gradients.alike(self.cell, first)

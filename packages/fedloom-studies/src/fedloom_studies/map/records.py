@@ -98,6 +98,12 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
     )  # fmt: skip
 
 
+def read_record(fields: Mapping[str, Any]) -> CellRecord:
+    """Read a record from plain values, as JSON has them."""
+    looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
+    return CellRecord(**{**fields, **looks})
+
+
 def record_cell(record: CellRecord, file: Path) -> None:
     """Record a cell in a file."""
     put(file, record.__dict__, ("setup", "method", "protocol"))
@@ -112,9 +118,7 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
     cells = {}
     for number, fields in enumerate(records(file), 1):
         try:
-            for looks in ("seeds", "again"):
-                fields[looks] = {seed: Series(*values) for seed, values in fields[looks].items()}
-            record = CellRecord(**fields)
+            record = read_record(fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise not_a_record(file, number, error) from None
         if record.protocol == protocol:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError, RunStopped, Stop
-from fedloom.lab.experiment import Event, Experiment, Listener, Plan, parse
+from fedloom.lab.experiment import Event, Executor, Experiment, Listener, Plan, parse
 from fedloom.lab.report import read_runs
 from fedloom.processes import check_alone
 from fedloom.rundir import file_name, label_of
@@ -94,6 +94,7 @@ def reproduce(
     budget: TimeBudget | None = None,
     show: Show = _quiet,
     join: bool = False,
+    executor: Executor | None = None,
 ) -> RecipeSummary | None:
     """Run what is missing of a recipe. The summary is written after every variant.
 
@@ -110,6 +111,7 @@ def reproduce(
         budget: time that may be spent.
         show: shows progress.
         join: share every variant's runs with other processes that make the same call, on machines that have the folder.
+        executor: computes the runs and searches of a variant, with ``submit(function, *arguments)``.
 
     Returns:
         The summary, not complete where the budget or the user ended it. None if nothing has a result.
@@ -141,7 +143,7 @@ def reproduce(
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, join, *listeners
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, join, executor, *listeners
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
         if done is not None and results is not None:
@@ -252,7 +254,8 @@ def verify(
 
 def _variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
-    data_dir: Path | None, workers: int | str, show: Show, join: bool, *listeners: Listener,
+    data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
+    *listeners: Listener,
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that are chosen on the document ``chooses``. Whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
@@ -261,7 +264,7 @@ def _variant(
         plan = Plan(experiment(document, where, workers), folder, data_dir)
         with show(plan.rounds) as listener:
             try:
-                outcomes = plan.run(listener, *listeners, page=page, join=join)
+                outcomes = plan.run(listener, *listeners, page=page, join=join, executor=executor)
             except RunStopped as stopped:
                 return _is_ended(stopped)
             return all(outcome.status != "interrupted" for outcome in outcomes)
@@ -275,7 +278,7 @@ def _variant(
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
         with show(tuning.rounds) as listener:
             try:
-                findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join)
+                findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join, executor=executor)
             except RunStopped as stopped:
                 return _is_ended(stopped)
         write_choices(place, searched, findings)

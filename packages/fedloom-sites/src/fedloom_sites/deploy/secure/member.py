@@ -16,7 +16,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
-from fedloom.engine.setting import Setting
+from fedloom.engine import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream
@@ -64,11 +64,15 @@ def check_maskable(setting: Setting) -> None:
     if isinstance(setting.schedule, Stream):
         raise Refused(
             f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under "
-            "masks needs one download for all its sites; leave [schedule] or secure aggregation out"
+            "masks needs one download for all its sites",
+            rule="masks-need-rounds",
+            fix="leave {schedule} or secure aggregation out",
         )
     if why:
         raise Refused(
-            f"{why}, but under secure aggregation the server receives sums only; choose another, or leave it out"
+            f"{why}, but under secure aggregation the server receives sums only",
+            rule="masks-need-sums",
+            fix="choose another, or leave it out",
         )
 
 

@@ -91,10 +91,11 @@ class Advisor:
                 f"{where}: a race is decided on validation data, but the clients have none; set [partition] "
                 "validation, for example 0.1"
             )
-        self.fed = cut_validation(whole)
+        self.seeds = tuple(range(seed, seed + MOST_SEEDS))
+        self._federations = dict(zip(self.seeds, cut_validation(whole, MOST_SEEDS), strict=True))
+        self.fed = self._federations[seed]
         self._entries.check(whole, self.fed, seed)
         self.metric, self._higher = self._entries.metric(self.fed, seed)
-        self.seeds = tuple(range(seed, seed + MOST_SEEDS))
         self._count, self._stay = choose_counts(len(self._entries.labels), budget)
         fedavg = base.methods[0].setting
         self._budget = plain_budget(lap_setting(fedavg, seed, fedavg.rounds), self.fed, fedavg.rounds)
@@ -160,7 +161,7 @@ class Advisor:
                 copy_checkpoint(self._unit(keys[k], earlier).target, claim.state)
             setting = lap_setting(settings[k], laps[k].seed, rounds[k])
             setting = setting.with_(engine=setting.engine.with_(workers=share.workers))
-            if not run_lap(setting, self.fed, ends[k], self.metric, claim.state, [note]):
+            if not run_lap(setting, self._federations[laps[k].seed], ends[k], self.metric, claim.state, [note]):
                 raise KeyboardInterrupt
 
         missing = [k for k, unit in enumerate(units) if not (unit.target / LAP_FILE).exists()]

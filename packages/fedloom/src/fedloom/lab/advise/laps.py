@@ -18,7 +18,7 @@ from fedloom.data.subjects.cut import ranks_within
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, Refused, RunStopped, Stop
+from fedloom.errors import CodeError, PartitionError, Refused, RunStopped, Stop
 from fedloom.formats import finite
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.seeds import generator
@@ -29,8 +29,8 @@ LAP_FILE = "lap.json"
 """File of a lap with its result."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
 """Parts of the federation of a race: what the race reads, and what only the answer reads. Both are validation data."""
-ESTIMATING_TURN = 3
-"""Of so many validation subjects of a client, one is kept for the answer."""
+Subjects = NDArray[np.int64]
+"""Numbers of subjects ``[k]``, rising, or a number of each."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 """Models that are scored where a method has them. The last one is what a client would use."""
 
@@ -85,31 +85,86 @@ class LapResult(NamedTuple):
         return None if scores is None else np.array([np.nan if v is None else v for v in scores[part]])
 
 
-def cut_validation(fed: Federation) -> Federation:
-    """Make the federation of a race: without test data, with the validation data in two parts.
+def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
+    """Make the federations of a race, one for each of its seeds: without test data, with a part for the answer.
 
-    One of `ESTIMATING_TURN` validation subjects of every client is kept for the answer, as the part ``test``. Subjects
-    stay whole, and classes keep their shares. A client with one validation subject gives it to the race.
+    Half of the validation subjects of every client are kept for the answer, as the part ``test``. The race reads them
+    with no seed. The other half decides with the first seed. Further seeds validate on as many other subjects, from the
+    training part, and train on the half instead, so that every seed adds validation data. Where an order is known, all
+    seeds validate on the later half. Subjects stay whole, and classes keep their shares. A client with one validation
+    subject gives it to the race.
     """
-    index, offsets = fed.parts[DECIDING_PART]
-    rows, owner = index.cpu().numpy(), fed.owner(DECIDING_PART).cpu().numpy()
-    units = subjects_of(fed.data)
-    who = rows if units is None else units.numpy()[rows]
-    subjects, first = np.unique(who, return_index=True)
-    home, label = owner[first], fed.data.y[index[first]].reshape(len(first), -1)[:, -1].double().cpu().numpy()
-    draw = torch.rand(len(fed.data), generator=generator(fed.seed, purpose="advise"), dtype=torch.float64).numpy()
-    turn = ranks_within(home, np.lexsort((draw[subjects], label, home)), np.bincount(home, minlength=fed.n))
-    kept = torch.from_numpy(np.isin(who, subjects[turn % ESTIMATING_TURN == 1]))
+    cut = _Cut(fed)
+    decide, kept = cut.halve_validation()
+    design = fed.data.design
+    turns = [0] * seeds if design is not None and design.order is not None else range(seeds)
+    first = cut.make(decide, kept, decide)
+    return [first if turn == 0 else cut.make_fold(decide, kept, turn, seeds) or first for turn in turns]
 
-    def part(mask: torch.Tensor) -> Split:
-        sizes = torch.bincount(torch.from_numpy(owner)[mask], minlength=fed.n)
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        return Split(index[mask.to(index.device)], ends.to(offsets.device))
 
-    parts = {**fed.parts, DECIDING_PART: part(~kept), ESTIMATING_PART: part(kept)}
-    none = torch.zeros(0, dtype=torch.int64, device=index.device)
-    partition = fed.partition and {**fed.partition, "test": 0.0}  # no test data, on purpose
-    return replace(fed, parts=parts, test=none, partition=partition)
+class _Cut:
+    """Rows of the training and validation parts, by subject."""
+
+    def __init__(self, fed: Federation) -> None:
+        self._fed, units = fed, subjects_of(fed.data)
+        parts = [fed.parts[part].index.cpu().numpy() for part in ("train", DECIDING_PART)]
+        owners = [fed.owner(part).cpu().numpy() for part in ("train", DECIDING_PART)]
+        self._rows, self._owner = np.concatenate(parts), np.concatenate(owners)
+        self._validates = np.repeat([False, True], [len(rows) for rows in parts])
+        self._who = self._rows if units is None else units.numpy()[self._rows]
+        purpose = generator(fed.seed, purpose="advise")
+        self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
+
+    def halve_validation(self) -> tuple[Subjects, Subjects]:
+        """Subjects of the validation part that decide, and those that are kept for the answer."""
+        subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
+        return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
+
+    def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
+        """Make the federation of a further seed. None if a client would be left without a training sample."""
+        try:
+            return self.make(self._take_fold(decide, turn, turns), kept, decide)
+        except PartitionError:  # all of its subjects are at other clients, too
+            return None
+
+    def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
+        """As many other subjects of every client from the training part, spread over its classes."""
+        clients = self._fed.n
+        trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
+        sizes = np.bincount(home, minlength=clients)
+        wanted = np.minimum(np.bincount(self._ranked(decide)[1], minlength=clients), sizes // 2)[home]
+        place = rank + (turn * sizes[home]) // (turns * np.maximum(wanted, 1))  # other ones with every seed
+        in_fold = (place + 1) * wanted // sizes[home] > place * wanted // sizes[home]
+        fold: Subjects = trained[in_fold]
+        return fold
+
+    def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
+        """Make the federation that decides by some subjects. ``first`` decide with the first seed."""
+        fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
+        chosen = np.isin(self._who, decide) & rests
+        masks = {"train": rests & ~chosen, DECIDING_PART: chosen, ESTIMATING_PART: np.isin(self._who, kept)}
+        none = torch.zeros(0, dtype=torch.int64, device=fed.device)
+        partition = fed.partition and {**fed.partition, "test": 0.0}  # no test data, on purpose
+        parts = {part: self._part(mask) for part, mask in masks.items()}
+        return replace(fed, parts={**fed.parts, **parts}, test=none, partition=partition)
+
+    def _part(self, mask: NDArray[np.bool_]) -> Split:
+        order = np.flatnonzero(mask)
+        order = order[np.argsort(self._owner[order], kind="stable")]
+        ends = np.concatenate([[0], np.cumsum(np.bincount(self._owner[order], minlength=self._fed.n))])
+        index, offsets = torch.from_numpy(self._rows[order]), torch.from_numpy(ends)
+        return Split(index.to(self._fed.device), offsets.to(self._fed.device))
+
+    def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
+        """Subjects, the client of each, and its rank there: by class, and within it at random."""
+        rows = np.flatnonzero(np.isin(self._who, subjects))
+        subjects, first = np.unique(self._who[rows], return_index=True)
+        place = rows[first]
+        home = self._owner[place]
+        y = self._fed.data.y[torch.from_numpy(self._rows[place]).to(self._fed.device)]
+        label = y.reshape(len(place), -1)[:, -1].double().cpu().numpy()
+        order = np.lexsort((self._draw[subjects], label, home))
+        return subjects, home, ranks_within(home, order, np.bincount(home, minlength=self._fed.n))
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, about_file, app, errors, say, worker_count
+from fedloom.lab.cli._app import (
+    DataDir,
+    ExecutorName,
+    FileArgument,
+    Join,
+    Trust,
+    about_file,
+    app,
+    errors,
+    say,
+    worker_count,
+)
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import Trial
@@ -27,6 +38,7 @@ def tune(
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start again")] = False,
     join: Join = False,
+    executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
     """Choose every method's settings on validation data.
@@ -48,13 +60,15 @@ def tune(
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", count)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
+        from fedloom.lab.experiment import open_executor
         from fedloom.lab.tune import Tuning
         from fedloom.lab.tune.search import note_limits, report_overspending
 
+        engine = None if executor is None else open_executor(executor)
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
             say(f"note: {sentence}", err=True)
-        findings = search.run(_tell, join=join)
+        findings = search.run(_tell, join=join, executor=engine)
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(

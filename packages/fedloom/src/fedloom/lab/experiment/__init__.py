@@ -26,17 +26,33 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.schema import Experiment as Experiment
     from fedloom.lab.experiment.schema import Method as Method
     from fedloom.lab.experiment.tuning import Tune as Tune
+    from fedloom.lab.experiment.units.executors import Executor as Executor
+    from fedloom.lab.experiment.units.executors import check_executor as check_executor
+    from fedloom.lab.experiment.units.executors import compute_units as compute_units
+    from fedloom.lab.experiment.units.executors import open_executor as open_executor
+    from fedloom.lab.experiment.units.travel import Luggage as Luggage
+    from fedloom.lab.experiment.units.travel import UnitReply as UnitReply
+    from fedloom.lab.experiment.units.travel import unit_folder as unit_folder
+    from fedloom.lab.experiment.units.travel import worker_name as worker_name
 
 _MODULE_NAMES = {
     "Event": "events",
+    "Executor": "units.executors",
     "Experiment": "schema",
     "Listener": "events",
+    "Luggage": "units.travel",
     "Method": "schema",
     "RunDirectory": "opened",
     "Outcome": "outputs",
     "Plan": "execute",
     "RecordedRun": "recorded",
     "Tune": "tuning",
+    "UnitReply": "units.travel",
+    "check_executor": "units.executors",
+    "compute_units": "units.executors",
+    "open_executor": "units.executors",
+    "unit_folder": "units.travel",
+    "worker_name": "units.travel",
     "measure_rounds": "measure.cost",
     "samples_per_round": "measure.cost",
     "json_schema": "editors",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,19 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Emitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.tuning import Dimension, Tune
+from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.grid import expand_grid
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
 from fedloom.lab.experiment.units.shares import Share, decide_share
+from fedloom.lab.experiment.units.travel import (
+    UnitReply,
+    pack_experiment,
+    read_document,
+    read_federation,
+    receive_data,
+    unit_folder,
+    worker_name,
+)
 from fedloom.lab.tune.report import SEARCH_REPORT_FILES, write_report
 from fedloom.lab.tune.search import (
     Read,
@@ -54,7 +66,7 @@ from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import WORK_FOLDER, check_case, file_name
+from fedloom.rundir import WORK_FOLDER, check_case, file_name, label_of
 from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
@@ -62,7 +74,7 @@ from fedloom.values import dump, find_difference, flatten_document
 
 TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
-SEARCH_FILE = "search.toml"
+SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
 """Names in the directory of a search that belong to it."""
@@ -82,6 +94,7 @@ class Tuning:
         data_dir: folder of data sets.
         force: forget what is there.
         read: makes the experiment of a document.
+        clients: makes the federation of a seed. None: the experiment does.
 
     Raises:
         ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
@@ -101,6 +114,7 @@ class Tuning:
         *,
         force: bool = False,
         read: Read = parse,
+        clients: Callable[[int], Federation] | None = None,
     ) -> None:
         check_alone("a search for settings")
         document = expand_grid(document, where)
@@ -116,8 +130,10 @@ class Tuning:
                 raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
-        data = keeping(self.experiment.source, self.experiment.kept_columns).read(data_dir)
-        whole = {s: self.experiment.partition(data, s) for s in seeds}
+        if clients is None:
+            data = keeping(self.experiment.source, self.experiment.kept_columns).read(data_dir)
+            clients, self._checksum = partial(self.experiment.partition, data), data.checksum
+        whole = {s: clients(s) for s in seeds}
         for s, fed in whole.items():
             for analysis in self.experiment.analyses:
                 analysis.check_run(fed, self.experiment.common)
@@ -159,7 +175,12 @@ class Tuning:
         return int(sum(trials)) * len(self.goal.seeds)
 
     def run(
-        self, on_trial: OnTrial = lambda *_: None, *listeners: Listener, tuned: bool = True, join: bool = False
+        self,
+        on_trial: OnTrial = lambda *_: None,
+        *listeners: Listener,
+        tuned: bool = True,
+        join: bool = False,
+        executor: Executor | None = None,
     ) -> list[SearchResult]:
         """Do the trials that are missing, and write every file.
 
@@ -169,6 +190,7 @@ class Tuning:
             tuned: write ``tuned.toml`` too. Every method must have a trial that completed then.
             join: share the methods with other processes that join, on any machine that has the directory. The trials of
                 a method follow each other, as each depends on those before.
+            executor: computes the methods' searches, with ``submit(function, *arguments)``.
 
         Returns:
             The search of every method, in the experiment's order.
@@ -178,6 +200,8 @@ class Tuning:
             CheckpointError: a disk that is full or refuses. What was tried is kept.
         """
         self._stopped = False
+        if executor is not None:
+            return self._run_elsewhere(executor, on_trial, tuned=tuned, join=join)
         with lock(self.out, joins=join), interruptible() as interrupted:
             share = decide_share(self.experiment, self.federations, range(len(self.studies)))
             line, beside = EventQueue(), share.runs > 1
@@ -207,6 +231,35 @@ class Tuning:
                     for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                         pass
             return self._findings(tuned=tuned)
+
+    def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
+        """`run` by an executor: the whole search for a method is a unit. A search that was cut off begins anew."""
+        check_executor(executor)
+        if join:
+            raise ConfigError("an executor starts the work itself: leave join out")
+        tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
+        luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
+        with lock(self.out), interruptible() as interrupted:
+            check_case(self.out, [study.method.label for study in self.studies])
+            self._claim()
+            if (self.out / WORK_FOLDER).exists():
+                self._adopt(Claims(self.out / WORK_FOLDER))
+            studies = [s for s in self.studies if not s.search.ended(self._journal(s, self.out).trials)]
+            units = [json.dumps({"label": study.method.label, "rounds": study.goal.rounds}) for study in studies]
+            for k, reply in compute_units(executor, luggage, units, interrupted, compute_search):
+                write_atomic(self._log(studies[k], self.out), reply.files[LOG_FILE])
+                for trial in self._journal(studies[k], self.out).trials:
+                    on_trial(studies[k].method.label, trial)
+            return self._findings(tuned=tuned)
+
+    def search_one(self) -> bytes | None:
+        """Search for the settings of the only method. The journal of its trials, None where the user stopped it."""
+        (study,) = self.studies
+        self._stopped = False
+        self._claim()
+        self._tune(study, lambda *_: None, lambda label, run: Emitter((), label, run), 1, self.out)
+        ended = study.search.ended(self._journal(study, self.out).trials)
+        return self._log(study, self.out).read_bytes() if ended else None
 
     def _findings(self, *, tuned: bool) -> list[SearchResult]:
         """Return the search of every method, after all files are written."""
@@ -399,6 +452,35 @@ class Tuning:
         if not self.tune.equal_work:
             tune["rounds_of"] = {study.method.label: study.goal.rounds for study in self.studies}
         return {**settings, "tune": tune}
+
+
+def compute_search(experiment: str, unit: str, data: bytes | None = None) -> bytes:
+    """Search for the settings of one method of an experiment, anywhere. The same arguments give the same trials.
+
+    Args:
+        experiment: text of `pack_experiment`, with the table ``tune``.
+        unit: JSON with ``label`` and ``rounds``, of a trial.
+        data: bytes of `pack_experiment`. Needed once per worker.
+
+    Returns:
+        A `UnitReply` as bytes, with the journal of the trials.
+
+    Raises:
+        DataError: the worker has not the same data.
+        ConfigError: the worker cannot import the code.
+    """
+    if not receive_data(experiment, data):
+        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+    key = json.loads(unit)
+    label = key["label"]
+    with unit_folder() as folder:
+        document = read_document(experiment)
+        document["method"] = [table for table in document["method"] if label_of(table) == label]
+        document["method"][0]["rounds"] = key["rounds"]
+        document["tune"]["space"] = {label: document["tune"]["space"][label]}
+        search = Tuning(document, "executor", folder, clients=partial(read_federation, experiment))
+        log = search.search_one()
+        return UnitReply({} if log is None else {LOG_FILE: log}, interrupted=log is None, worker=worker_name()).packed()
 
 
 def _table(dimension: Dimension) -> Any:

@@ -97,7 +97,11 @@ def check_executor(executor: object) -> None:
 
 
 def compute_units(
-    executor: Executor, luggage: Luggage, units: Sequence[str], interrupted: Callable[[], bool]
+    executor: Executor,
+    luggage: Luggage,
+    units: Sequence[str],
+    interrupted: Callable[[], bool],
+    compute: Callable[..., bytes] = compute_unit,
 ) -> Iterator[tuple[int, UnitReply]]:
     """Compute units by an executor.
 
@@ -106,6 +110,7 @@ def compute_units(
         luggage: the experiment.
         units: texts of units.
         interrupted: looked at now and then. Once it is true, nothing more is taken.
+        compute: what travels: (text of the experiment, unit[, data]) -> bytes of a `UnitReply`. A public function.
 
     Yields:
         The number of a unit and its reply, in the order in which units end.
@@ -115,7 +120,7 @@ def compute_units(
     """
     calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _Wanting()
     for k in range(len(units)):
-        calls[_submit(executor, luggage, units[k])] = k, False
+        calls[_submit(executor, compute, luggage, units[k])] = k, False
     while calls and not interrupted():
         ended = [call for call in calls if call.done()]
         for call in ended:
@@ -136,7 +141,7 @@ def compute_units(
                 continue
             sends = reply.wants_data and wanting.sends(reply.worker)
             data = [luggage.data] if sends and luggage.data is not None else []
-            calls[_submit(executor, luggage, units[k], *data)] = k, sends
+            calls[_submit(executor, compute, luggage, units[k], *data)] = k, sends
         if not ended:
             time.sleep(LOOK_SECONDS)
     for call in calls:
@@ -164,9 +169,9 @@ class _Wanting:
         self._under_way -= 1
 
 
-def _submit(executor: Executor, luggage: Luggage, unit: str, *data: bytes) -> Future:
+def _submit(executor: Executor, compute: Callable[..., bytes], luggage: Luggage, unit: str, *data: bytes) -> Future:
     try:
-        return executor.submit(compute_unit, luggage.text, unit, *data)
+        return executor.submit(compute, luggage.text, unit, *data)
     except FedloomError:
         raise
     except Exception as error:

@@ -10,7 +10,8 @@ import tarfile
 import tempfile
 import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -98,12 +99,13 @@ class UnitReply(NamedTuple):
             raise ConfigError(f"the executor returned something else than a unit's reply: {error}") from None
 
 
-def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
+def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
     """Write an experiment so that a worker computes the same numbers.
 
     Args:
         experiment: what to run.
         checksum: of its data set, which every worker's must have.
+        tables: further tables of the document, as ``tune``.
 
     Raises:
         ConfigError: a part of it has no form as text, or its data none as bytes.
@@ -130,7 +132,7 @@ def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
             "module that the workers can import, and the weights into a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
-    return Luggage(tomli_w.dumps({**settings, "travel": checks}), data)
+    return Luggage(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
@@ -148,34 +150,62 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         DataError: the worker has not the same data.
         ConfigError: the worker cannot import the code.
     """
-    document = tomllib.loads(experiment)
-    travel, key, worker = document.pop("travel"), json.loads(unit), f"{socket.gethostname()} {os.getpid()}"
-    if data is not None:
-        if sha256(data).hexdigest() != travel["data"]:
-            raise DataError("the data that came with a unit are not those of its experiment")
-        _held[travel["data"]] = data
-    if travel["data"] and travel["data"] not in _held:
-        return UnitReply({}, wants_data=True, worker=worker).packed()
-    with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
-        plan = parse(_localise(document), "executor")
-        fed = _federation(experiment, key["seed"])
+    if not receive_data(experiment, data):
+        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+    key = json.loads(unit)
+    with unit_folder() as folder:
+        plan = parse(read_document(experiment), "executor")
+        fed = read_federation(experiment, key["seed"])
         setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])
-        setting, place = setting.with_(engine=setting.engine.with_(workers=1)), Path(folder) / "state"
+        setting, place = setting.with_(engine=setting.engine.with_(workers=1)), folder / "state"
         failure, interrupted = "", False
         try:
             interrupted = simulate(setting, fed, folder=place).stop is Stop.INTERRUPTED
         except (CodeError, RunStopped) as error:
             failure = str(error)
         files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
-        return UnitReply(files, failure, interrupted, worker=worker).packed()
+        return UnitReply(files, failure, interrupted, worker=worker_name()).packed()
+
+
+def worker_name() -> str:
+    """Name this process among those of all machines."""
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def receive_data(experiment: str, data: bytes | None) -> bool:
+    """Keep data that came with a unit. Return whether this process has the data of an experiment, if it needs any.
+
+    Raises:
+        DataError: they are of another experiment.
+    """
+    digest = tomllib.loads(experiment)["travel"]["data"]
+    if data is not None:
+        if sha256(data).hexdigest() != digest:
+            raise DataError("the data that came with a unit are not those of its experiment")
+        _held[digest] = data
+    return not digest or digest in _held
+
+
+@contextmanager
+def unit_folder() -> Iterator[Path]:
+    """Open a temporary folder for a unit, which is the only one of this process meanwhile."""
+    with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
+        yield Path(folder)
+
+
+def read_document(experiment: str) -> dict[str, Any]:
+    """Read the document of an experiment that has come, with the data where this worker has them."""
+    return _localise({key: value for key, value in tomllib.loads(experiment).items() if key != "travel"})
 
 
 @lru_cache(maxsize=4)
-def _federation(experiment: str, seed: int) -> Federation:
-    """Return the clients of an experiment with a seed, with the data of the sending process."""
-    document = tomllib.loads(experiment)
-    travel = document.pop("travel")
-    plan = parse(_localise(document), "executor")
+def read_federation(experiment: str, seed: int) -> Federation:
+    """Read the clients of an experiment with a seed, whose data are those of the process that sends it.
+
+    Raises:
+        DataError: this worker has other data.
+    """
+    travel, plan = tomllib.loads(experiment)["travel"], parse(read_document(experiment), "executor")
     if not travel["data"]:
         source = keeping(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:

@@ -1,0 +1,132 @@
+"""Cells by an executor: a cell travels as text, its record comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError, FedloomError
+from fedloom.lab.experiment import (
+    Executor,
+    Luggage,
+    UnitReply,
+    check_executor,
+    compute_units,
+    parse,
+    unit_folder,
+    worker_name,
+)
+from fedloom.processes import interruptible
+from fedloom_studies.map.budget import GradientBudget
+from fedloom_studies.map.measure import CellWork, hide_progress
+from fedloom_studies.map.records import CellRecord, read_record, read_records, record_cell
+from fedloom_studies.map.setups import Cell, Setup
+from fedloom_studies.reproduce.execute import TimeBudget
+
+RECORD_FILE = "record.json"
+"""File of a reply with the record of a cell."""
+
+
+def measure_elsewhere(
+    executor: Executor, todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path,
+    data_dir: Path | None, say: Callable[[str], object], *, again: bool = False,
+) -> bool:  # fmt: skip
+    """Have an executor measure cells, and write their records. Return whether all came to an end.
+
+    Args:
+        executor: computes cells, each as one call.
+        todo: what to run.
+        records: the records that there were.
+        results: file of the records.
+        data_dir: folder of data sets. A setup without its data is left out.
+        say: called for every cell.
+        again: a second look at each.
+
+    Raises:
+        FedloomError: a worker has other code of a method, or the executor lost a cell several times.
+    """
+    check_executor(executor)
+    checksums, cells, units = dict[str, str](), list[Cell](), list[str]()
+    for cell in todo:
+        name, key = cell.setup.name, (cell.setup.name, cell.method)
+        if name not in checksums:
+            try:
+                checksums[name] = _checksum(cell.setup, data_dir)
+            except DataError as error:
+                checksums[name] = ""
+                say(f"{name}: data missing: {error}")
+        if checksums[name]:
+            cells.append(cell)
+            first = read_records(results).get(key) if cell.protocol == "gradients" else None
+            before = records.get(key)
+            units.append(_write_unit(cell, checksums[name], before, first, again=again))
+    with interruptible() as interrupted:
+        for k, reply in compute_units(executor, Luggage("", None), units, interrupted, compute_cell):
+            cell = cells[k]
+            if reply.failure:
+                say(f"{cell.where}: {reply.failure}")
+                continue
+            record = read_record(json.loads(reply.files[RECORD_FILE]))
+            if record.source and record.source != _source(cell):
+                raise FedloomError(f"{cell.where}: the worker has other code of the method; give it the same version")
+            record_cell(record, results)
+            say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
+        return not interrupted()
+
+
+def compute_cell(_experiment: str, unit: str) -> bytes:
+    """Measure a cell, anywhere. The same arguments give the same record, but for its time, machine and date.
+
+    Args:
+        _experiment: not used. A cell has all of its experiment.
+        unit: JSON of the cell, of its records, and of the checksum of its data.
+
+    Returns:
+        A `UnitReply` as bytes, with the record.
+    """
+    fields = json.loads(unit)
+    seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
+    cell = Cell(Setup(**{**fields["setup"], **seeds}), fields["method"], fields["space"], fields["protocol"])
+    before, first = (None if fields[key] is None else read_record(fields[key]) for key in ("before", "first"))
+    with unit_folder() as folder:
+        try:
+            if _checksum(cell.setup, None) != fields["checksum"]:
+                raise DataError(
+                    "the data of this worker are others than those of the map; give it the same files, in the folder "
+                    "that FEDLOOM_DATA names"
+                )
+            gradients = GradientBudget(cell.setup, None) if cell.protocol == "gradients" else None
+            work = CellWork(cell, folder, None, TimeBudget(), hide_progress, gradients)
+            record = work.record(before, first, again=fields["look_again"])
+        except DataError as missing:
+            return UnitReply({}, str(missing), worker=worker_name()).packed()
+    files = {} if record is None else {RECORD_FILE: json.dumps(record.__dict__).encode()}
+    return UnitReply(files, interrupted=record is None, worker=worker_name()).packed()
+
+
+def _write_unit(
+    cell: Cell, checksum: str, before: CellRecord | None, first: CellRecord | None, *, again: bool
+) -> str:  # fmt: skip
+    fields: dict[str, Any] = {
+        "setup": asdict(cell.setup), "method": cell.method, "space": cell.space, "protocol": cell.protocol,
+        "checksum": checksum, "look_again": again,
+        "before": None if before is None else before.__dict__, "first": None if first is None else first.__dict__,
+    }  # fmt: skip
+    return json.dumps(fields)
+
+
+def _checksum(setup: Setup, data_dir: Path | None) -> str:
+    """Checksum of the data of a setup."""
+    plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+    return plan.source.read(data_dir).checksum()
+
+
+def _source(cell: Cell) -> str:
+    """Digest of the code of a cell's method here. Empty where it is not applicable."""
+    try:
+        return cell.source
+    except FedloomError:
+        return ""
