@@ -3,8 +3,8 @@
     python benchmarks/methods.py          # a few minutes of one processor, into studies/data/method-costs.json
     python benchmarks/methods.py --page   # studies/pages/method-costs.md of what was measured
 
-Blocks of rounds of all methods alternate with FedAvg's. The clock counts processor time, so other processes disturb
-little. Samples are random: the cost of a gradient does not depend on their values.
+Blocks of rounds of all methods alternate with FedAvg's. The clock counts processor time, and the fastest block counts,
+so other processes disturb little. Samples are random: the cost of a gradient does not depend on their values.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "are passed forward without a gradient (per gradient; each takes about a third of a gradient's time), and the "
         "oracle. The rest of the time at the clients is arithmetic on parameters, prototypes and statistics.",
         "",
-        "For small dense networks, FedAvg uses compiled kernels (`fused`). A method with a term that the kernels lack "
-        "uses PyTorch (`stacked`), whose calls take longer than such a small network's arithmetic. With the "
-        "convolutional network, all methods use PyTorch, and the same methods come close to FedAvg. "
-        "The row of FedAvg shows the noise of the measurement: it is FedAvg relative to itself.",
+        "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
+        "representations, prototypes and statistics of classes are PyTorch calls, which take longer than the "
+        "arithmetic of such a network. With the convolutional network, FedAvg uses PyTorch, too, and the same methods "
+        "come close to it. The row of FedAvg is FedAvg relative to itself: it shows the noise.",
         "",
         f"| method | {' | '.join(f'{title}: time | server | forward | oracle' for title in rows)} |",
         f"|---|{'---|---|---|---|' * len(rows)}",
@@ -91,9 +91,14 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
     for name in names:
         cells = [cell for each in rows.values() for cell in cells_of(each.get(name))]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "## Above the limit", "",
-              f"A method is within the limit if its time per gradient is at most {LIMIT} times FedAvg's, after the time "
-              "of its forward passes is taken off.", ""]  # fmt: skip
+    lines += [
+        "",
+        "## Above the limit",
+        "",
+        f"A method is within the limit if its time per gradient, without its forward passes, is at most {LIMIT} times "
+        "FedAvg's time.",
+        "",
+    ]
     for title, each in rows.items():
         above = [name for name in names if excess(each.get(name)) > LIMIT]
         lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")

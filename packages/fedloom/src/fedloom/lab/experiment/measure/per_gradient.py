@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -22,7 +21,7 @@ from fedloom.processes.pool import Workers
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
-BLOCK_COUNT = 3
+BLOCK_COUNT = 4
 """Blocks of rounds. Each has all methods one after another, so that a slow moment of the machine meets all of them."""
 
 
@@ -86,6 +85,11 @@ class _Block(NamedTuple):
     forward: float
     oracle: str
 
+    @property
+    def seconds(self) -> float:
+        """Seconds per gradient."""
+        return self.clients + self.server
+
 
 def measure_per_gradient(
     settings: Sequence[tuple[str, Setting]], fed: Federation, fedavg: Setting, rounds: int
@@ -99,38 +103,34 @@ def measure_per_gradient(
         rounds: rounds of a block, after one that is not measured.
 
     Returns:
-        A row for each method, of the median over blocks.
+        A row for each method, of its fastest block relative to FedAvg's: whatever disturbs a block makes it slower.
     """
     blocks: dict[str, list[_Block]] = {label: [] for label, _ in settings}
-    relative: dict[str, list[_Block]] = {label: [] for label, _ in settings}
-    reasons = dict[str, str]()
+    base, reasons = list[_Block](), dict[str, str]()
     for _ in range(BLOCK_COUNT):
-        base = _measure_block(fedavg, fed, rounds)
-        assert base is not None  # FedAvg takes gradients in every round
-        whole = base.clients + base.server
-        for label, setting in settings:
+        for label, setting in [("", fedavg), *settings]:
             if label in reasons:
                 continue
             try:
                 block = _measure_block(setting, fed, rounds)
             except FedloomError as error:
+                if not label:
+                    raise
                 reasons[label] = str(error)
                 continue
             if block is None:
                 reasons[label] = "no gradient in these rounds"
-                continue
-            blocks[label].append(block)
-            relative[label].append(block._replace(clients=block.clients / whole, server=block.server / whole))
+            else:
+                (blocks[label] if label else base).append(block)
+    whole = min(one.seconds for one in base)
     costs = list[GradientCost]()
     for label, _ in settings:
         if label in reasons:
             costs.append(GradientCost(label, reason=reasons[label]))
             continue
-        seconds = statistics.median(one.clients + one.server for one in blocks[label])
-        clients, server, forward = (
-            statistics.median(column) for column in zip(*(one[:3] for one in relative[label]), strict=True)
-        )
-        costs.append(GradientCost(label, seconds, clients, server, forward, relative[label][0].oracle))
+        best = min(blocks[label], key=lambda one: one.seconds)
+        parts = (best.clients / whole, best.server / whole)
+        costs.append(GradientCost(label, best.seconds, *parts, best.forward, best.oracle))
     return costs
 
 
