@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
@@ -98,7 +100,47 @@ class Attacks:
         assert {*tried} <= {*self.WANTED}
 
 
+PACKAGES = {
+    "fedloom_clinic": {"cox", "glm", "left-out", "references"},
+    "fedloom_sites": {"deploy"},
+    "fedloom_studies": {"appendices", "map", "reproduce"},
+}
+"""Packages beside the library, with the commands and analyses that cases of tests name."""
+
+
+class Hidden:
+    """Packages that a run of tests does not find, and their entry points (``pytest --alone fedloom``)."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        real = importlib.metadata.entry_points
+        importlib.metadata.entry_points = lambda **choice: (
+            importlib.metadata.EntryPoints(
+                entry for entry in real(**choice) if entry.module.partition(".")[0] not in names
+            )
+            if choice
+            else real()
+        )
+        sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+            words = re.split(r"[\s\[\]]", item.name.partition("[")[2])
+            needed |= {name for name, commands in PACKAGES.items() if commands & {*words}}
+            if hidden := needed & {*self.names}:
+                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(sorted(hidden))}"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    own = ["fedloom", *PACKAGES]
+    parser.addoption("--alone", choices=own, help="hide every package but the library and this one")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.alone:
+        hidden = Hidden([name for name in PACKAGES if name != config.option.alone])
+        config.pluginmanager.register(hidden)
     config.pluginmanager.register(OnlyExamples())  # for src too, where a conftest of tests is not asked
     config.pluginmanager.register(Attacks())
 

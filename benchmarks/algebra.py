@@ -30,7 +30,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from workloads import WORKLOADS, Workload
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, Composition
+from fedloom.algorithms import ALGORITHMS, REGISTRY, PresetMethod
 from fedloom.engine import simulate as running
 from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
@@ -90,7 +90,7 @@ class Run:
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
         local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
-        composition = made if isinstance(made, Composition) else Composition(made)
+        composition = made if isinstance(made, PresetMethod) else PresetMethod(made)
         self.job, server = make_job(
             Setting.create(composition, model=workload.model, local=local), workload.federation()
         )

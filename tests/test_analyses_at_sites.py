@@ -156,7 +156,7 @@ def design(table: pd.DataFrame) -> np.ndarray:
 @masks
 @pytest.mark.parametrize("task", ["regression", "count", "binary"])
 def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
-    found, table = served(deployed(tmp_path, task, {"kind": "glm"}, masked=masked)), patients()
+    found, table = served(deployed(tmp_path, task, {"kind": "glm", "rules": {"least": 2}}, masked=masked)), patients()
     family = {"regression": families.Gaussian(), "count": families.Poisson(), "binary": families.Binomial()}[task]
     y = {"regression": table.stay.astype(np.float32), "count": table.visits, "binary": table.ill == "yes"}[task]
     pooled = GLM(np.asarray(y, float), design(table), family).fit(tol=1e-14)
@@ -225,7 +225,10 @@ def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
 @masks
 @pytest.mark.parametrize("options", [{"stratify": True}, {"width": 40.0, "until": 160.0}], ids=["strata", "bins"])
 def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
-    found, table = served(deployed(tmp_path, "survival", {"kind": "cox", **options}, masked=masked)), patients()
+    found, table = (
+        served(deployed(tmp_path, "survival", {"kind": "cox", "rules": {"least": 2}, **options}, masked=masked)),
+        patients(),
+    )
     if "stratify" in options:
         frame = table[["days", "died", "site", "age", "glucose"]].assign(
             icu=table.ward == "ICU", ped=table.ward == "PED"

@@ -688,6 +688,25 @@ app(standalone_mode=False)
     assert not (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.parametrize("own", PACKAGES)
+def test_the_tests_of_a_package_import_no_other_package(own: str) -> None:
+    """A test that needs two packages stands in tests/, or asks for the other by ``pytest.importorskip``."""
+    others = {*PACKAGES} - {own, "fedloom"}
+    for path in (ROOT / "packages" / own.replace("_", "-") / "tests").rglob("*.py"):
+        assert not {name.partition(".")[0] for name in imports(ast.walk(ast.parse(path.read_text())))} & others, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", PACKAGES)
+def test_the_tests_of_a_package_are_found_without_the_other_packages(own: str) -> None:
+    tests = ROOT / "packages" / own.replace("_", "-") / "tests"
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--alone", own, "--collect-only", "-q", str(tests)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-2000:]
+
+
 # --- scripts/mutants
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from statsmodels.api import GLM, PHReg
@@ -112,6 +113,7 @@ def test_columns_that_separate_together_are_named_and_no_others(seed: int, scale
     seed=st.integers(0, 10**6), scales=SCALES, kind=st.sampled_from(["logistic", "poisson", "cox"]),
     far=st.sampled_from([0.0, 10.0, 1e4]), sums=st.booleans(),
 )  # fmt: skip
+@example(seed=174735, scales=[1.0] * 4, kind="logistic", far=1e4, sums=False)  # the one event is the far cell's row
 @settings(max_examples=60, deadline=None)
 def test_data_with_a_fit_raise_no_alarm(seed: int, scales: list[float], kind: str, far: float, sums: bool) -> None:
     """Nearly separated, on any scale, with one far cell: as long as one row contradicts, the libraries' fit is ours."""
@@ -123,20 +125,25 @@ def test_data_with_a_fit_raise_no_alarm(seed: int, scales: list[float], kind: st
     y[-1][rare[:1]] = 1.0  # one event
     if kind == "logistic":
         x[0, 1] += far
+    z = (x - x.mean(0)) / x.std(0)
+    if kind == "cox":
+        with warnings.catch_warnings(record=True) as caught:  # that it has not converged: the one event may be the last
+            pooled = PHReg(y[0], z, status=y[1], ties="efron").fit(disp=0, method="newton", tol=1e-13).params
+        resolved = not caught
+    else:
+        family = glm_families.Binomial() if kind == "logistic" else glm_families.Poisson()
+        model = GLM(y[0], np.column_stack([np.ones(len(z)), z]), family)
+        pooled, coarse = (model.fit(maxiter=200, tol=tol).params[1:] for tol in (1e-12, 1e-8))
+        resolved = np.allclose(pooled, coarse, rtol=1e-3, atol=1e-3)
     with pytest.MonkeyPatch.context() as patch:
         if sums:
             by_sums_alone(patch)
+        if not resolved:  # else rounding hides where the likelihood is largest, and the fit depends on the tolerance
+            with pytest.raises(DataError, match="no finite fit: drug separates the rows: its coefficient falls"):
+                fit(x * scales, y, kind)
+            return
         ours = fit(x * scales, y, kind) * scales
-    if kind == "cox":
-        fitted = PHReg(y[0], (x - x.mean(0)) / x.std(0), status=y[1], ties="efron")
-        pooled = fitted.fit(disp=0, method="newton", tol=1e-13).params / x.std(0)
-    else:
-        family = glm_families.Binomial() if kind == "logistic" else glm_families.Poisson()
-        z = (x - x.mean(0)) / x.std(0)
-        pooled = GLM(y[0], np.column_stack([np.ones(len(z)), z]), family).fit(maxiter=200, tol=1e-12).params[
-            1:
-        ] / x.std(0)
-    np.testing.assert_allclose(ours * x.std(0), pooled * x.std(0), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(ours * x.std(0), pooled, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.lab.experiment.cards import parts
 from fedloom.lab.experiment.schema import Top
@@ -62,7 +63,7 @@ METHOD = """Each method has [a page](../packages/fedloom/src/fedloom/algorithms/
 | `rounds` | number of rounds of this method |
 | `weights` | client weighting of this method |
 | `local` | keys of `[local]` for this method; other keys keep the shared value |
-| `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | replaces the shared table for this method |
+| `sampler`, `weigher`, `mixer`, `aggregator`, `attack`, `channel`, `schedule` | replaces the shared table |
 
 For example, this method uses a robust aggregator and its own learning rate:
 
@@ -238,6 +239,15 @@ PAGES = [
         "models](../clinical.md) and [Write your own analysis](../analyses.md).",
         '[[analysis]]\nkind = "groups"\nby = ["sex", "age>=75"]',
         ANALYSES,
+    ),
+    Page(
+        "early_stop",
+        "[early_stop]",
+        "When a run ends early. Without this table, all rounds are trained. See also [Follow and stop "
+        "runs](../track-runs.md).",
+        '[early_stop]\npatience = 5\nkeep = "best"',
+        {},
+        {"Options": EarlyStop},
     ),
     Page(
         "engine",

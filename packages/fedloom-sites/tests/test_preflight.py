@@ -275,3 +275,39 @@ def test_the_fix_that_an_error_suggests_works(name: str) -> None:
         else:
             return
     raise AssertionError(f"{rules}, {error.fix}: {error}")
+
+
+EQUAL = {"devices": {"kind": "equal"}}
+AT_REAL_CLIENTS: dict[str, tuple[str, Row]] = {
+    "an attack": ("deploy-attack", Row("", "", choices={"attack": {"kind": "sign-flip", "fraction": 0.2}})),
+    "devices": ("deploy-devices", Row("", "", choices=EQUAL)),
+    "a deadline": ("deploy-schedule", Row("", "", choices={"schedule": {"kind": "deadline", "seconds": 9.0}})),
+    "some clients scored": ("deploy-scored-clients", Row("", "", choices={"evaluate": {"clients": 2}})),
+    "pooled data": ("deploy-pooled-data", Row("", "", method="centralized")),
+    "shares by clusters": ("deploy-weights", Row("", "", choices={"weights": "clusters"})),
+    "models of differences": (
+        "deploy-sampler-models",
+        Row("", "", method="fedadmm", choices={"sampler": {"kind": "clustered", "clients": 3}}),
+    ),
+}
+"""Settings of a simulation that real clients cannot have, and the rule that refuses them."""
+NO_WAY_TO_FLOWER = {"an attack", "some clients scored", "devices", "a deadline"}
+"""Settings for which a strategy has no argument."""
+
+
+@pytest.mark.parametrize("name", AT_REAL_CLIENTS)
+def test_a_setting_for_simulation_has_one_rule_and_a_fix_at_real_clients(name: str, tmp_path: Path) -> None:
+    rule, row = AT_REAL_CLIENTS[name]
+    simulation: Any = fl.algorithms.REGISTRY[row.method]
+    if name != "a deadline":  # which needs devices
+        check(
+            fl.Setting.create(simulation(**row.options), model_of(row), **{"rounds": 3, **row.choices}),
+            federation(row.data),
+        )
+    entrances: tuple[Entrance, ...] = ("deploy",) if name in NO_WAY_TO_FLOWER else ("deploy", "Flower")
+    for entrance in entrances:
+        with pytest.raises(ConfigError) as caught:
+            ENTER[entrance](row, tmp_path)
+        assert caught.value.rule == rule, (entrance, str(caught.value))
+        with entered(TERMS[entrance]):
+            assert str(caught.value).endswith(worded(caught.value.fix)), str(caught.value)

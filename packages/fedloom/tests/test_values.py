@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from pydantic import Field
 
 import fedloom
@@ -87,7 +88,10 @@ def places(value: type[Value], options: dict[str, Any]) -> set[object]:
 
 
 def test_no_number_of_the_package_takes_text_or_a_truth_value_and_no_truth_value_takes_a_number() -> None:
-    wrong = {"numbers": (True, False, "1", "0.5", b"1"), "truth": (0, 1, 1.0, "yes", "true")}
+    wrong = {
+        "numbers": (True, False, np.True_, torch.tensor(True), "1", "0.5", b"1"),
+        "truth": (0, 1, 1.0, "yes", "true"),
+    }
     checked = dict.fromkeys(wrong, 0)
     for value in set(values()):
         for name, field in value.model_fields.items():
@@ -115,6 +119,10 @@ WRONG = (
     {},
     {"kind": "no such"},
     {3: 4},
+    0,
+    False,
+    np.array([1.0, 2.0]),
+    torch.tensor([1, 2]),
 )
 
 

@@ -74,6 +74,18 @@ def level_codes(values: Tensor, levels: int) -> Tensor:
     return torch.where(values.isnan(), float(levels), values).long()
 
 
+def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
+    """Return the number of subjects ``[cells]`` with a row in each cell.
+
+    Args:
+        codes: the cell of every row ``[N]``.
+        subjects: of whom every row is ``[N]``.
+        cells: how many there are.
+    """
+    pairs = torch.stack([codes, subjects], 1).unique(dim=0)
+    return torch.bincount(pairs[:, 0], minlength=cells).double()
+
+
 def merges(rules: Rules) -> bool:
     """Return whether the rules protect cells."""
     return rules.fewest > 1 or rules.least > 1

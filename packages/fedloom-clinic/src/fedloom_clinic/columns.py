@@ -13,8 +13,10 @@ from fedloom.analyses import AnalysisTerms, ClientRows, Schema
 from fedloom.data.site_rows import column_names, numbers_of
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
+from fedloom_clinic.cells import merges
 
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
 """Largest share of one row in the weights of a client's rows, where rules protect rows."""
 NARROWEST_RANGE = 1e-9
@@ -51,12 +53,67 @@ def require_columns(schema: Schema, what: str) -> None:
 
 
 def names_of(schema: Schema) -> list[str]:
-    """Return the names of the columns of a regression."""
+    """Return the names of all columns of a regression."""
     return column_names(Table(columns=schema.columns)) if schema.columns else []
 
 
-def ranges_of(schema: Schema) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest agreed value ``[p]`` of every column of a regression."""
+def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
+    """Return flags ``[p]`` of the columns in which the least number of subjects is off the commonest value.
+
+    So a level of a code that few subjects have is no column of its own. An analysis publishes them last.
+    """
+    design, least = design_of(client, terms, flagged=False), terms.rules.least
+    subjects, flags = client.subjects[design.rows].numpy(), torch.zeros(design.x.shape[1], dtype=torch.float64)
+    for k, values in enumerate(design.x.T):
+        several, counts = np.unique(values, return_counts=True)
+        if len(several):
+            off = values != several[counts.argmax()]
+            flags[k] = float(len(np.unique(subjects[off])) >= least)
+    return flags
+
+
+def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
+    """Return which columns ``[p]`` enough clients reach. The others are left out, a level thus joins the first one.
+
+    Args:
+        terms: with the flags of every client, of which those of columns come last.
+        flagged: whether clients publish such flags.
+    """
+    p = len(names_of(terms.schema))
+    if not (flagged and merges(terms.rules) and terms.published and p):
+        return np.ones(p, bool)
+    support = torch.stack([flags[-p:] for flags in terms.published]).sum(0).numpy()
+    alone = terms.rules.fewest == 1  # no sum hides a client then, so all of them must reach the least count
+    needed = int((terms.sizes > 0).sum()) if alone else terms.rules.fewest + terms.rules.missing
+    kept: Mask = support >= needed
+    if not kept.any():
+        raise Refused(
+            f"no column has {terms.rules.least} subjects off its commonest value at {needed} clients; agree on a "
+            "smaller least count"
+        )
+    return kept
+
+
+def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
+    """Return the names of the columns that are kept."""
+    kept = kept_columns(terms, flagged=flagged)
+    return [name for name, one in zip(names_of(terms.schema), kept, strict=True) if one]
+
+
+def left_out_columns(terms: AnalysisTerms) -> str:
+    """Return the names of the columns that too few clients reach, separated by commas."""
+    kept = kept_columns(terms)
+    return ", ".join(name for name, one in zip(names_of(terms.schema), kept, strict=True) if not one)
+
+
+def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest agreed value ``[p]`` of every column that is kept."""
+    kept = kept_columns(terms, flagged=flagged)
+    low, high = _every_range(terms.schema)
+    return low[kept], high[kept]
+
+
+def _every_range(schema: Schema) -> tuple[Floats, Floats]:
     pairs = [
         pair
         for column in schema.columns
@@ -66,17 +123,18 @@ def ranges_of(schema: Schema) -> tuple[Floats, Floats]:
     return low, np.maximum(high, low + NARROWEST_RANGE)
 
 
-def design_of(client: ClientRows, terms: AnalysisTerms) -> DesignColumns:
-    """Return the rows of a client that a regression uses."""
+def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
+    """Return the rows of a client that a regression uses, with the columns that are kept."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
-    low, high = ranges_of(terms.schema)
+    low, high = _every_range(terms.schema)
     inside = ((x >= low) & (x <= high)).all(1)
     for target, pair in zip(y.T, terms.schema.target_ranges, strict=True):
         if pair is not None:
             inside &= (target >= pair[0]) & (target <= pair[1])
     rows = whole.nonzero().flatten()[torch.from_numpy(inside)]
-    return DesignColumns(x[inside], y[inside], len(client) - int(inside.sum()), rows)
+    kept = kept_columns(terms, flagged=flagged)
+    return DesignColumns(x[inside][:, kept], y[inside], len(client) - int(inside.sum()), rows)
 
 
 def outweighs(*weights: Floats) -> bool:

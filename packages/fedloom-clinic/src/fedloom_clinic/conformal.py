@@ -25,11 +25,11 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.data.federation import DATA_PARTS
+from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
 """Threshold above all scores: too few calibration rows for a smaller one, so sets have every class."""

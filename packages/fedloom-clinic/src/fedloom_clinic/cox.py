@@ -20,8 +20,10 @@ from fedloom_clinic.cells import merges
 from fedloom_clinic.columns import (
     MAX_ROW_SHARE,
     Floats,
+    columns_of,
     design_of,
-    names_of,
+    flag_columns,
+    left_out_columns,
     ranges_of,
     require_columns,
     square,
@@ -43,7 +45,7 @@ from fedloom_clinic.fits.penalty import Likelihood, Ridge, impossible, ridged
 from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
@@ -121,7 +123,7 @@ class Cox(ScriptedAnalysis):
         return ("means", "spreads", "risk") if self.shows_rows else ("step",)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        columns = len(ranges_of(terms.schema)[0])
+        columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         if question.name in self.retried and len(question.values["beta"]) != columns:
             raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
         if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
@@ -130,20 +132,21 @@ class Cox(ScriptedAnalysis):
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        design = design_of(client, terms)
+        design = design_of(client, terms, flagged=not self.shows_rows)
         if self.shows_rows:
             return client.select(design.rows)
         vectors = SiteVectors(SurvivalSite(design.x, *design.y.T), self._merged(terms), design.left_out)
         return client.select(design.rows if vectors.rows else design.rows[:0])
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        site = _site_of(client, terms)
+        site = self._site(client, terms)
         if self.shows_rows:
             return torch.from_numpy(np.unique(site.time[site.event == 1]))
-        return torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
+        bins = torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
+        return torch.cat([bins, flag_columns(client, terms)]) if merges(terms.rules) else bins
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
-        names = names_of(terms.schema)
+        names = columns_of(terms, flagged=not self.shows_rows)
         if self.shows_rows:
             return cox_table(self._exact(ask, terms, names), names, self._agreement(terms)), None
         agreed = self._merged(terms)
@@ -159,11 +162,12 @@ class Cox(ScriptedAnalysis):
             multiples = np.rint(vector.numpy()[:-VECTOR_COUNTS] / agreed.step)
             return np.concatenate([multiples, vector.numpy()[-VECTOR_COUNTS:]]).astype(np.int64).view(np.uint64)
 
-        return cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed), None
+        table = cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed)
+        return table.append_column("merged", pa.array([left_out_columns(terms)] * len(table))), None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        p = len(ranges_of(terms.schema)[0])
+        p = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         moments = 1 + p + p * (p + 1) // 2
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric(p, most)])
@@ -185,9 +189,9 @@ class Cox(ScriptedAnalysis):
         return Bounds.join([_symmetric(agreed.length - VECTOR_COUNTS, most, agreed.step), counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
-        site, design = _site_of(client, terms), design_of(client, terms)
+        site, design = self._site(client, terms), design_of(client, terms, flagged=not self.shows_rows)
         values = {name: value.numpy() for name, value in question.values.items()}
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         scaled = (site.x - (high + low) / 2) / ((high - low) / 2)
         if question.name == "means":
             return tensor(float(len(scaled)), scaled.sum(0))
@@ -210,8 +214,12 @@ class Cox(ScriptedAnalysis):
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
 
+    def _site(self, client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
+        design = design_of(client, terms, flagged=not self.shows_rows)
+        return SurvivalSite(design.x, *design.y.T)
+
     def _agreement(self, terms: AnalysisTerms) -> CoxAgreement:
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
         return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify, ridge=self.strength)
@@ -220,12 +228,13 @@ class Cox(ScriptedAnalysis):
         agreed = self._agreement(terms)
         if terms.rules.fewest == 1:
             return agreed
-        filled = np.stack([flags.numpy() > 0 for flags in terms.published])
+        bins = 1 if self.stratify else len(agreed.ends)
+        filled = np.stack([flags.numpy()[:bins] > 0 for flags in terms.published])
         return merged_ends(agreed, filled, terms.rules.missing, terms.rules.fewest)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
         """Return the fit of all rows at their exact times."""
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
         rows = means[0]
@@ -263,11 +272,6 @@ class Cox(ScriptedAnalysis):
         return SecureCoxFit(fit, np.zeros(len(beta)), BinningLoss(int(rows), int(events), 0, 0, everyone - int(rows)))
 
 
-def _site_of(client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
-    design = design_of(client, terms)
-    return SurvivalSite(design.x, *design.y.T)
-
-
 def _open_sums(vector: Floats, p: int) -> RiskSums:
     """Return the sums that an answer to "risk" holds."""
     half = p * (p + 1) // 2
@@ -287,7 +291,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row per column of the regression, with the fit that it belongs to and the lost sites."""
+    """Return a row per column of the regression, with the rows of the fit and the events that were lost."""
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

@@ -15,20 +15,33 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total, Transcript
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.cells import merges
-from fedloom_clinic.columns import design_of, names_of, outweighs, ranges_of, require_columns, square, tensor, triangle
+from fedloom_clinic.cells import count_subjects, merges
+from fedloom_clinic.columns import (
+    columns_of,
+    design_of,
+    flag_columns,
+    left_out_columns,
+    outweighs,
+    ranges_of,
+    require_columns,
+    square,
+    tensor,
+    triangle,
+)
 from fedloom_clinic.fits.cox import newton
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
 from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
 """Standard deviation of a column, in its agreed range, from which it varies."""
+ANSWER_STEP = 2.0**-36
+"""Step of the numbers of an answer under masks."""
 MAX_EXPONENT = 700.0
 """Linear predictor at which a bound is taken at most. Exp of more is no number of float64."""
 
@@ -81,7 +94,7 @@ class Glm(ScriptedAnalysis):
             raise ConfigError("sites of the analysis glm agree on target_range = [LOWEST, HIGHEST] in the agreement")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        numbers = len(ranges_of(terms.schema)[0]) + 1
+        numbers = len(ranges_of(terms)[0]) + 1
         wanted = {"beta": self._intercepts(terms) + numbers - 1, "centre": numbers, "spread": numbers}
         for name, value in question.values.items():
             if len(value) != wanted[name]:
@@ -89,16 +102,35 @@ class Glm(ScriptedAnalysis):
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
             raise Refused("spreads of a question are above 0")
 
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        if not merges(terms.rules):
+            return torch.zeros(0, dtype=torch.float64)
+        design = design_of(client, terms, flagged=False)
+        outcomes = count_subjects(torch.from_numpy(design.y[:, 0] > 0).long(), client.subjects[design.rows], 2)
+        return torch.cat([(outcomes >= terms.rules.least).double(), flag_columns(client, terms)])
+
+    def start(self, terms: AnalysisTerms) -> Transcript:
+        if terms.schema.task == "binary" and merges(terms.rules):
+            support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
+            if float(support.min()) - terms.rules.missing < terms.rules.fewest:
+                raise Refused(
+                    f"too few clients have {terms.rules.least} subjects of each outcome: {int(support.min())}, and "
+                    f"{terms.rules.fewest + terms.rules.missing} must; agree on a smaller least count"
+                )
+        return super().start(terms)
+
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(design_of(client, terms).rows)
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
-        fit = self._fit(ask, terms)
+        fit, bound = self._fit(ask, terms)
         low, high = fit.interval()
         figures = {"coefficient": fit.beta, "standard_error": fit.se, "low": low, "high": high, "p": fit.p_values}
+        figures |= {"bound": bound}
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
         facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
         facts |= {} if self.strength is None else {"ridge": self.strength}
+        facts["merged"] = left_out_columns(terms)
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
@@ -106,7 +138,7 @@ class Glm(ScriptedAnalysis):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        numbers = len(ranges_of(terms.schema)[0]) + 1  # columns and the target
+        numbers = len(ranges_of(terms)[0]) + 1  # columns and the target
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric(torch.full((numbers,), most))])
         if question.name == "spreads":
@@ -130,7 +162,7 @@ class Glm(ScriptedAnalysis):
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         values = {name: value.numpy() for name, value in question.values.items()}
-        design, (low, high) = design_of(client, terms), ranges_of(terms.schema)
+        design, (low, high) = design_of(client, terms), ranges_of(terms)
         bottom, top = self._target_range(terms)
         half = np.append((high - low) / 2, (top - bottom) / 2)
         columns = np.column_stack([design.x, design.y])
@@ -165,8 +197,9 @@ class Glm(ScriptedAnalysis):
             return False
         return outweighs(variance(eta), *((np.abs(y - mean(eta)),) if family == "logistic" else ()))
 
-    def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> GlmFit:
-        names, first, family = names_of(terms.schema), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
+    def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
+        """Return the fit, and how far rounding can move each of its coefficients."""
+        names, first, family = columns_of(terms), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
@@ -177,7 +210,7 @@ class Glm(ScriptedAnalysis):
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
                 raise DataError(f"{name} is the same in every row; leave it out")
-        low, high = ranges_of(terms.schema)
+        low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
         if not spread[-1] > MIN_COLUMN_SPREAD:
@@ -213,11 +246,34 @@ class Glm(ScriptedAnalysis):
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)
         back[:first, first:] = -(centre_of / unit_of)
+        scaled_beta = beta
         covariance = back @ inverse @ back.T * scale * unit**2
         beta = back @ beta * unit
         beta[:first] += middle
         ridge = None if self.strength is None else Ridge(self.strength)
-        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge)
+        step, sites = ANSWER_STEP, len(terms.sizes)
+        relative = (
+            sites * step / (2 * count * float(spread.min()) ** 2)
+        )  # error of a spread, which the ridge scales with
+        reach = np.concatenate([np.ones(first), ((1 + np.abs(centre)) / spread)[:-1]])
+        moved = self._error_of_rounding(here, weights * scaled_beta * 2 * relative, sites * step / 2, reach, family)
+        bound = np.abs(back).sum(1) * moved * unit
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge), bound
+
+    @staticmethod
+    def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
+        """Return the largest distance of the coefficients to those of exact sums, each sum within an error of its own.
+
+        The third derivative of the likelihood is at most R times the second, with R the length of a row (0 of a linear
+        one): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
+        """
+        size = len(here.gradient)
+        least = float(np.linalg.eigvalsh(here.information)[0]) - size * error - float(np.abs(penalty).max())
+        gradient = float(np.linalg.norm(np.abs(here.gradient) + error + np.abs(penalty)))
+        longest = 0.0 if family == "linear" else float(np.linalg.norm(reach))
+        if least <= 0 or longest * gradient >= least:
+            return float("inf")
+        return gradient / least if not longest else float(-np.log1p(-longest * gradient / least) / longest)
 
     def _intercepts(self, terms: AnalysisTerms) -> int:
         return len(terms.sizes) if self.by_site else 1
@@ -230,4 +286,4 @@ class Glm(ScriptedAnalysis):
 
 def _symmetric(most: Tensor) -> Bounds:
     """Return the bounds of numbers of either sign."""
-    return Bounds.between(-most.double(), most.double())
+    return Bounds.between(-most.double(), most.double(), ANSWER_STEP)

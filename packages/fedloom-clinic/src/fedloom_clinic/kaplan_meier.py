@@ -22,10 +22,11 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import DataError, Refused
+from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MergedCells,
+    count_subjects,
     group_codes,
     groups_of,
     merged_bins,
@@ -35,7 +36,7 @@ from fedloom_clinic.cells import (
 from fedloom_clinic.fits.cox_vectors import bin_ends
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 Floats = NDArray[np.float64]
 
@@ -87,10 +88,18 @@ class KaplanMeier(Analysis):
             )
         groups_of(schema, self.group, 1)
 
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        super().check_sites(schema, masked=masked)
+        if self.until is None and schema.target_ranges[0] is None:
+            raise ConfigError("sites of the analysis kaplan-meier agree on the last time: give until = ...")
+
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        counts = self._counts(client, terms)
-        flags = torch.cat([counts.sum((1, 2)), counts[:, 0].flatten()])
-        return (flags >= terms.rules.least).double()
+        groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        code, place, event = self._places(client, terms)
+        bins = len(self._ends(terms))
+        some = client.select(event)
+        events = count_subjects((code * bins + place)[event], some.subjects, groups * bins)
+        return (torch.cat([count_subjects(code, client.subjects, groups), events]) >= terms.rules.least).double()
 
     def start(self, terms: AnalysisTerms) -> Counted:
         names, ends = groups_of(terms.schema, self.group, len(terms.sizes)), self._ends(terms)
@@ -155,12 +164,17 @@ class KaplanMeier(Analysis):
 
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         """Return events and other ends of rows ``[G, 2, J]`` in the agreed bins and groups."""
-        ends, groups = self._ends(terms), len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        code, place, event = self._places(client, terms)
+        at = (code * 2 + (~event).long()) * bins + place
+        return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
+
+    def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the group ``[N]``, the bin ``[N]``, and whether an event ends it ``[N]``, of every row."""
+        ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
-        at = (group_codes(client, terms.schema, self.group) * 2 + (~event).long()) * len(ends)
-        at = at + place.clamp(max=len(ends) - 1)
-        return torch.bincount(at, minlength=groups * 2 * len(ends)).double().view(groups, 2, -1)
+        return group_codes(client, terms.schema, self.group), place.clamp(max=len(ends) - 1), event
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:

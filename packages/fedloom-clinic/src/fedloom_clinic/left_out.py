@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, FurtherRun
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.data.federation import DATA_PARTS, Federation, Split
+from fedloom.data import DATA_PARTS, Federation, Split
 from fedloom.data.groups import subjects_of
+from fedloom.engine import Setting
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model

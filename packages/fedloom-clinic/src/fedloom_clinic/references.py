@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.data.federation import Federation
+from fedloom.data import Federation
+from fedloom.engine import Setting
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 
 FOREST_TREES = 200

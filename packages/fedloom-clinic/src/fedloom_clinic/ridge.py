@@ -8,6 +8,7 @@ Gram matrix of standardized inputs and targets. So coefficients lose no digits t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -17,22 +18,27 @@ from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import DataError, Refused
+from fedloom.errors import ConfigError, DataError, Refused
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 SMALLEST_SPREAD = 1e-9
 """Deviation of an input, in the largest that is agreed on, below which it is the same in every row."""
 
+MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
+"""Steps of sums under masks: of means and squares in the largest input, of products of inputs of unit deviation. An
+input that varies by a millionth of what is agreed on then still has a deviation of six digits."""
+
 
 class RidgeRows(NamedTuple):
-    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows."""
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, and the places of these rows."""
 
     x: Tensor
     y: Tensor
+    rows: Tensor
 
 
 class LinearPredictor(nn.Module):
@@ -58,6 +64,20 @@ class RidgeRegression(ScriptedAnalysis):
     )
     largest: float = Field(1000.0, gt=0, description="largest absolute number of an input that clients agree on")
 
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        super().check_sites(schema, masked=masked)
+        if schema.task == "regression" and None in schema.target_ranges:
+            raise ConfigError("sites of the analysis ridge agree on target_range = [LOWEST, HIGHEST] in the agreement")
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        numbers = len(input_names(terms.schema)) + self._outputs(terms.schema)
+        for name, value in question.values.items():
+            if len(value) != numbers or (name == "spread" and not bool((value > 0).all())):
+                raise Refused(f"{name} of a question has {numbers} numbers, and spreads are above 0")
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(self._samples(client, terms.schema).rows)
+
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task not in ("regression", "binary", "classification"):
             raise Refused(f"a ridge regression is of numbers or classes, and {schema.name} is a {schema.task}")
@@ -69,16 +89,17 @@ class RidgeRegression(ScriptedAnalysis):
         target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
         both = torch.cat([reach, target])
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), _row_sums(both, most)])
+            return Bounds.join([Bounds.counts(1, most), _row_sums(both, most, both * MEAN_STEP)])
         if question.name == "spreads":
-            return _row_sums(4 * both**2, most)
+            return _row_sums(4 * both**2, most, both**2 * SQUARE_STEP)
         standard = (both + question.values["centre"].abs()) / question.values["spread"]
         products = torch.outer(standard[:p], standard)
         upper = torch.triu_indices(p, p)
-        return _row_sums(torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()]), most)
+        gram = torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()])
+        return _row_sums(gram, most, torch.full_like(gram, GRAM_STEP))
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        x, y = self._samples(client, terms.schema)
+        x, y, _ = self._samples(client, terms.schema)
         both = torch.cat([x, y], 1)
         if question.name == "means":
             return torch.cat([torch.tensor([len(x)], dtype=torch.float64), both.sum(0)])
@@ -109,14 +130,26 @@ class RidgeRegression(ScriptedAnalysis):
         beta = torch.linalg.pinv(system, hermitian=True) @ gram[half:].view(p, c)
         weight = (beta * spread[p:] / spread[:p, None]).T
         bias = centre[p:] - weight @ centre[:p]
+        errors = [self.bounds(Question(name, {"centre": centre, "spread": spread}), terms).step * len(terms.sizes) / 2
+                  for name in ("means", "spreads", "gram")]  # fmt: skip
+        penalty = rows * self.strength * errors[1][:p] / (rows * spread[:p] ** 2)
+        reach = _solution_error(system, beta, errors[2], penalty)
+        away = reach[:, None] * spread[p:, None] / spread[:p]
+        shift = (errors[0][1:][p:] + weight.abs() @ errors[0][1:][:p]) / rows + away @ centre[:p].abs()
         names = terms.schema.classes if c > 1 else ("target",)
         lines = [
-            (names[k], inputs[j] if j < p else "intercept", float(weight[k, j] if j < p else bias[k]), rows)
+            (
+                names[k],
+                inputs[j] if j < p else "intercept",
+                float(weight[k, j] if j < p else bias[k]),
+                float(away[k, j] if j < p else shift[k]),
+                rows,
+            )
             for k in range(c)
             for j in range(p + 1)
         ]
         return table_of(
-            lines, output=TEXT_TYPE, input=TEXT_TYPE, coefficient=NUMBER_TYPE, rows=NUMBER_TYPE
+            lines, output=TEXT_TYPE, input=TEXT_TYPE, coefficient=NUMBER_TYPE, bound=NUMBER_TYPE, rows=NUMBER_TYPE
         ), LinearPredictor(weight, bias)
 
     @staticmethod
@@ -140,12 +173,35 @@ class RidgeRegression(ScriptedAnalysis):
             y = nn.functional.one_hot(y[:, 0].long(), self._outputs(schema)).double()
         elif schema.task == "binary":
             y = 2 * y - 1
-        return RidgeRows(x[whole], y)
+        return RidgeRows(x[whole], y, (client.part == 0).nonzero().flatten()[whole])
 
 
-def _row_sums(largest: Tensor, most: float) -> Bounds:
-    """Return the bounds of sums over rows of numbers up to ``largest [k]``, each with a step of 2^-44 of its own."""
-    return Bounds(-most * largest, most * largest, largest * 2.0**-44)
+def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor) -> Tensor:
+    """Return how far rounding can move the solution ``[p, c]`` of a system, as a distance for every output ``[c]``.
+
+    Args:
+        system: ``[p, p]`` with the ridge.
+        beta: ``[p, c]`` the solution.
+        error: of every number of the Gram matrix: its upper triangle, then the products with the targets.
+        penalty: ``[p]`` error of the ridge.
+    """
+    p, c = beta.shape
+    half = p * (p + 1) // 2
+    upper, matrix = torch.triu_indices(p, p), system.new_zeros(p, p)
+    matrix[upper[0], upper[1]] = matrix[upper[1], upper[0]] = error[:half]
+    values = torch.linalg.eigvalsh(system)
+    kept = values[values > torch.finfo(values.dtype).eps * p * values.max()]
+    least = float(kept.min()) - float(matrix.norm()) - float(penalty.max())
+    if least <= 0:
+        return beta.new_full((c,), math.inf)
+    wrong = error[half:].view(p, c).norm(dim=0) + (matrix.norm() + penalty.max()) * beta.norm(dim=0)
+    moved: Tensor = wrong / least
+    return moved
+
+
+def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
+    """Return the bounds of sums over rows of numbers up to ``largest [k]``, with the step of each."""
+    return Bounds(-most * largest, most * largest, step.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def input_names(schema: Schema) -> list[str]:

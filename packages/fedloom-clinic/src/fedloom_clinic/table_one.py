@@ -27,6 +27,7 @@ from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MISSING_LEVEL,
     MergedCells,
+    count_subjects,
     every_cell,
     group_codes,
     groups_of,
@@ -36,9 +37,11 @@ from fedloom_clinic.cells import (
 )
 
 if TYPE_CHECKING:
-    from fedloom.engine.setting import Setting
+    from fedloom.engine import Setting
 
 Floats = NDArray[np.float64]
+SUM_STEP = 2.0**-36
+"""Step of sums and squares under masks."""
 TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 UNIT_FACTORS = {
     18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
@@ -107,8 +110,12 @@ class TableOne(ScriptedAnalysis):
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         columns, groups = self._agreed(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
-        counts = _counted(client, terms, columns, every_cell(groups), self.group)
-        return (counts >= terms.rules.least).double()
+        code = group_codes(client, terms.schema, self.group)
+        counts = [count_subjects(code, client.subjects, len(groups))]
+        for g in range(len(groups)):
+            some = client.select(code == g)
+            counts += [_subjects(some, terms, column) for column in columns]
+        return (torch.cat(counts) >= terms.rules.least).double()
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most = float(terms.most_rows)
@@ -121,13 +128,13 @@ class TableOne(ScriptedAnalysis):
             smallest = [float(row[row > 0].min()) if bool((row > 0).any()) else 1.0 for row in shares]
             chi = torch.tensor([most / share for share in smallest], dtype=torch.float64)
             every = [squares, between, Bounds.between(torch.zeros(len(chi)), chi), Bounds.counts(len(columns), 1)]
-            return Bounds.join([part._replace(step=torch.full_like(part.step, 2.0**-36)) for part in every])
+            return Bounds.join([part._replace(step=torch.full_like(part.step, SUM_STEP)) for part in every])
         low, high, step = [], [], []
         for column in columns:
             size, last = column.size, int(column.edges is not None)
             low.append(torch.cat([torch.zeros(size - last), torch.full((last,), -most)]))
             high.append(torch.full((size,), most))
-            step.append(torch.cat([torch.ones(size - last), torch.full((last,), 2.0**-36)]))
+            step.append(torch.cat([torch.ones(size - last), torch.full((last,), SUM_STEP)]))
         sides = [torch.cat([torch.cat(side).double()] * len(groups.names)) for side in (low, high, step)]
         rows = Bounds.counts(len(groups.names), most)
         return Bounds.join([rows, Bounds(*sides)])
@@ -192,6 +199,7 @@ class TableOne(ScriptedAnalysis):
                     squares.view(count, -1)[:, k].numpy(),
                     (high - low) / 2,
                     (high + low) / 2,
+                    len(terms.sizes) * SUM_STEP / 2,
                 )
                 rows += _describe_number(column, groups, counted, figures, float(between[k]), clients[column])
             else:
@@ -237,19 +245,23 @@ class TableOne(ScriptedAnalysis):
 
 
 class _Moments(NamedTuple):
-    """Of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and how to go back."""
+    """Moments of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and how to go back.
+
+    ``error`` is how far rounding can move a sum.
+    """
 
     rows: Floats
     centre: Floats
     squares: Floats
     half: float
     middle: float
+    error: float
 
 
 TABLE_FIGURES = (
     "rows", "share", "missing", "beyond", "mean", "deviation", *TABLE_QUANTILES, "bin", "standardized_difference",
         "p_groups",
-    "p_clients",
+    "p_clients", "bound",
 )  # fmt: skip
 TABLE_SCHEMA = pa.schema([
     *((name, pa.string()) for name in ("column", "level", "group")), *((name, pa.float64()) for name in TABLE_FIGURES),
@@ -269,6 +281,17 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the rows in every cell of a code."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
+
+
+def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
+    """Return the subjects with a row in every cell of a column, in the order of its numbers. 0 in place of a sum."""
+    values = client.x[:, column.place]
+    if column.edges is None:
+        return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
+    bins, whole = len(column.edges) - 1, _scaled(client, terms, column)[1]
+    code = torch.where(values.isnan(), bins, bins + 1)
+    code[whole] = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
+    return torch.cat([count_subjects(code, client.subjects, bins + 2), torch.zeros(1).double()])
 
 
 def _counted(
@@ -319,8 +342,20 @@ def _describe_number(
             "deviation": deviation[g] if n[g] > 1 else None,
             **middle, "bin": float(np.diff(edges).max()), "standardized_difference": max(gaps, default=None),
             "p_groups": _number(p), "p_clients": _number(_f_test(between, squares, clients, n.sum())),
-            "edges": edges.tolist(), "counts": counts.tolist(),
+            "edges": edges.tolist(), "counts": counts.tolist(), "bound": _bound(of, g),
         }  # fmt: skip
+
+
+def _bound(of: _Moments, group: int) -> float | None:
+    """Return how far rounding can move the mean or the deviation of a group."""
+    n, squares = of.rows[group], of.squares[group]
+    if n < 2:
+        return None
+    mean = of.error / n
+    spread = np.sqrt(squares / (n - 1))
+    wrong = (of.error + n * mean**2) / (n - 1)  # squares are about a mean that is rounded too
+    deviation = wrong / spread if spread**2 > 2 * wrong else np.sqrt(2 * wrong) + spread
+    return float(of.half * max(mean, deviation))
 
 
 def _describe_code(

@@ -255,7 +255,7 @@ def test_what_makes_no_sense_at_sites_is_refused(tmp_path: Path, clock: Clock) -
     with pytest.raises(Refused, match="needs one download for all its sites"):
         check_maskable(few.experiment.methods[0].setting)
     late = scene(tmp_path / "late", "fedavg", **SMALL, schedule={"kind": "deadline", "seconds": 3.0})
-    with pytest.raises(Refused, match="'deadline' is of virtual time: leave .schedule. out"):
+    with pytest.raises(Refused, match="'deadline' is of virtual time, .*; leave schedule= out"):
         late.serve()
     device = scene(tmp_path / "device", "fedavg", **SMALL, devices={"kind": "equal"}, **buffered(2))
     with pytest.raises(Refused, match="real sites take their own"):

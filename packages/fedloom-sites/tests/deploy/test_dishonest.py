@@ -6,36 +6,24 @@ the masks off, so there is a control in which the same steps are asked honestly.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import ArrayRecord, ConfigRecord
 
 from fedloom.errors import Stop
 from fedloom.storage import disk
-from fedloom.version import __version__
-from fedloom_sites.deploy.protocol.envelope import (
-    COMMON_FIELDS,
-    PROTOCOL_VERSION,
-    REQUEST_FIELDS,
-    Kind,
-    digest_of,
-    seal,
-)
-from fedloom_sites.deploy.secure import counters, integers, shares
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer, sum_honestly
+from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
-from fedloom_sites.deploy.site.local_data import part_sizes
-from tests.deploy.scene import Scene, signing_key_of
+from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured, terms_of
 
 pytestmark = pytest.mark.attack("a dishonest server")
@@ -48,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
-class Rogue:
+class Rogue(RogueServer):
     """A server that asks what it likes, and the sites.
 
     Args:
@@ -56,157 +44,8 @@ class Rogue:
     """
 
     def __init__(self, here: Scene) -> None:
-        self.here, self.sites = here, here.clients()
-        self.trainer = self.sites[0].trainer
-        self.sizes = tuple(tuple(part_sizes(s.trainer.fed, s.site.client)) for s in self.sites)
-        self.refused: list[str] = []
-
-    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """What a site answers; None if it refuses."""
-        blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-        head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
-        head |= {
-            "protocol": PROTOCOL_VERSION,
-            "release": __version__,
-            "experiment": self.here.server.fingerprint,
-            "client": c,
-        }
-        reply = self.sites[c].reply(seal(head | {"kind": kind, "digest": digest_of(arrays)} | fields, arrays))
-        answer, data = reply["head"], reply["arrays"]
-        assert isinstance(answer, ConfigRecord)
-        assert isinstance(data, ArrayRecord)
-        if answer["status"] != "ok":
-            self.refused.append(str(answer["reason"]))
-            return None
-        return next(iter(data.values())).data
-
-    def download(self, change: float = 0.0) -> bytes:
-        """A model of the method, the first one times a factor and moved a little."""
-        job, server = self.trainer._run
-        down = job.down(server, 1, self.trainer.ids)
-        first = down[0] + change * torch.ones_like(down[0])
-        return self.trainer.forms.write_down(type(down)(first, *down[1:]), server)
-
-    def model(self) -> bytes:
-        """The global model, to be scored."""
-        job, server = self.trainer._run
-        found = job.algorithm.global_model(server)
-        assert found is not None
-        return self.trainer.forms.write_model(found)
-
-    def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
-        given = {"sizes": self.sizes, "cohort": ALL, "round": t, "trains": download is not None}
-        given["accepted"] = more.get("accepted", (0,) * len(more.get("cohort", ALL)))
-        given["download"] = "" if download is None else hashlib.sha256(download).hexdigest()
-        given["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
-        if more.get("scored", -1) >= 0 and "figures" not in more:
-            given["figures"] = tuple(s.answers.figures for s in self.sites)
-        return Terms(**given | more)
-
-    def begin(self, t: int, clients: Collection[int] = ALL) -> Session:
-        """The first two steps among some sites."""
-        return Session(self, t, clients)
-
-
-class Session:
-    """A session of a rogue server, after its first two steps."""
-
-    def __init__(self, rogue: Rogue, t: int, clients: Collection[int]) -> None:
-        self.rogue, self.t, self.nonce = rogue, t, os.urandom(16)
-        here = rogue.here.sites[0]
-        assert here.secure is not None
-        adverts = [self.ask(c, "keys") for c in clients]
-        self.adverts = secure.write_adverts([secure.read_adverts(a)[0] for a in adverts if a is not None])
-        name = secure.session_name(here.secure.digest(here.fingerprint), t, self.nonce)
-        self.session = secure.session_of(name, here.secure.threshold, secure.read_adverts(self.adverts))
-        sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
-        self.sealed = {c: secure.split_parts(m, shares.SEALED_SHARE_BYTES) for c, m in sealed.items() if m is not None}
-        self.vectors = dict[int, bytes]()
-        self.shown, self.has_counters = dict[int, bytes](), False
-        self._counted = set[tuple[int, bytes]]()
-        self.told = dict[int, dict[int, bytes]]()
-
-    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
-
-    def vector(
-        self,
-        c: int,
-        terms: Terms,
-        download: bytes | None,
-        *models: bytes,
-        peers: Collection[int] | None = None,
-        accepted: int | None = None,
-    ) -> None:
-        """Ask a site for its masked vector."""
-        inbox = {p: s[c] for p, s in self.sealed.items() if p != c and p in (peers or self.sealed)}
-        arrays = [*([] if download is None else [download]), terms.encode(), secure.join_parts(inbox), *models]
-        base = terms.bases.get(c, 0) if accepted is None else accepted
-        answer = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
-        if answer is not None:
-            self.vectors[c] = answer
-            self.has_counters = terms.trains or terms.question is not None
-
-    def count(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for the shares that open the counters of those whose vector came."""
-        answer = self.ask(c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors}))
-        if answer is not None:
-            self.shown[c] = answer
-
-    def counts(self, terms: Terms) -> tuple[int, int]:
-        """The sums of the counters, opened."""
-        bound, answers = (
-            self.bound(terms),
-            {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()},
-        )
-        public = {c: signing_key_of(c).public_key() for c in self.vectors}
-        messages = {c: v[-counters.COUNTERS_BYTES :] for c, v in self.vectors.items()}
-        return counters.open_counters(self.session, bound, [*self.sealed], messages, answers, public)[0]
-
-    def bound(self, terms: Terms) -> bytes:
-        return secure.bound_to(self.session, terms.digest, [*self.sealed])
-
-    def open(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for its shares, for the sum of those whose vector came; and before, all of them for the counters.
-
-        With too few shares of the counters there is nothing to ask: no site opens a sum without them.
-        """
-        listed = [*(survivors or self.vectors)]
-        signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
-        if self.has_counters:
-            for s in listed:
-                if (s, signed) not in self._counted:
-                    self._counted.add((s, signed))
-                    self.count(s, survivors)
-            if len(self.shown) < self.session.threshold:
-                return
-            sent = secure.join_parts({s: self.vectors[s][-counters.COUNTERS_BYTES :] for s in listed})
-            answer = self.ask(c, "unmask", signed, sent, secure.join_parts(self.shown))
-        else:
-            answer = self.ask(c, "unmask", signed)
-        if answer is not None:
-            self.told[c] = secure.split_parts(answer, secure.KEY_BYTES)
-
-    def total(self, terms: Terms) -> np.ndarray[Any, Any]:
-        """The sum of what came, without masks."""
-        bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
-        secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
-        assert not wrong
-        sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
-        return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
-
-
-def honest(
-    rogue: Rogue, t: int, download: bytes | None, *models: bytes, clients: Collection[int] = ALL, **more: Any
-) -> Session:
-    """All steps as an honest server asks them."""
-    more |= {} if download is not None else {"scored": t, "common": True}
-    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
-    for c in clients:
-        session.vector(c, terms, download, *models)
-    for c in clients:
-        session.open(c)
-    return session
+        self.here, sites = here, here.clients()
+        super().__init__(sites, sites[0].trainer)
 
 
 @pytest.fixture
@@ -224,7 +63,7 @@ def rogue_of(folder: Path, **agreed: Any) -> Rogue:
 
 def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     """The control of all attacks: shares weighted by samples, and the sum is that of the sites' uploads."""
-    session = honest(rogue, 1, rogue.download())
+    session = sum_honestly(rogue, 1, rogue.download())
     assert session.told.keys() == {*ALL}
     job = rogue.trainer.job
     uploads = UploadVector(job, rogue.trainer.forms.idle)
@@ -384,23 +223,23 @@ def test_terms_of_another_round_than_the_message(rogue: Rogue) -> None:
 def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> None:
     """Within the agreed rounds: of the same sites it is opened again, of others not."""
     download, rest = rogue.download(), [c for c in ALL if c not in gone]
-    assert honest(rogue, 1, download).told
-    assert honest(rogue, 2, download).told.keys() == {*ALL}
-    assert not honest(rogue, 3, download, clients=rest).told
+    assert sum_honestly(rogue, 1, download).told
+    assert sum_honestly(rogue, 2, download).told.keys() == {*ALL}
+    assert not sum_honestly(rogue, 3, download, clients=rest).told
     assert len(rogue.refused) == len(rest)
     assert all("differ; the two sums reveal their difference" in reason for reason in rogue.refused)
-    assert honest(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
+    assert sum_honestly(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
     model = rogue.model()
-    assert honest(rogue, 1, None, model).told.keys() == {*ALL}
-    assert not honest(rogue, 2, None, model, clients=rest).told
+    assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
+    assert not sum_honestly(rogue, 2, None, model, clients=rest).told
 
 
 def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
     """The server provokes an eviction and subtracts: a round of which a share is open is never summed of others."""
     download = rogue.download()
-    first = honest(rogue, 1, download)
+    first = sum_honestly(rogue, 1, download)
     assert first.told.keys() == {*ALL}
-    second = honest(rogue, 1, download, clients=[0, 1, 2, 3])
+    second = sum_honestly(rogue, 1, download, clients=[0, 1, 2, 3])
     assert not second.told
     assert all("were summed already, of other sites" in reason for reason in rogue.refused)
 
@@ -408,13 +247,13 @@ def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
 def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
     """Of the same sites too: a round has one sum, so crafted models in great number are not answered."""
     model = rogue.model()
-    assert honest(rogue, 1, rogue.download()).told.keys() == {*ALL}
-    assert not honest(rogue, 1, rogue.download(0.1)).told
-    assert honest(rogue, 1, None, model).told.keys() == {*ALL}
-    assert not honest(rogue, 1, None, model, model).told
+    assert sum_honestly(rogue, 1, rogue.download()).told.keys() == {*ALL}
+    assert not sum_honestly(rogue, 1, rogue.download(0.1)).told
+    assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
+    assert not sum_honestly(rogue, 1, None, model, model).told
     assert len(rogue.refused) == 10
     assert all("were summed already, on another model or from other states" in reason for reason in rogue.refused)
-    assert honest(rogue, 1, rogue.download()).told.keys() == {*ALL}  # the same again is no news
+    assert sum_honestly(rogue, 1, rogue.download()).told.keys() == {*ALL}  # the same again is no news
 
 
 @pytest.mark.parametrize("target", [0, 4])
@@ -422,12 +261,12 @@ def test_one_site_is_asked_from_another_state(rogue: Rogue, target: int) -> None
     """Its upload changes alone: two sums on one model, in one round or in two, would tell by how much."""
     download, after = rogue.download(), (1,) * 5
     back = tuple(0 if c == target else 1 for c in ALL)
-    assert honest(rogue, 1, download).told.keys() == {*ALL}
-    assert honest(rogue, 2, rogue.download(0.1), accepted=after).told.keys() == {*ALL}
-    assert not honest(rogue, 2, rogue.download(0.1), accepted=back).told
-    assert not honest(rogue, 3, rogue.download(0.1), accepted=back).told
+    assert sum_honestly(rogue, 1, download).told.keys() == {*ALL}
+    assert sum_honestly(rogue, 2, rogue.download(0.1), accepted=after).told.keys() == {*ALL}
+    assert not sum_honestly(rogue, 2, rogue.download(0.1), accepted=back).told
+    assert not sum_honestly(rogue, 3, rogue.download(0.1), accepted=back).told
     ahead = tuple(int(c == target) for c in ALL)
-    assert not honest(rogue, 2, download, accepted=ahead).told
+    assert not sum_honestly(rogue, 2, download, accepted=ahead).told
     assert all("summed already" in reason for reason in rogue.refused)
     session = rogue.begin(3)
     terms = rogue.terms(3, download, accepted=after)
@@ -443,7 +282,7 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
     for c in ALL:
         first.vector(c, terms, download)
     assert first.vectors.keys() == {*ALL}
-    second = honest(rogue, 1, download, clients=[0, 1, 2, 3])
+    second = sum_honestly(rogue, 1, download, clients=[0, 1, 2, 3])
     assert second.told.keys() == {0, 1, 2, 3}
     for c in ALL:
         first.open(c)
@@ -457,13 +296,13 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
 def test_scores_of_fewer_sites_after_damage_where_nothing_was_trained(rogue: Rogue, t: int) -> None:
     """No site has the state of a round, but each has its log of the shares that it gave."""
     model, rest = rogue.model(), [0, 1, 2, 3]
-    assert honest(rogue, t, None, model).told.keys() == {*ALL}
+    assert sum_honestly(rogue, t, None, model).told.keys() == {*ALL}
     for content in (b"damaged", None):
         for site in rogue.here.sites:
             [file] = site.state.rglob("opened.json")
             file.unlink() if content is None else file.write_bytes(content)
         rogue.sites = rogue.here.clients()
-        assert not honest(rogue, t, None, model, clients=rest).told
+        assert not sum_honestly(rogue, t, None, model, clients=rest).told
     assert len(rogue.refused) == 2 * len(rest)
     assert all(f"round {t} is too long ago" in reason for reason in rogue.refused)
 
@@ -619,14 +458,14 @@ def test_a_cohort_of_one_site_and_of_sites_without_samples(tmp_path: Path, what:
     models = [] if what == "uploads" else [model]
     for few in (1, 2):
         clients = sorted([*empty, *full[:few]])
-        session = honest(rogue, 1, download, *models, clients=clients, **more)
+        session = sum_honestly(rogue, 1, download, *models, clients=clients, **more)
         assert not session.vectors
         assert not session.told
         assert {reason for reason in rogue.refused if "sites of the sum have" in reason} == {
             f"{k} of the {len(empty) + k} {FEW}" for k in range(1, few + 1)
         }
     rogue.refused.clear()
-    assert honest(rogue, 1, download, *models, **more).told.keys() == {*ALL}
+    assert sum_honestly(rogue, 1, download, *models, **more).told.keys() == {*ALL}
     assert not rogue.refused
 
 
@@ -659,7 +498,7 @@ def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]
         agreed = {} if most is None else {"max_share": most}
         rogue = Rogue(tables(tmp_path / str(most), rows, agreed=agreed, **weighed))
         download = rogue.download()
-        session = honest(rogue, 1, download, clients=clients)
+        session = sum_honestly(rogue, 1, download, clients=clients)
         assert session.told.keys() == ({*clients} if opens else set())
         assert all("client 0 has" in reason or "not come to this step" in reason for reason in rogue.refused)
         assert opens or any("of the weight of the sum, at most 80% is agreed" in reason for reason in rogue.refused)
@@ -687,7 +526,7 @@ def test_scores_of_a_part_that_is_mostly_one_sites(tmp_path: Path) -> None:
     assert any(terms.summed(3, 1.0, parts))
     for most, other in ((0.8, 0), (1.0, 1)):
         rogue = Rogue(tables(tmp_path / str(most), (400, 20, 20, 20, 20), agreed={"max_share": most}))
-        session = honest(rogue, 0, None, rogue.model())
+        session = sum_honestly(rogue, 0, None, rogue.model())
         total = session.total(rogue.terms(0, models=[rogue.model()], scored=0, common=True))
         assert session.told.keys() == {*ALL}
         assert bool(total[: vector.length].any()) is bool(other)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 
 from fedloom.errors import Stop
+from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
+from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
@@ -23,39 +24,16 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Site
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured
-from tests.deploy.test_dishonest import Rogue, honest, rogue_of
+from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
 
 THRESHOLD = 3
-Row = Mapping[tuple[str, int], float]
-"""A sum: what it counts of each unknown, which is what one site sends of one kind in all rounds."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-
-
-def isolated(rows: Sequence[Row], threshold: int = THRESHOLD) -> set[tuple[tuple[str, int], ...]]:
-    """The smallest sets of fewer unknowns than the threshold of which a combination of the sums is one of these alone.
-
-    A combination that is zero outside a set and not within it exists if and only if the rank falls without the set.
-    """
-    found = set[tuple[tuple[str, int], ...]]()
-    for kind in {kind for row in rows for kind, _ in row}:
-        some = [row for row in rows if any(k == kind for k, _ in row)]
-        unknowns = sorted({u for row in some for u in row})
-        matrix = np.array([[row.get(u, 0.0) for u in unknowns] for row in some])
-        rank = np.linalg.matrix_rank(matrix)
-        for size in range(1, min(threshold, len(unknowns) + 1)):
-            for few in itertools.combinations(range(len(unknowns)), size):
-                chosen = tuple(unknowns[k] for k in few)
-                if not any({*smaller} < {*chosen} for smaller in found):
-                    rest = np.delete(matrix, few, axis=1)
-                    if rank > (np.linalg.matrix_rank(rest) if rest.size else 0):
-                        found.add(chosen)
-    return found
 
 
 def test_the_solver_finds_what_is_planted() -> None:
@@ -65,13 +43,13 @@ def test_the_solver_finds_what_is_planted() -> None:
         return {("uploads", c): weights[c] for c in sites}
 
     everyone = range(5)
-    assert not isolated([row(everyone)] * 9)
-    assert isolated([row([0])]) == {(("uploads", 0),)}  # R5: what the two others send is known
-    assert isolated([row(everyone), row([0, 1, 2, 3])]) == {(("uploads", 4),)}  # R7, and R12 of two experiments
-    assert isolated([row([0, 1, 2]), row([0, 1, 3])]) == {(("uploads", 2), ("uploads", 3))}
-    assert isolated([row(everyone), row([0, 1, 3, 4])]) == {(("uploads", 2),)}  # site 2 was neutral: it is known
-    assert isolated([row(everyone), row(everyone, (1, 1, 1, 1, 2))]) == {(("uploads", 4),)}
-    assert not isolated([row(everyone), {("scores", c): 1.0 for c in range(4)}])  # of something else
+    assert not find_isolated([row(everyone)] * 9, THRESHOLD)
+    assert find_isolated([row([0])], THRESHOLD) == {(("uploads", 0),)}  # R5: what the two others send is known
+    assert find_isolated([row(everyone), row([0, 1, 2, 3])], THRESHOLD) == {(("uploads", 4),)}  # R7, R12
+    assert find_isolated([row([0, 1, 2]), row([0, 1, 3])], THRESHOLD) == {(("uploads", 2), ("uploads", 3))}
+    assert find_isolated([row(everyone), row([0, 1, 3, 4])], THRESHOLD) == {(("uploads", 2),)}  # site 2 was neutral
+    assert find_isolated([row(everyone), row(everyone, (1, 1, 1, 1, 2))], THRESHOLD) == {(("uploads", 4),)}
+    assert not find_isolated([row(everyone), {("scores", c): 1.0 for c in range(4)}], THRESHOLD)  # of something else
 
 
 class Federation:
@@ -205,7 +183,7 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
             neutral = [c for c in here if changes and seed == 3 and draw.random() < 0.02]
             if fed.sum(str(draw.choice(KINDS)), here, arrived, neutral):
                 opened, last = opened + 1, arrived
-    found = {c for few in isolated(fed.rows) for _, c in few}
+    found = {c for few in find_isolated(fed.rows, THRESHOLD) for _, c in few}
     assert opened >= 8
     assert fed.refused
     turned = {c for c in range(5) if (read_checked(fed.settings[c].memory_folder / "opened.json") or {}).get("turns")}
@@ -226,7 +204,7 @@ def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(t
             fed.sum("uploads", range(5), range(5))
             rest = [c for c in range(5) if c != gone]
             assert fed.sum("uploads", rest, rest) is (gone >= THRESHOLD or steady == 0)
-        found = {c for few in isolated(fed.rows) for kind, c in few if kind == "uploads"}
+        found = {c for few in find_isolated(fed.rows, THRESHOLD) for kind, c in few if kind == "uploads"}
         assert found == (isolates or {3, 4})
 
 
@@ -237,7 +215,8 @@ def test_without_the_memory_the_same_rounds_isolate_every_site(tmp_path: Path) -
     for _ in range(30):
         here = sorted(draw.permutation(5)[: draw.integers(4, 6)].tolist())
         assert fed.sum("uploads", here, here)
-    assert {few for few in isolated(fed.rows) if few[0][0] == "uploads"} == {(("uploads", c),) for c in range(5)}
+    found = find_isolated(fed.rows, THRESHOLD)
+    assert {few for few in found if few[0][0] == "uploads"} == {(("uploads", c),) for c in range(5)}
 
 
 def test_a_site_that_turns_neutral_too_often_stays_neutral(tmp_path: Path) -> None:
@@ -275,34 +254,34 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
 def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) -> None:
     """R7: 1e-16 more in the model. Without an agreed change no site signs; else as often as is agreed on."""
     rogue, rest = rogue_of(tmp_path / "none", changes=0), [0, 1, 2, 3]
-    assert honest(rogue, 1, rogue.download()).told
-    session = honest(rogue, 2, rogue.download(1e-16), clients=rest)
+    assert sum_honestly(rogue, 1, rogue.download()).told
+    session = sum_honestly(rogue, 2, rogue.download(1e-16), clients=rest)
     assert not session.told
     assert not session.vectors
     assert any("it differs in site-4" in reason for reason in rogue.refused)
-    assert honest(rogue, 3, rogue.download(1e-16)).told.keys() == {*range(5)}
+    assert sum_honestly(rogue, 3, rogue.download(1e-16)).told.keys() == {*range(5)}
     rogue = rogue_of(tmp_path / "two", changes=2)
-    assert honest(rogue, 1, rogue.download()).told
-    assert honest(rogue, 2, rogue.download(0.1), clients=rest).told
-    assert honest(rogue, 3, rogue.download(0.2)).told
-    assert not honest(rogue, 4, rogue.download(0.3), clients=rest).told
+    assert sum_honestly(rogue, 1, rogue.download()).told
+    assert sum_honestly(rogue, 2, rogue.download(0.1), clients=rest).told
+    assert sum_honestly(rogue, 3, rogue.download(0.2)).told
+    assert not sum_honestly(rogue, 4, rogue.download(0.3), clients=rest).told
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> None:
     """R12: the study is begun again with the same seed and the same first model, a new key and other rows."""
     first, rest = rogue_of(tmp_path / "first"), [0, 1, 2, 3]
     download = first.download()
-    assert honest(first, 1, download).told
+    assert sum_honestly(first, 1, download).told
     for number, rounds in enumerate((5, 6)):
         again = Rogue(second_experiment(tmp_path, first, rounds, data_name="data"))
         assert again.here.sites[0].fingerprint != first.here.sites[0].fingerprint
         assert again.download() == download
-        again_without = honest(again, 1, download, clients=rest)
+        again_without = sum_honestly(again, 1, download, clients=rest)
         assert not again_without.told
         assert any("on these models were summed already, in another round" in reason for reason in again.refused)
-        assert honest(again, 1, download).told.keys() == {*range(5)}, number
+        assert sum_honestly(again, 1, download).told.keys() == {*range(5)}, number
     other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
-    assert honest(other, 1, download, clients=rest).told  # of other data, by the name in the agreement
+    assert sum_honestly(other, 1, download, clients=rest).told  # of other data, by the name in the agreement
 
 
 def second_experiment(folder: Path, first: Rogue, rounds: int, **changes: Any) -> Scene:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedloom import algorithms as algorithms
     from fedloom import analyses as analyses
     from fedloom import callbacks as callbacks
+    from fedloom import data as data
     from fedloom import errors as errors
     from fedloom import models as models
     from fedloom import seeds as seeds
@@ -71,6 +72,7 @@ _ATTRIBUTE_PATHS = {
     "callbacks": "fedloom.callbacks",
     "channels": "fedloom.rows.channels",
     "compare": "fedloom.lab.comparison.compare:compare",
+    "data": "fedloom.data",
     "errors": "fedloom.errors",
     "experiment": "fedloom.lab.experiment",
     "fetch": "fedloom.data.sources.fetch:fetch",

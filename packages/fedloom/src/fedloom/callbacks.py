@@ -16,65 +16,19 @@ result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from fedloom.engine.records import Record, Records
+from fedloom.engine.early_stop import EarlyStop as EarlyStop
+from fedloom.engine.records import Records
 from fedloom.engine.state import State
-from fedloom.hints import unknown
 from fedloom.lazy import display, lister
-from fedloom.metrics import METRICS
-from fedloom.metrics import metric as facts
 from fedloom.values import Value
 
 if TYPE_CHECKING:
     from altair import LayerChart
-
-
-class EarlyStop(Value):
-    """Ends a run whose validation metric has not improved in the last evaluations.
-
-    The metric is the mean over clients. The models of the result are those of the last round, not of the best one.
-    """
-
-    metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
-    model: Literal["global", "personal", "hybrid"] | None = Field(
-        None, description="model that is watched (None: the personal model, or the global model without one)"
-    )
-    part: Literal["validation", "train"] = Field(
-        "validation", description="part of the clients that is watched. Never the test part"
-    )
-    patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
-    least: float = Field(0.0, ge=0, description="smallest improvement that counts")
-
-    @field_validator("metric")
-    @classmethod
-    def _check_metric(cls, metric: str) -> str:
-        if metric.partition("[")[0] not in METRICS:
-            raise unknown("metric", metric, METRICS)
-        return metric
-
-    def __call__(self, state: State) -> str | None:
-        """Return the sentence that ends the run, or None."""
-        models = {r.model for r in state.records.items if self._is_mine(r)}
-        model = self.model or ("personal" if "personal" in models else "global")
-        history = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
-        if not history or history[-1][0] != state.round:
-            return None
-        sign = -1.0 if facts(self.metric).higher else 1.0
-        best, last = history[0][1], 0
-        for k, (_, value) in enumerate(history):
-            if sign * value < sign * best - self.least:
-                best, last = value, k
-        if len(history) - 1 - last < self.patience:
-            return None
-        what = f"{model} {self.part} {self.metric}"
-        return f"{what} has not improved on {best:.4g} since round {history[last][0]}"
-
-    def _is_mine(self, record: Record) -> bool:
-        return record.total and (record.part, record.metric) == (self.part, f"{self.metric}/mean")
 
 
 class VirtualTime(Value):

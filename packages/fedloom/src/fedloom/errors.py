@@ -375,6 +375,7 @@ class Stop(Enum):
     BUDGET = "the privacy budget is spent"
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
+    UNCHANGED = "nothing was trained: no model has changed"
     FAILED = "a client's code failed"
 
     @property
@@ -396,6 +397,7 @@ _STOP_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]]
     Stop.BUDGET: "interrupted",
     Stop.DIVERGED: "diverged",
     Stop.UNUSABLE: "failed",
+    Stop.UNCHANGED: "failed",
     Stop.FAILED: "failed",
 }
 

@@ -50,7 +50,7 @@ RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FO
 
 EXPERIMENT_TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
-    "augment", "devices", "schedule", "evaluate", "engine", "tune",
+    "augment", "devices", "schedule", "evaluate", "early_stop", "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 

@@ -24,12 +24,13 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
-from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out
+from fedloom.data.survey.findings import findings, reason_left_out
+from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
@@ -48,7 +49,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        method: str | Algorithm | Composition = "fedavg",
+        method: str | Algorithm | PresetMethod = "fedavg",
         *,
         rounds: int = 20,
         lr: float = 0.1,

@@ -266,9 +266,9 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
     """Return a number unchanged.
 
     Raises:
-        PydanticKnownError: it is text or a boolean, or too large for a tensor.
+        PydanticKnownError: it is text or a boolean, of Python or of an array, or too large for a tensor.
     """
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(value, (bool, str, bytes)) or str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool":
         raise PydanticKnownError(refusal)
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise PydanticKnownError("less_than_equal", {"le": MAX_INTEGER})

@@ -14,7 +14,7 @@ from fair_optima import losses
 from short_runs import PARTIAL, SEEDS, SGD, equal, models, run
 from torch import Tensor
 
-from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Composition, Delta, FedAvg, Model
+from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Delta, FedAvg, Model, PresetMethod
 from fedloom.algorithms.afl import Up as AflUp
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
@@ -327,12 +327,12 @@ def test_groups_are_needed_for_fairness_over_groups_and_one_group_is_fedavg() ->
 
 
 def test_presets_are_fedavg_with_what_their_papers_choose() -> None:
-    assert REGISTRY["clustered-sampling"](clients=3) == Composition(FedAvg(), sampler=Clustered(clients=3))
-    assert REGISTRY["clustered-sampling"](by="size") == Composition(FedAvg(), sampler=Clustered(by="size"))
-    assert REGISTRY["power-of-choice"](estimate="last", candidates=9) == Composition(
+    assert REGISTRY["clustered-sampling"](clients=3) == PresetMethod(FedAvg(), sampler=Clustered(clients=3))
+    assert REGISTRY["clustered-sampling"](by="size") == PresetMethod(FedAvg(), sampler=Clustered(by="size"))
+    assert REGISTRY["power-of-choice"](estimate="last", candidates=9) == PresetMethod(
         FedAvg(), sampler=PowerOfChoice(estimate="last", candidates=9)
     )
-    assert REGISTRY["fairfed"](beta=0.3) == Composition(FedAvg(), weigher=FairFedWeigher(beta=0.3))
+    assert REGISTRY["fairfed"](beta=0.3) == PresetMethod(FedAvg(), weigher=FairFedWeigher(beta=0.3))
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,19 @@ import pytest
 import torch
 from method_rows import ROWS, Models, Row, Weights
 
-from fedloom.algorithms import REGISTRY, Composition
+from fedloom.algorithms import REGISTRY, PresetMethod
 from fedloom.testing import METHOD_LAWS, Problem, check_law, federate, laws_of, personal_models
 from fedloom.testing.federate import ReferenceFederation
 from fedloom.testing.laws import check_network
 from fedloom.testing.network import Classifier
 
 
-def composition(name: str, options: Mapping[str, Any]) -> Composition:
+def composition(name: str, options: Mapping[str, Any]) -> PresetMethod:
     made = REGISTRY[name](**options)
-    return made if isinstance(made, Composition) else Composition(made)
+    return made if isinstance(made, PresetMethod) else PresetMethod(made)
 
 
-def end_of(c: Composition, row: Row, weights: Weights) -> tuple[Problem, Models]:
+def end_of(c: PresetMethod, row: Row, weights: Weights) -> tuple[Problem, Models]:
     p = row.problem(weights)
     played = p.pooled() if c.pooled else p
     run = federate(c.algorithm, played, row.rounds, local=row.local, solve=row.solve, weigher=c.weigher)

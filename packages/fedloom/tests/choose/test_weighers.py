@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom import Evaluate, simulate
-from fedloom.algorithms import REGISTRY, Composition, FedAvg
+from fedloom.algorithms import REGISTRY, FedAvg, PresetMethod
 from fedloom.choose import EquitableWeigher, FairFedWeigher, SamplesWeigher, UniformWeigher
 from fedloom.data import Dataset, load
 from fedloom.data.partitions import Dirichlet, Writers
@@ -81,7 +81,7 @@ def test_fairfed_falls_back_on_samples_where_no_weight_is_left() -> None:
 def test_fairfed_without_budget_is_fedavg_by_samples(seed: int) -> None:
     p, cohorts = Problem.random(seed), [(0, 1), (1, 3, 4), (2,)]
     made = REGISTRY["fairfed"](beta=0.0, metric="loss")
-    assert isinstance(made, Composition)
+    assert isinstance(made, PresetMethod)
     options = {"local": LocalSGD(lr=0.1, batch_size=2), "noise": 0.5, "cohorts": cohorts}
     got = federate(made.algorithm, p, 3, weigher=made.weigher, **options)[-1]
     want = federate(FedAvg(), p, 3, weigher=SamplesWeigher(), **options)[-1]

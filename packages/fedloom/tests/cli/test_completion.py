@@ -13,8 +13,6 @@ import pytest
 
 from fedloom.algorithms import REGISTRY
 from fedloom.data.sources import SOURCES
-from fedloom_studies.map.setups import setups
-from fedloom_studies.reproduce import recipes
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -58,12 +56,15 @@ def by_protocol(program: dict[str, str], shell: str, line: str) -> str:
     return done.stdout
 
 
+@pytest.mark.needs("fedloom_sites")
 def test_commands_and_options(program: dict[str, str]) -> None:
     assert set(in_bash(program, "fedloom de")) == {"describe", "deploy"}
     assert "--data-dir" in in_bash(program, "fedloom run first.toml --d")
 
 
 def test_every_method_data_set_and_recipe_is_offered(program: dict[str, str]) -> None:
+    setups = pytest.importorskip("fedloom_studies.map.setups").setups
+    recipes = pytest.importorskip("fedloom_studies.reproduce").recipes
     assert in_bash(program, "fedloom describe ") == list(REGISTRY)
     assert in_bash(program, "fedloom data ") == list(SOURCES)
     assert set(in_bash(program, "fedloom reproduce ")) == set(recipes())
@@ -109,6 +110,7 @@ def test_completion_is_installed_and_the_shell_reads_it(program: dict[str, str],
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.needs("fedloom_studies")
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_completes(program: dict[str, str]) -> None:
     named = {**program, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}

@@ -262,6 +262,18 @@ def test_an_experiment_file_is_not_replaced_by_the_settings_that_its_run_records
         assert contents(here) == before
 
 
+@pytest.mark.parametrize("text", ["rounds = 3\n", "of someone else"])
+def test_an_experiment_file_of_someone_else_stays_where_another_one_is_run(text: str, here: Path) -> None:
+    mine = written(here / "study" / "experiment.toml", text)
+    if "rounds" in text:
+        mine.write_text(text + EXPERIMENT.format(table=here / "Table.csv").replace("rounds = 1\n", ""))
+    before = contents(here)
+    for more in ([], ["--force"]):
+        said = call("run", here / "mine.toml", "--out", here / "study", *more, code=2)
+        assert "was not written by a run, and a run would replace it" in said
+        assert contents(here) == before
+
+
 def test_data_in_a_folder_that_a_run_deletes_are_an_input(here: Path) -> None:
     (here / "Table.csv").rename(here / "run" / "models" / "Table.csv")
     (here / "mine.toml").write_text(EXPERIMENT.format(table=here / "run" / "models" / "Table.csv"))

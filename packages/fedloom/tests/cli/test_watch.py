@@ -24,7 +24,6 @@ from fedloom.lab.cli import app
 from fedloom.lab.cli.watch import LOCAL_HOST, Page, handler
 from fedloom.lab.experiment import Plan, live, parse
 from fedloom.lab.experiment.events import Event
-from fedloom_sites.deploy.ops import status as deployment
 
 SMALL = """
 name = "small"
@@ -231,6 +230,7 @@ def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = pytest.importorskip("fedloom_sites.deploy.ops.status")
     results = tmp_path / "server" / "results"
     results.mkdir(parents=True)
 

@@ -24,6 +24,7 @@ import fedloom as fl
 from fedloom.algorithms import Algorithm, Delta, Ditto, FedProx, Model
 from fedloom.errors import ConfigError, RunDirError, RunStopped
 from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.report.comparison.plots import critical_difference
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.lab.tune import Tuning
 from fedloom.local import Ctx, Nothing, Work, descend
@@ -476,3 +477,45 @@ def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(t
     assert settings["attack"]["kind"] == "sign-flip"
     assert [method["attack"]["kind"] for method in settings["method"]] == ["backdoor", "backdoor", "none"]
     assert "2 of 6 clients attack (sign-flip, backdoor" in got.report().read_text()
+
+
+def test_figures_of_a_comparison_have_the_results_in_the_size_and_names_that_were_asked_for(
+    whole: Any, tmp_path: Path
+) -> None:
+    rows = {row["method"]: row for row in whole.table().to_pylist()}
+    names = {label: label.upper() for label in [*rows][::-1] if (label, 0) in whole.results}
+    chart = whole.curves(width=123, height=77, labels=names).to_dict()
+    assert (chart["width"], chart["height"]) == (123, 77)
+    points = chart["datasets"]["rows"]
+    assert list(dict.fromkeys(point["method"] for point in points)) == [*names.values()]
+    for label, name in names.items():
+        last = max((point for point in points if point["method"] == name), key=lambda point: point["round"])
+        assert last["value"] == pytest.approx(100 * rows[label]["accuracy"], abs=0.01)
+    dots = whole.clients(labels=names).to_dict()["datasets"]["rows"]
+    federation = whole["fedavg", 0].job.eval_fed
+    for k, client in enumerate(federation.names):
+        values = [whole["fedavg", seed].final("global", "accuracy")[k] for seed in range(5)]
+        dot = next(d for d in dots if (d["client"], d["method"]) == (client, "FEDAVG"))
+        assert dot["value"] == pytest.approx(100 * float(torch.stack(values).nanmean()), abs=0.01)
+    whole.curves().save(tmp_path / "curves.pdf")
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+    for wrong in (
+        lambda: whole.curves("foo"), lambda: whole.curves(x="foo"), lambda: whole.curves(labels={"foo": "bar"}),
+        lambda: whole.clients("foo"), lambda: whole.critical_difference(over="foo"),
+        lambda: whole.critical_difference(labels={"fedavg": "F"}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="foo|ranks 3 methods"):
+            wrong()
+
+
+@pytest.mark.parametrize(("methods", "blocks"), [(3, 5), (4, 12), (7, 30)])
+def test_the_critical_difference_separates_what_nemenyis_test_separates(methods: int, blocks: int) -> None:
+    from scikit_posthocs import posthoc_nemenyi_friedman
+
+    scores = np.random.default_rng(methods).normal(np.linspace(0, 2, methods), 1, (blocks, methods))
+    ranks = stats.rankdata(scores, axis=1).mean(0)
+    p = posthoc_nemenyi_friedman(scores).to_numpy()
+    limit = critical_difference(methods, blocks)
+    for i in range(methods):
+        for j in range(i):
+            assert (abs(ranks[i] - ranks[j]) >= limit) == (p[i, j] <= 0.05)

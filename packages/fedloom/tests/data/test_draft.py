@@ -173,7 +173,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
         ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),
         ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column looks like the target; name one by --target; columns: a, y"),
-        ("a.xlsx", b"PK\x03\x04", "a.xlsx: is a spreadsheet; save its sheet as CSV"),
+        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format; save it as .xlsx"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(

@@ -195,6 +195,16 @@ def test_options_of_arrays() -> None:
             "channels last; give channels_last = True or False",
         ),
         (
+            lambda: Dataset.create(np.zeros((12, 9, 8, 2)), Y),  # grey with alpha
+            DataError,
+            "channels last; give channels_last = True or False",
+        ),
+        (
+            lambda: Dataset.create(np.zeros((12, 32, 32, 13)), Y),  # bands of a satellite
+            DataError,
+            "channels last; give channels_last = True or False",
+        ),
+        (
             lambda: Dataset.create(np.full((12, 2), 1e300), Y),
             DataError,
             r"row 0, column 0: .* got 1e\+300 \(12 such rows",
@@ -447,7 +457,7 @@ def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
     assert Dataset.create(table, users="ward").user_names == ("A", "B")
-    with pytest.raises(DataError, match="column 'age': .*; drop the column, or give a number, such as days since"):
+    with pytest.raises(DataError, match="column 'age': .*; name the column in drop, or make days of it: days_since"):
         Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):
         Dataset.create(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))

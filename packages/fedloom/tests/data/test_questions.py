@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -113,3 +115,89 @@ def test_an_outcome_is_not_taken_for_the_site(tmp_path: Path) -> None:
     draft = Draft(Survey(path), None, None)
     assert draft.questions
     assert "site: no column names one" in "\n".join(draft.report)
+
+
+def synthetic(path: Path, columns: str, rows: int = 240) -> Draft:
+    """The draft of a table with columns of these kinds, as ``"age:n sex:b"``."""
+    rng = np.random.default_rng(len(columns))
+    made: dict[str, Callable[[], object]] = {
+        "n": lambda: np.round(rng.normal(50, 9, rows), 2),
+        "z": lambda: np.round(rng.random(rows), 3),
+        "c": lambda: rng.integers(0, 9, rows),
+        "y": lambda: rng.integers(6, 18, rows),
+        "b": lambda: rng.integers(0, 2, rows),
+        "w": lambda: rng.choice(["no", "yes"], rows),
+        "t": lambda: rng.choice(["red", "blue", "green"], rows),
+        "k": lambda: rng.integers(1, rows // 3, rows),
+        "i": lambda: np.arange(1, rows + 1),
+        "p": lambda: [f"Jo{chr(97 + k % 26)}n Do{chr(97 + k // 26)}e" for k in range(rows)],
+        "q": lambda: rng.choice([f"B{k}" for k in range(40)], rows),
+        "8": lambda: rng.choice([0, 0, 0, 1, 1, 2, 5, 8, 8], rows),
+        "9": lambda: np.where(rng.random(rows) < 0.05, 999, rng.integers(20, 60, rows)),
+        "m": lambda: rng.integers(900, 1100, rows),
+    }
+    pd.DataFrame({name: made[kind]() for name, _, kind in (c.rpartition(":") for c in columns.split())}).to_csv(
+        path, index=False
+    )
+    return Draft(Survey(path), None, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "columns"),
+    [
+        ("solder", "Opening:t Solder:t Mask:t skips:c"),  # the file is called as a feature
+        ("OME", "Age:y OME:t Loud:c Noise:t Correct:c"),
+        ("RootStock", "rootstock:c girth:n weight:n"),
+        ("Gestation", "plurality:c gestation:n sex:t wt:n age:y"),
+        ("mpg", "displ:n cyl:c cty:n hwy:n class:t"),  # the last is called as classes are, and is a feature
+        ("Empl", "firm:k wage:n capital:n output:n"),
+        ("credit", "Status:t Seniority:c Income:n Price:n"),
+        ("deaths", "case:i x:n y:n"),  # a place
+        ("money", "m:n p:n y:n r:n"),  # an income
+        ("tinting", "age:n target:t tint:t csoa:n sex:t"),  # what is looked at
+        ("medpar", "los:c hmo:b died:b age:n type:t"),
+        ("azt", "ageentry:z age:n death:b"),  # a time to an event, with a late entry
+        ("drug", "t1:c t2:c relapse:b"),
+        ("smoking", "ttr:c relapse:b grp:t age:n"),
+        ("cricketer", "left:b year:i life:c dead:b"),
+        ("murders", "forename:p age:y borough:q"),  # the only one that is left
+        ("trial", "age:9 weight:m outcome:b"),  # 999 is far in one column, and a weight in another
+    ],
+)
+def test_names_that_mislead_are_asked_about(file: str, columns: str, tmp_path: Path) -> None:
+    draft = synthetic(tmp_path / f"{file}.csv", columns)
+    assert draft.questions, draft.chosen
+
+
+@pytest.mark.parametrize(
+    ("file", "columns", "key"),
+    [
+        ("sunspot.month", "time:z sunspot.month:n", Key("sunspot.month")),
+        ("prices", "rooms:c kind:t price:n", Key("price")),
+        ("Kyphosis", "Kyphosis:w Age:n Number:c", Key("Kyphosis")),
+        ("visits", "school:y age:n target:b", Key("target")),  # years at school
+        ("visits", "school12:w age:n target:b", Key("target")),
+        ("visits", "hospital:b age:n target:b", Key("target")),  # whether in hospital
+        ("frogs", "NoOfSites:c altitude:n target:b", Key("target")),
+        ("visits", "school_id:c age:n target:b", Key("target", site="school_id")),
+        ("visits", "hospital:t age:n target:b", Key("target", site="hospital")),
+        ("titanic", "age:n sibsp:8 target:b", Key("target")),
+        ("stocks", "mobil:z gas:n target:b", Key("target")),
+    ],
+)
+def test_other_names_keep_their_meaning(file: str, columns: str, key: Key, tmp_path: Path) -> None:
+    draft = synthetic(tmp_path / f"{file}.csv", columns)
+    assert not draft.questions
+    assert Key(*draft.chosen) == key
+    data = tomllib.loads(draft.text(tmp_path / "t.toml"))["data"]
+    assert not {"missing", "drop"} & {*data}
+
+
+@pytest.mark.parametrize("name", ["Individuals.Affected", "stays_in_week_nights", "subject_abbr"])
+def test_words_of_people_name_no_subject_beside_others(name: str, tmp_path: Path) -> None:
+    draft = synthetic(tmp_path / "t.csv", f"{name}:k age:n target:b")
+    assert "subject" not in tomllib.loads(draft.text(tmp_path / "t.toml"))["data"]
+    assert (
+        "subject"
+        in tomllib.loads(synthetic(tmp_path / "u.csv", "patientId:k age:n target:b").text(tmp_path / "u.toml"))["data"]
+    )

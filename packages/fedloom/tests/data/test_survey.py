@@ -327,6 +327,68 @@ def test_a_planted_leak_is_noted_at_every_entrance(case: str, tmp_path: Path) ->
         assert any(words in note for note in data.notes), (entrance, data.notes)
 
 
+SITES = np.repeat(list("abcdef"), N // 6)
+OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
+    "rank": (
+        lambda f: f.assign(cost=RISK(f), place=RISK(f).rank()), {"label": "cost", "task": "regression"},
+        "column 'place' gives 'cost' away",
+    ),
+    "quartiles": (
+        lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 4, labels=False)),
+        {"label": "cost", "task": "regression"}, "column 'band' gives 'cost' away",
+    ),
+    "bands by name": (
+        lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 3, labels=["mid", "a", "top"]).astype(str)),
+        {"label": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' gives 'cost' away",
+    ),
+    "above a limit": (
+        lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"label": "cost", "task": "regression"},
+        "column 'dear' gives 'cost' away",
+    ),
+    "with noise": (
+        lambda f: f.assign(cost=RISK(f), bill=RISK(f) + RNG.normal(size=N) * 0.5),
+        {"label": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
+    ),
+    "one-hot": (
+        lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"label": "stage"},
+        "column 'is_1' gives 'stage' away",
+    ),
+    "mean by site": (
+        lambda f: f.assign(site=SITES, rate=f.groupby(SITES)["ill"].transform("mean") * 100),
+        {"label": "ill", "users": "site"}, "column 'rate' is the mean of 'ill' by client",
+    ),
+    "missing at one site": (
+        lambda f: f.assign(site=SITES, crp=f["crp"].where(~((SITES == "c") & (f["ill"] == 0)))),
+        {"label": "ill", "users": "site", "impute": True}, "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
+    ),
+    "families": (
+        lambda f: f.assign(family=COUNT % 90), {"label": "ill"}, "column 'family': 90 different in 240 rows",
+    ),
+    "rounded copies": (
+        lambda f: pd.concat([noisy_copies(f).head(N // 2), noisy_copies(f).head(N // 2).round(5)]), {},
+        "have a neighbour that is far closer",
+    ),
+    "9 as a class": (lambda f: f.assign(ill=f["ill"].where(COUNT % 9 > 0, 9)), {}, "the label 'ill': 9 in 27 rows may"),
+    "the other class": (lambda f: f.assign(ill=f["ill"].map({0: "no", 1: "Yes"})), {}, "figures of one class"),
+    "coded 1 and 2": (lambda f: f.assign(ill=f["ill"] + 1), {}, "figures of one class"),
+    "long numbers": (
+        lambda f: f.assign(card=2**53 + RNG.permutation(10**6)[:N])[["card", *f.columns]], {},
+        "column 'card' has numbers beyond 9,007,199,254,740,992",
+    ),
+    "days": (
+        lambda f: f.assign(seen=[int(f"2024{1 + k % 12:02d}{1 + k % 28:02d}") for k in COUNT])[["seen", *f.columns]],
+        {}, "column 'seen' holds dates as numbers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_LEAKS)
+def test_another_leak_is_noted_at_every_entrance_and_not_without_it(case: str, tmp_path: Path) -> None:
+    build, options, words = OTHER_LEAKS[case]
+    for entrance, data in entrances(build(clean(1)).reset_index(drop=True), tmp_path, **options).items():
+        assert any(words in note for note in data.notes), (entrance, data.notes)
+
+
 CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]] = {
     "mixed": lambda r: (dict(clean(7)), {}),
     "small": lambda r: (dict(clean(8, 40)), {}),
@@ -424,3 +486,22 @@ def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
 def test_nothing_is_left_where_all_columns_number_rows() -> None:
     with pytest.raises(ConfigError, match=r"(?s)no column is left as a feature.*numbers the rows"):
         fl.Dataset.create(pd.DataFrame({"index": COUNT, "y": COUNT % 2}))
+
+
+@pytest.mark.parametrize(
+    "texts", [[f"{k} months" for k in range(N)], [f"Sample {k}" for k in range(N)], pd.to_timedelta(COUNT, "h")]
+)
+def test_numbers_with_a_word_are_no_addresses(texts: Any) -> None:
+    frame = clean().assign(what=texts)
+    with pytest.raises(DataError, match="column 'what': expected a finite number"):
+        fl.Dataset.create(frame, label="ill")
+
+
+def test_a_level_of_test_rows_alone_is_noted() -> None:
+    frame = clean().assign(ward=RNG.choice(["a", "b"], N), late=(COUNT >= 200).astype(int))
+    frame.loc[frame["late"] == 1, "ward"] = "new"
+    options: dict[str, Any] = {"label": "ill", "categorical": ["ward"]}
+    late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, test_column="late", **options), seed=0)
+    assert any("column 'ward': 'new' of test rows is in no training row" in note for note in late.notes)
+    mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame.drop(columns="late"), **options), seed=0)
+    assert not any("in no training row" in note for note in mixed.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fedloom as fl
 from fedloom.algorithms import Ditto, FedAvg
@@ -16,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.records import Record, Records
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.state import State
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.local import LocalSGD
 
 
@@ -147,3 +149,57 @@ def test_a_result_of_one_evaluation_has_no_curve(fed: Federation) -> None:
     result = fl.simulate(FedAvg(), fed, "softmax", rounds=1, evaluate=Evaluate(parts=("train",)))
     assert "<svg" not in result._repr_html_()
     assert result.table().schema.names == ["round", "client", "model", "part", "metric", "value"]
+
+
+def diverging(fed: Federation, method: str = "fedavg", **choices: Any) -> Any:
+    local = {"lr": 0.5, "momentum": 0.9}
+    return fl.simulate(method, fed, "mlp", **{"rounds": 30, "local": local, "evaluate": {"every": 1}, **choices})
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_the_best_round_is_that_of_a_run_which_ends_there(method: str, tmp_path: Path) -> None:
+    fed = fl.partitions.dirichlet(clients=6, beta=0.5, min_size=20, validation=0.2)(fl.load("digits"), seed=0)
+    rule = {"patience": 3}
+    last = diverging(fed, method, early_stop=rule)
+    best = diverging(fed, method, early_stop={**rule, "keep": "best"}, folder=tmp_path)
+    assert best.rounds == last.rounds - 3
+    ended = diverging(fed, method, progress=[lambda state: "here" if state.round == best.rounds else None])
+    for kind in best.models:
+        assert torch.equal(best.models.rows(kind), ended.models.rows(kind))
+    assert best.table().equals(ended.table())
+    kind = "personal" if method == "ditto" else "global"
+    about = kind, "validation", "loss/mean"
+    curve = [float(r.values[0]) for r in last.state.records.items if (r.model, r.part, r.metric) == about]
+    assert min(curve[1:]) == curve[best.rounds]
+    again = diverging(fed, method, early_stop={**rule, "keep": "best"}, folder=tmp_path)
+    assert (again.rounds, again.detail) == (best.rounds, best.detail)
+    assert again.table().equals(best.table())
+
+
+def test_early_stopping_needs_scores_of_its_part(fed: Federation) -> None:
+    with pytest.raises(Refused, match="evaluate.parts lacks it"):
+        diverging(fed, early_stop={}, evaluate={"parts": ["test"]})
+    bare = fl.partitions.iid(clients=3, validation=0.0)(fl.load("digits"), seed=0)
+    with pytest.raises(Refused, match="no client has such samples; set partition.validation"):
+        diverging(bare, early_stop={})
+    assert diverging(bare, early_stop={"part": "train", "patience": 1}).rounds <= 30
+
+
+def test_a_comparison_stops_early_hears_of_every_round_and_is_tracked(fed: Federation, tmp_path: Path) -> None:
+    events = list[Any]()
+    options: Any = {
+        "rounds": 30, "local": {"lr": 0.5, "momentum": 0.9}, "evaluate": {"every": 1}, "seeds": [0],
+        "early_stop": {"patience": 2}, "folder": tmp_path / "run", "progress": False,
+    }  # fmt: skip
+    got = fl.compare(["fedavg"], fed, "mlp", callbacks=[events.append], track="tensorboard", **options)
+    assert [event.round for event in events if not event.status] == list(range(1, got["fedavg", 0].rounds + 1))
+    assert events[-1].status
+    assert any((tmp_path / "run" / "tracking").iterdir())
+    assert tomllib.loads((tmp_path / "run" / "experiment.toml").read_text())["early_stop"]["patience"] == 2
+    for wrong, words in (
+        ({"callbacks": [1]}, "list of functions"),
+        ({"track": "tensorbord"}, "did you mean"),
+        ({"track": "tensorboard", "folder": None}, "give a folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fl.compare(["fedavg"], fed, "mlp", **{**options, **wrong})

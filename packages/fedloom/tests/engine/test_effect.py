@@ -45,6 +45,35 @@ def unforeseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "check_times", lambda problem, start: None)
 
 
+class Still(torch.nn.Module):
+    """A network whose outputs depend on no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x.flatten(1)[:, :10]) + 0 * self.layer(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "choices"),
+    [
+        ("fedavg", Still(), {}),
+        ("local", Still(), {}),
+        ("ditto", Still(), {"rounds": 4, "evaluate": {"every": 2}}),
+        (fl.algorithms.FedAvg(server_lr=1e-300), "softmax", {}),
+        ("fedavg", "softmax", {"task": {"loss": lambda outputs, y: (0 * outputs).sum()}}),
+    ],
+)
+def test_a_run_that_changed_no_model_is_no_success(
+    method: Any, model: Any, choices: dict[str, Any], fed: Federation
+) -> None:
+    result = fl.simulate(method, fed, model, **{"rounds": 2, "local": {"lr": 0.1}, **choices})
+    assert (result.stop, result.status) == (Stop.UNCHANGED, "failed")
+    assert "every loss is what it was before" in result.detail
+
+
 @pytest.mark.usefixtures("unforeseen")
 def test_a_deadline_that_nobody_meets_is_no_success(fed: Federation, tmp_path: Path) -> None:
     result = fl.simulate("fedavg", fed, rounds=9, folder=tmp_path, **LATE)

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, exact_fields, upload_fields
+from fedloom.algorithms import REGISTRY, Algorithm, Kept, Mean, PresetMethod, exact_fields, upload_fields
 from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
@@ -165,7 +165,7 @@ def has_global_model(method: Algorithm) -> bool:
     return method.global_model(method.init(p.x0, ctx)[0]) is not None
 
 
-def refusal(made: Composition, kind: str, plugin: str) -> str | None:
+def refusal(made: PresetMethod, kind: str, plugin: str) -> str | None:
     """The reason why a method refuses a plug-in, or None."""
     method = made.algorithm
     fields = upload_fields(type(method)).values()
@@ -252,10 +252,10 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @cache
-def composed(name: str, plugin: str = "") -> Composition:
+def composed(name: str, plugin: str = "") -> PresetMethod:
     among = {"among": "all"} if name in AMONG and plugin in STREAMS else {}
     made: Any = REGISTRY[name](**NEEDED.get(name, {}), **among)
-    return made if isinstance(made, Composition) else Composition(made)
+    return made if isinstance(made, PresetMethod) else PresetMethod(made)
 
 
 def rotation() -> int:

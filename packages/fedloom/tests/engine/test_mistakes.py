@@ -45,6 +45,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "fraction": (lambda: run(fraction=0.5), "it belongs in sampler={'fraction': 0.5}"),
     "device": (lambda: run(device="cuda"), "it belongs in engine={'device': 'cuda'}"),
     "loss": (lambda: run(loss=nn.CrossEntropyLoss()), "it belongs in task={'loss': CrossEntropyLoss()}"),
+    "a loss that is no function": (lambda: run(task={"loss": 0}), "loss must be an import path"),
+    "a loss of two numbers": (lambda: run(task={"loss": torch.tensor([1, 2])}), "loss must be an import path"),
+    "seed as text": (lambda: run(seed="1"), "seed: input should be a valid integer, got '1'"),
+    "seed of a split": (lambda: fl.partitions.iid(clients=2)((X, Y), seed=True), "seed must be a whole number"),
     "seeds": (lambda: run(seeds=[0, 1]), "several are fl.compare("),
     "seed as a list": (lambda: run(seed=[0, 1, 2]), "several are fl.compare("),
     "several methods": (lambda: run(["fedavg", "ditto"]), "several are fl.compare("),
@@ -130,6 +134,11 @@ def test_a_mistake_gets_a_sentence_that_names_the_cure(case: str) -> None:
 def test_a_name_that_is_elsewhere_is_shown_there(name: str, cure: str) -> None:
     with pytest.raises(AttributeError, match=cure):
         getattr(fl, name)
+
+
+def test_whole_numbers_of_numpy_are_seeds_and_sizes() -> None:
+    runs = [run(seed=seed, local={"batch_size": size}).table() for seed, size in ((3, 5), (np.int64(3), np.int32(5)))]
+    assert runs[0].equals(runs[1])
 
 
 def test_what_works_and_is_seldom_meant_has_a_note() -> None:

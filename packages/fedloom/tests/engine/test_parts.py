@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import REGISTRY, Composition, upload_fields
+from fedloom.algorithms import REGISTRY, PresetMethod, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
@@ -125,7 +125,7 @@ def same(a: list[Tensor], b: list[Tensor], within: float) -> bool:
 )
 def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, name: str) -> None:
     bare, made = models(fed, name, {}), method(name)
-    brought = {p for p in ("sampler", "weigher") if isinstance(made, Composition) and getattr(made, p) is not None}
+    brought = {p for p in ("sampler", "weigher") if isinstance(made, PresetMethod) and getattr(made, p) is not None}
     if getattr(made, "mixes", False) or "weigher" in brought:
         brought.add("aggregator")  # mixtures and a weigher's mean are weighed, what is left of them by a rule is not
     for part in OTHER.keys() - brought:
@@ -142,7 +142,7 @@ def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, n
 def test_a_part_that_is_what_a_method_does_anyway_changes_no_bit(fed: Federation, name: str) -> None:
     bare, made = models(fed, name, {}), method(name)
     parts: list[dict[str, Any]] = [{"aggregator": "mean"}, {"channel": {"kind": "top-k", "fraction": 1.0}}]
-    if not isinstance(made, Composition) or made.weigher is None:
+    if not isinstance(made, PresetMethod) or made.weigher is None:
         parts.append({"weigher": "shares"})
     for part in parts:
         if not refused(fed, name, part):
@@ -163,7 +163,7 @@ def test_all_neutral_parts_together_change_no_bit(fed: Federation, name: str) ->
 
 def uploads_models(made: Any) -> bool:
     """Whether a channel takes what the client received from the upload, and adds it again, which rounds."""
-    algorithm = made.algorithm if isinstance(made, Composition) else made
+    algorithm = made.algorithm if isinstance(made, PresetMethod) else made
     return any(field.primary and field.base == "zero" for field in upload_fields(type(algorithm)).values())
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 import fedloom as fl
-from fedloom.algorithms import REGISTRY, Composition
+from fedloom.algorithms import REGISTRY, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Choices, Engine, Evaluate, Setting
 from fedloom.engine.tables import SettingTable
@@ -35,6 +35,7 @@ CHOICES = {
     "attack": {"kind": "sign-flip", "fraction": 0.25},
     "channel": "top-k",
     "augment": {"flip": 0.5},
+    "early_stop": {"patience": 3, "keep": "best"},
     "weights": "uniform",
     "devices": {"kind": "lognormal", "spread": 0.5},
     "schedule": {"kind": "deadline", "seconds": 20.0},
@@ -95,10 +96,10 @@ def test_a_preset_is_resolved_into_its_parts(name: str) -> None:
     made = REGISTRY[name]()
     setting = Setting.create(name, sampler={"kind": "uniform", "clients": 3})
     resolved = setting.resolved()
-    assert resolved.algorithm == setting.method == (made.algorithm if isinstance(made, Composition) else made)
+    assert resolved.algorithm == setting.method == (made.algorithm if isinstance(made, PresetMethod) else made)
     assert resolved.resolved() == resolved
     assert resolved.numbers() == setting.numbers()
-    if isinstance(made, Composition) and made.sampler is not None:
+    if isinstance(made, PresetMethod) and made.sampler is not None:
         assert type(resolved.sampler) is type(made.sampler)
         assert getattr(resolved.sampler, "clients", 3) == 3
 

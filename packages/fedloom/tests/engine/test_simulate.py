@@ -22,7 +22,6 @@ from fedloom.algorithms import (
     REGISTRY,
     SCAFFOLD,
     Algorithm,
-    Composition,
     Delta,
     FedADMM,
     FedAvg,
@@ -30,6 +29,7 @@ from fedloom.algorithms import (
     FedSkip,
     LocalOnly,
     Model,
+    PresetMethod,
     fedskip,
     upload_fields,
 )
@@ -78,9 +78,9 @@ def fed() -> Federation:
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("head.bias",)}}  # softmax has no normalisation layer
 
 
-def composed(name: str) -> Composition:
+def composed(name: str) -> PresetMethod:
     made: Any = REGISTRY[name](**NEEDED.get(name, {}))
-    return made if isinstance(made, Composition) else Composition(made)
+    return made if isinstance(made, PresetMethod) else PresetMethod(made)
 
 
 def run(fed: Federation, method: Any = None, **changes: Any) -> Result:
@@ -119,11 +119,11 @@ def test_engine_equals_the_plain_reference(fed: Federation, name: str) -> None:
 
 def test_weights_below_zero_are_those_of_the_plain_reference(fed: Federation) -> None:
     weigher = FairFedWeigher(beta=0.6, metric="loss", floor=False)
-    result = check_against_the_plain_reference(fed, Composition(FedAvg(), weigher=weigher))
+    result = check_against_the_plain_reference(fed, PresetMethod(FedAvg(), weigher=weigher))
     assert float(result.state.weigher.omega.min()) < 0
 
 
-def check_against_the_plain_reference(fed: Federation, preset: Composition) -> Result:
+def check_against_the_plain_reference(fed: Federation, preset: PresetMethod) -> Result:
     """Chunks, stores, sums and commits compute what the equations say: sampled cohorts, ragged clients, float64."""
     got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", chunk=3, oracle="fused"))
     job = got.job

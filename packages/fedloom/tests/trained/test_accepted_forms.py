@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import fedloom as fl
-import fedloom_sites.flower as ff
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
@@ -378,6 +377,7 @@ def test_a_table_is_the_same_rows_as_a_frame_an_arrow_table_and_columns() -> Non
 
 
 def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
+    ff = pytest.importorskip("fedloom_sites.flower")
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(60, 2))
     floats, y = torch.from_numpy(FLOATS), torch.from_numpy(Y)
     want = ff.Local(model, (floats, y)).read().fed.data.x

@@ -20,13 +20,13 @@ from fedloom.algorithms import (
     ALGORITHMS,
     REGISTRY,
     Algorithm,
-    Composition,
     Ditto,
     FedAMP,
     FedAvg,
     FedRep,
     FedSLR,
     PerFedAvg,
+    PresetMethod,
 )
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
@@ -416,7 +416,7 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
 
 
 def test_an_unknown_format_writes_nothing(fed: Federation, tmp_path: Path) -> None:
-    model = run(fed, Composition(FedAvg())).models.model("global")
+    model = run(fed, PresetMethod(FedAvg())).models.model("global")
     with pytest.raises(ConfigError, match="did you mean 'onnx'"):
         export_model(model, tmp_path / "folder" / "file", "onxx")
     assert list(tmp_path.iterdir()) == []

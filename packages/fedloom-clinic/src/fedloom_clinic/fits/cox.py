@@ -325,9 +325,13 @@ def newton(
             break
         beta, here = _stepped(at, beta, step, here)
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
-        direction = separation() if separation else recession(first.information, here.information, steps, rise)
+        direction = separation() if separation else None
         if direction is not None:
-            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE if separation is None else 0.0)
+            raise no_finite_fit(direction, names, intercepts, 0.0)
+        # without one, far cells may contradict by less than rounding
+        direction = recession(first.information, here.information, steps, rise)
+        if direction is not None:
+            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
             f"the fit has not converged after {MAX_NEWTON_STEPS} steps; look at the columns {', '.join(names)}"

@@ -194,7 +194,9 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
     return direction
 
 
-def no_finite_fit(direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9) -> DataError:
+def no_finite_fit(
+    direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
+) -> DataError:
     """Return the error of rows that are separated: by which columns, and which way their coefficients go.
 
     Args:
@@ -202,19 +204,21 @@ def no_finite_fit(direction: Floats, names: Sequence[str], free: int = 0, least:
         names: of the columns.
         free: the first so many are intercepts, which are named only if no column is.
         least: part of the largest entry below which a column is not named.
+        exact: no row contradicts. Else some does, but by so little that the likelihood changes by rounding alone.
     """
+    without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
     part = np.abs(direction)
     part = part / (part[free:].max(initial=0) or part.max())
     named = [k for k in range(free, len(names)) if part[k] > least] or [k for k in range(free) if part[k] > least]
     ways = {k: "rises" if direction[k] > 0 else "falls" for k in named}
     if len(named) == 1:
-        what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} without limit"
+        what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} {without}"
         cure = "leave it out, or merge levels until it has rows of both outcomes"
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
         what = f"{_listed([names[k] for k in named])} together separate the rows: the coefficient of {_listed(parts)}"
         what, cure = (
-            f"{what} without limit",
+            f"{what} {without}",
             "leave one of them out, or merge levels until they have rows of both outcomes",
         )
     return DataError(f"no finite fit: {what}; {cure}")

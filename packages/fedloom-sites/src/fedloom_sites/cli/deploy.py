@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, about_file, app, errors, say
+from fedloom.lab.cli import DataDir, FileArgument, Trust, Words, about_file, app, choose_analysis, errors, say, say_json
+
+if TYPE_CHECKING:
+    from fedloom_sites.deploy.ops.directory import Location
+    from fedloom_sites.deploy.ops.plan import DeploymentPlan
 
 deploy = typer.Typer(
     cls=Words,
@@ -102,7 +106,7 @@ def init(
         with about_file(file):
             experiment = read(file, trust=trust)
         from fedloom.values import make
-        from fedloom_sites.deploy.ops.directory import Location, write_directory
+        from fedloom_sites.deploy.ops.directory import Location
         from fedloom_sites.deploy.ops.plan import plan
 
         options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
@@ -127,37 +131,96 @@ def init(
             "changes": changes,
             "data_name": data_name,
         }
-        planned = plan(experiment, sites, **choice)
-        folder = out or Path(file.stem)
-        write_directory(planned, folder, place)
-        say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
-        if planned.norm_bound is not None:
-            bound = planned.norm_bound
-            text = (
-                ", ".join(f"{k} {significant(v)}" for k, v in bound.items())
-                if isinstance(bound, dict)
-                else significant(bound)
-            )
-            say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
-        elif planned.sends:
-            say(
-                "no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound"
-            )
-        if planned.most_samples is None and planned.by_samples:
-            say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
-        if planned.threshold is not None:
-            from fedloom_sites.deploy.secure.protocol import colluders
+        _write(plan(experiment, sites, **choice), out or Path(file.stem), place)
 
-            count = colluders(len(planned.sites), planned.threshold)
-            say(
-                f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
-                f"may collude with {count} of them and learns no other site's upload"
-            )
-        if planned.code.files:
-            say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
-        if planned.code.installed:
-            say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
-        say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+
+@deploy.command()
+def analyze(
+    name: Annotated[str, typer.Argument(help="analysis by sums, as fedloom list analyses has it", show_default=False)],
+    file: FileArgument,
+    values: Annotated[
+        list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
+    ] = None,
+    rules: Annotated[
+        list[str] | None, typer.Option("--rule", help="what the sites agree on, as least=5; may be repeated")
+    ] = None,
+    sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
+    names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="directory to write (default: the names of file and analysis)")
+    ] = None,
+    own_data: Annotated[
+        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+    ] = False,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="the server receives masked sums only")
+    ] = False,
+    threshold: Annotated[
+        int | None,
+        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
+    ] = None,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Write the directory of a deployment that answers one analysis by sums.
+
+    Options are those of the file's [[analysis]] of this kind, changed by --set and --rule. One round of the file's
+    first method comes before. For other options of a deployment, write [[analysis]] into the file and use init.
+
+    Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
+    """
+    with errors():
+        from dataclasses import replace
+
+        from fedloom.analyses import require_questions
+        from fedloom.lab.experiment import read
+        from fedloom_sites.deploy.ops.directory import Location
+        from fedloom_sites.deploy.ops.plan import plan
+
+        with about_file(file):
+            experiment = read(file, trust=trust)
+        analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
+        require_questions(analysis)
+        one = replace(experiment, analyses=(analysis.with_(rules=agreed) if rules else analysis,))
+        choice: dict[str, Any] = {
+            "method": experiment.methods[0].label, "rounds": 1, "data_dir": data_dir, "own_data": own_data,
+            "names": () if names is None else tuple(name.strip() for name in names.split(",")),
+            "secure_aggregation": secure_aggregation, "threshold": threshold,
+        }  # fmt: skip
+        _write(plan(one, sites, **choice), out or Path(f"{file.stem}-{name}"), Location())
+
+
+def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
+    """Write the directory of a deployment, and say what it is."""
+    from fedloom_sites.deploy.ops.directory import write_directory
+
+    write_directory(planned, folder, place)
+    say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
+    if planned.norm_bound is not None:
+        bound = planned.norm_bound
+        text = (
+            ", ".join(f"{k} {significant(v)}" for k, v in bound.items())
+            if isinstance(bound, dict)
+            else significant(bound)
+        )
+        say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
+    elif planned.sends:
+        say("no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound")
+    if planned.most_samples is None and planned.by_samples:
+        say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
+    if planned.threshold is not None:
+        from fedloom_sites.deploy.secure.protocol import colluders
+
+        count = colluders(len(planned.sites), planned.threshold)
+        say(
+            f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
+            f"may collude with {count} of them and learns no other site's upload"
+        )
+    if planned.code.files:
+        say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+    if planned.code.installed:
+        say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
+    say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
 
 
 @deploy.command()
@@ -181,6 +244,43 @@ def check(
             refused += finding.level == "refused"
         if refused:
             say(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            raise typer.Exit(1)
+
+
+@deploy.command()
+def rehearse(
+    site: SiteFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+) -> None:
+    """Attack a copy of a site before a study, with its own data and settings.
+
+    A dishonest server tries all known attacks. The table shows what it learned. The exit code is 1 if it learned
+    something of this site that it should not (OPEN). Nothing leaves the machine, and no file of the site changes.
+
+    Example: fedloom deploy rehearse /srv/fedloom/site
+    """
+    with errors():
+        from fedloom.lab.printing import print_texts
+        from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
+        from fedloom_sites.deploy.settings import read_site
+
+        settings = read_site(site / "site.toml")
+        rows = [row.as_record() for row in play(settings)]
+        opened = [row["attack"] for row in rows if row["verdict"] == "OPEN"]
+        if as_json:
+            say_json({"site": settings.site, "open": opened, "attacks": rows})
+        else:
+            columns = ("attack", "verdict", "tried", "learned", "rule")
+            titles = (
+                "attack",
+                "verdict",
+                "the server tried",
+                "it learned",
+                "rule that stopped it, or what remains",
+            )
+            print_texts(titles, ([row[column] for column in columns] for row in rows), width=FILE_COLUMNS, names=True)
+        if opened:
+            say(f"{len(opened)} of {len(rows)} attacks are OPEN: {', '.join(opened)}", err=True)
             raise typer.Exit(1)
 
 
@@ -226,12 +326,14 @@ def local(
 
 @deploy.command()
 def status(
-    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="a deployment's directory, its server folder, or a site's folder", show_default=False)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show how far a deployment is, site by site.
+    """Show how far a deployment is, site by site, or the messages and alarms of one site.
 
-    It reads the server's files, while the deployment runs and afterwards.
+    It reads the files of the folder, while the deployment runs and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -241,6 +343,15 @@ def status(
         from fedloom.lab.printing import print_rows
         from fedloom_sites.deploy.ops.status import lines, server_of, status_of, table
 
+        if (folder / "site.toml").exists():
+            from fedloom_sites.deploy.alarms import site_status
+            from fedloom_sites.deploy.settings import read_site
+
+            here = site_status(read_site(folder / "site.toml"))
+            facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
+            alarms = [f"{one['time']} {one['reason']}" for one in here["alarms"]]
+            say(*([json.dumps(here, indent=1)] if as_json else [*facts, *(alarms or ["no alarm"])]))
+            return
         shown = status_of(server_of(folder))
         if as_json:
             say(json.dumps(shown, indent=1))

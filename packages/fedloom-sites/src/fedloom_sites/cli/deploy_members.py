@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.lab.cli._app import errors, say
+from fedloom.lab.cli import errors, say
 from fedloom_sites.cli.deploy import Directory, SiteFolder, deploy
 
 

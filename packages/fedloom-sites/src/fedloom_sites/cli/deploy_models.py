@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import errors, say
-from fedloom.lab.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
+from fedloom.lab.cli import ForceOption, KeepOption, PredictionsFile, ThresholdOption, errors, say
 from fedloom_sites.cli.deploy import SiteFolder, deploy
 
 FileKind = Annotated[

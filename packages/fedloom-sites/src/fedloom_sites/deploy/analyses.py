@@ -177,7 +177,7 @@ class AnswerForm:
             [_scaled(one, e) for one, e in zip(sums, self._exponents.tolist(), strict=True)], dtype=torch.float64
         )
         low, high, step = self._bounds
-        slack = step + 1e-12 * torch.maximum(low.abs(), high.abs())
+        slack = step / 2 + 1e-12 * torch.maximum(low.abs(), high.abs())
         inside = (values >= sites * (low.clamp(max=0) - slack)) & (values <= sites * (high.clamp(min=0) + slack))
         if not bool(inside.all()) or not 0 <= clipped <= sites * len(values) or rows < 0:
             raise Broken("the sum of the answers is out of range: a site's vector is wrong, or a mask is still on it")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
+from fedloom.storage import make_folder
 from fedloom.storage.disk import regular
-from fedloom.storage.files import append_line, create_file, make_folder
+from fedloom.storage.files import append_line, create_file
 
 SENT_FILE = "sent.jsonl"
 """The log in the folder of a site's state of what has left the site."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses.patients import GroupScore
-from fedloom.data.federation import Federation
+from fedloom.data import Federation
 from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.scores import Pass

@@ -33,11 +33,10 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from fedloom.engine import Setting
 from fedloom.engine.privacy import Noise, accounted
-from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.rows.aggregators import PrivateMean
-from fedloom.rows.aggregators._base import Rows, State
+from fedloom.rows.aggregators import PrivateMean, Rows, State
 from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 

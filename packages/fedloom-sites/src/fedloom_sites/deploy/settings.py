@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import tomli_w
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from fedloom.data import SOURCES
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.sources import SOURCES
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage import read_toml

@@ -13,9 +13,11 @@ from torch import nn
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, upload_fields
 from fedloom.choose.shares import column_of_shares, uses_clusters
-from fedloom.engine.setting import Evaluate, Setting
+from fedloom.engine import Setting
+from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
 from fedloom.hints import unknown
+from fedloom.schedule import Synchronous
 from fedloom.values import Value, dump, fields_of
 
 STRATEGY_FIELDS = [
@@ -130,19 +132,33 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
         Refused: it needs all samples in one place, a clock, or models that stay at the clients.
     """
     if setting.pooled:
-        raise Refused(f"{name} pools the data of all clients, which nodes do not give; choose another method")
-    if setting.devices is not None or setting.schedule.kind != "synchronous":
-        raise Refused("devices and schedule are of virtual time, and real nodes take their own; leave both out")
+        raise Refused(
+            f"{name} pools the data of all clients, which nodes do not give",
+            rule="deploy-pooled-data",
+            fix="choose another method",
+        )
+    for table, rule in (("devices", "deploy-devices"), ("schedule", "deploy-schedule")):
+        if getattr(setting, table) not in (None, Synchronous()):
+            raise Refused(
+                "devices and schedule are of virtual time, and real nodes take their own",
+                rule=rule,
+                fix=f"leave {{{table}}} out",
+            )
     resolved = setting.resolved()
     kinds = upload_fields(type(resolved.method)).values()
     if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
         raise Refused(
             f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {name} uploads a "
-            "difference to a state that stays at the client; choose another sampler"
+            "difference to a state that stays at the client",
+            rule="deploy-sampler-models",
+            fix="choose another {sampler}",
         )
     if (clusters := uses_clusters(setting.weights)) or column_of_shares(setting.weights):
-        cure = "use weigher 'equitable'" if clusters else "give a number for each client"
-        raise Refused(f"weights = {setting.weights!r} needs all samples in one place; {cure}")
+        raise Refused(
+            f"weights = {setting.weights!r} needs all samples in one place",
+            rule="deploy-weights",
+            fix="set {weigher = 'equitable'}" if clusters else "give a number for each client in {weights}",
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -13,11 +13,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fedloom.data import DATA_PARTS, Dataset, Federation, Split
-from fedloom.data.dataset import Task
+from fedloom.data import DATA_PARTS, Dataset, Federation, Split, Task
 from fedloom.data.subjects.design import Design, design_of
+from fedloom.engine import Setting
 from fedloom.engine.job import Job
-from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, WireError
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage import make_folder, write_atomic
 from fedloom_sites.flower.clients import Members
 from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, write_values
 from fedloom_sites.flower.samples import Signature

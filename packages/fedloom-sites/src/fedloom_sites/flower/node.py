@@ -26,8 +26,8 @@ from fedloom.local.oracles.precision import make_repeatable, undisturbed
 from fedloom.local.rows import for_everyone, group_of, name_tensors, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.rundir import place_of
+from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.files import make_folder
 from fedloom.trained.model import open_tensors, running_statistics
 from fedloom_sites.deploy.noise import deployed
 from fedloom_sites.deploy.site.local_data import part_sizes, seated

@@ -19,12 +19,12 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import nn
 
 from fedloom.data.input_spec import InputSpec
+from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
-from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped, Stop, entered

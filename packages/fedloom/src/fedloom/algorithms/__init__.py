@@ -71,8 +71,8 @@ from fedloom.algorithms.perfedavg import PerFedAvg as PerFedAvg
 from fedloom.algorithms.pfedfda import PFedFDA as PFedFDA
 from fedloom.algorithms.pfedme import PFedMe as PFedMe
 from fedloom.algorithms.presets import PRESETS as PRESETS
-from fedloom.algorithms.presets import Composition as Composition
 from fedloom.algorithms.presets import Preset as Preset
+from fedloom.algorithms.presets import PresetMethod as PresetMethod
 from fedloom.algorithms.qffl import QFFL as QFFL
 from fedloom.algorithms.scaffold import SCAFFOLD as SCAFFOLD
 from fedloom.lazy import lister
@@ -140,13 +140,13 @@ REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 """Every method by name: an algorithm, or a preset that names a composition."""
 
 
-def role_of(method: Algorithm | Composition) -> str:
+def role_of(method: Algorithm | PresetMethod) -> str:
     """Return the baseline role of a method in a comparison, whatever its name.
 
     "alone": clients train separately and send nothing. "average": the single model of FedAvg. "pooled": all samples in
     one place. Empty: any other method.
     """
-    if isinstance(method, Composition):
+    if isinstance(method, PresetMethod):
         return "pooled" if method.pooled else ""
     return ("average" if type(method) is FedAvg else "") if upload_fields(type(method)) else "alone"
 

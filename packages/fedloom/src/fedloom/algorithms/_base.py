@@ -4,8 +4,7 @@ It also provides the names that method files import.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
 gradients, y duals, c control variates. m is the number of clients in the cohort, n of all clients. Per-client scalars
-are ``[m, 1]``.
-A difference is new - old.
+are ``[m, 1]``. A difference is new - old.
 """
 
 from __future__ import annotations

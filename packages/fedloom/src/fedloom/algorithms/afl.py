@@ -10,24 +10,22 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
     lambda lam mixture weights of the domains. Here every client is a domain. Its initial value is the shares alpha_i
     gamma_w local lr step size of w gamma_lambda lambda_lr step size of lambda
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives
-    losses of individual clients.
+Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
+of individual clients.
 
 Deviations: a client takes several local steps instead of one, and its change is weighted in proportion to lam_i within
-    the cohort.
-share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all clients and one
-full-batch step, this is the paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses.
-The model is the last iterate, and not the mean of all iterates. Uploads contain the change times share, so a weigher or
-a sampler works on the model x + dw.
+the cohort. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all clients and
+one full-batch step, this is the paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all
+losses. The model is the last iterate, and not the mean of all iterates. Uploads contain the change times share, so a
+weigher or a sampler works on the model x + dw.
 
 Defaults: gamma_lambda is a radius divided by the root of the sum of squared norms of the gradients so far (step
 "adaptive"), which is the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan,
-Singer, JMLR 2011).
-Scaling the losses does not change the mixtures. A gradient consists of the losses of a cohort, times n/m. The radius
-1/sqrt(n) covers mixtures that weight clients from 0 to twice the mean. A given lambda_lr is the step itself (step
-"fixed"), as in the paper. With "fixed" alone it is 1/(n sqrt(rounds)), which assumes losses of order one. A client
-whose loss no model can reduce, for instance with noisy targets, ends with most of the weight at the expense of the
-others: this is the solution of the problem.
+Singer, JMLR 2011). Scaling the losses does not change the mixtures. A gradient consists of the losses of a cohort,
+times n/m. The radius 1/sqrt(n) covers mixtures that weight clients from 0 to twice the mean. A given lambda_lr is the
+step itself (step "fixed"), as in the paper. With "fixed" alone it is 1/(n sqrt(rounds)), which assumes losses of order
+one. A client whose loss no model can reduce, for instance with noisy targets, ends with most of the weight at the
+expense of the others: this is the solution of the problem.
 
 Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, gives the same x and lambda, to
 1e-15, with one full step and a fixed step of lambda. Its model is the mean of all iterates.

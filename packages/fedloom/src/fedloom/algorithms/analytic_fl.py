@@ -13,8 +13,7 @@ for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Th
     C_agg        total         their sum over clients
 
 Kept by a client: s, the statistics that it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c
-    numbers for k
-features and c outputs. No model is sent, and after the first time only zeros.
+numbers for k features and c outputs. No model is sent, and after the first time only zeros.
 
 Deviations: clients send the sums X' X and X' Y instead of their heads and X' X. This gives the same head without the
 paper's gamma, its removal and the recursion over clients. Heads have a bias. Sums are divided by the number of samples.

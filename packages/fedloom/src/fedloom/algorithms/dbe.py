@@ -15,12 +15,12 @@ Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: 
     mu          momentum  weight of the newest batch in the average
 
 Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers up are used only in the first
-    round.
+round.
 
 Deviations: the consensus is computed in the first round, which is a round of FedAvg with its cohort. The paper runs an
-    epoch of all clients before it. A client's part of the consensus is the mean over its samples after training. A head
-    on z + m equals a head on z with another bias, so the personal model is a single network. Means of batches are
-    computed without dropout.
+epoch of all clients before it. A client's part of the consensus is the mean over its samples after training. A head on
+z + m equals a head on z with another bias, so the personal model is a single network. Means of batches are computed
+without dropout.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to 1e-15, from the
 consensus on.
@@ -28,8 +28,7 @@ consensus on.
 Defaults: kappa = 1. The paper's 50 is for 512 features, and a small network has fewer. Momentum 1.
 
 Use it if clients observe the same objects under different conditions. With kappa = 0 and no memory it equals FedAvg. It
-needs a
-head with a bias.
+needs a head with a bias.
 """
 
 from __future__ import annotations

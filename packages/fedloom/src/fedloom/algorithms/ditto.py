@@ -2,8 +2,8 @@
 
 Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimizer of the global problem.
 
-Reference: T. Li, S. Hu, A. Beirami, V. Smith, "Ditto: Fair and Robust Federated Learning Through Personalization",
-ICML 2021, arXiv:2012.04221v3, Algorithm 1.
+Reference: T. Li, S. Hu, A. Beirami, V. Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML
+2021, arXiv:2012.04221v3, Algorithm 1.
 
     paper    here     meaning
     w^t      x        server's model

@@ -16,9 +16,8 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
 Deviations: the public code uses theta instead of the old w_i in Delta_i, so theta = 2 mean(w_i) - theta, which is
-    another method.
-Here Delta_i is the paper's, with eta = |S|/n from its theory. The experiments' eta = 1 fits the public code if few
-clients take part. Clients take the epochs of the run, and not a random number of them.
+another method. Here Delta_i is the paper's, with eta = |S|/n from its theory. The experiments' eta = 1 fits the public
+code if few clients take part. Clients take the epochs of the run, and not a random number of them.
 
 Replayed: the clients of YonghaiGong/FedADMM (1efef575) give the same theta and y_i, to 1e-14, once Delta_i has the old
 w_i, with server_lr = 1 and |S|/n.

@@ -22,11 +22,10 @@ work starts at the client's own x_i, or with ``start = "server"`` at xbar.
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
 model, which moves by eta times the gradient in a round if that is constant: FedAvg's speed. Local work that continues
 from x_i would move it by 1 - 1/e of this. If eta is given, local work starts at x_i, as in the paper. No regularizer,
-because it is
-part of the problem. Models then have no zeros, and a run warns about it.
+because it is part of the problem. Models then have no zeros, and a run warns about it.
 
-Use it like FedDR, which it equals with alpha = 1: composite problems with partial participation. If most clients
-are absent, its model moves little, and a run warns about it.
+Use it like FedDR, which it equals with alpha = 1: composite problems with partial participation. If most clients are
+absent, its model moves little, and a run warns about it.
 """
 
 from __future__ import annotations

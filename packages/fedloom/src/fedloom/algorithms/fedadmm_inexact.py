@@ -17,17 +17,17 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: duals, penalty, gradients and eps omit the paper's factor 1/n (n^2 for eps). Shares weight the mean. The
-    paper's r_i is for linear models. Here it starts at 1/lr. If the curvature k along the last step is above 2 (r +
-    sigma), r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, at most by half and
-    never below sigma. With r = k, networks become sharper and sharper (Roulet et al., arXiv:2407.06183). r is sent
-within e^-10/lr to e^10/lr: a client of weight w changes sigma at most by the factor e^(20 w). One sigma applies to all
-clients: r0 times the geometric mean of the r_i. It changes if it is off by a factor above 1.9, because u of absent
-clients uses an older sigma. With ``rho`` both are fixed, and r_i = 1/lr. Epochs, steps and batch size have no effect,
-nor does the schedule if batch size is not set. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x,
-to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i instead of x, and evaluates the gradient there.
+paper's r_i is for linear models. Here it starts at 1/lr. If the curvature k along the last step is above 2 (r + sigma),
+r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, at most by half and never below
+sigma. With r = k, networks become sharper and sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to
+e^10/lr: a client of weight w changes sigma at most by the factor e^(20 w). One sigma applies to all clients: r0 times
+the geometric mean of the r_i. It changes if it is off by a factor above 1.9, because u of absent clients uses an older
+sigma. With ``rho`` both are fixed, and r_i = 1/lr. Epochs, steps and batch size have no effect, nor does the schedule
+if batch size is not set. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x, to 1e-15, with ``rho``
+and equal r_i, once it starts a dual step at x_i instead of x, and evaluates the gradient there.
 
 Defaults: r0 = 1/inner and up to five linearized steps (six full gradients), which go 0.6 of the way to a local
-    solution.
+solution.
 
 Use it if full gradients are cheap.
 """

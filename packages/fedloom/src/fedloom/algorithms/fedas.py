@@ -17,15 +17,15 @@ Kept by a client: d (w). Sent per round: the body's parameters down, those and 1
 individual clients, so it supports neither secure aggregation nor robust rules.
 
 Deviations: all samples have equal weight in the alignment. In the public code, the classes of a batch have equal
-    weight. The alignment uses the round's step size, and 0.01 in the public code. In the authors' code a client aligns
-the result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
+weight. The alignment uses the round's step size, and 0.01 in the public code. In the authors' code a client aligns the
+result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
 clients compute nothing. The personal model is the client's own model after its training.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, with equal shares, ``lr`` 0.01
 and equal weights of samples in the alignment.
 
 Attackers: a forged model is weighted by its own Fisher information. In one round of five clients, noise in place of a
-    model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
+model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
 
 Use it if heads are personal and few clients take part in a round, so bodies change between a client's rounds. With no
 alignment and one client it equals Local. The same holds for a model that is all head, and a run warns about it.

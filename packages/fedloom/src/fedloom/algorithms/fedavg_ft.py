@@ -13,8 +13,7 @@ Section 4.1 (fine-tuning). The mean is the same as FedAvg's.
 
 Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed on demand, at an evaluation or
 at the end, from the server's newest model. It is never sent, so the time of its computation does not change other
-results.
-Its gradients count as work of the round after which it is computed.
+results. Its gradients count as work of the round after which it is computed.
 
 Deviations: all parameters are fine-tuned with the run's local SGD, including momentum and weight decay.
 

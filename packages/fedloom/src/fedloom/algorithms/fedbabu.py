@@ -18,15 +18,14 @@ is computed on demand, and never sent. Its gradients count as work of the round 
 
 Deviations: the head is the last layer with a matrix unless ``head`` names other layers.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and tuned models, to 1e-15, once the
-last mean is sent before the fine-tuning. In their code each client fine-tunes the body of its last round.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and tuned models, to 1e-15, once the last
+mean is sent before the fine-tuning. In their code each client fine-tunes the body of its last round.
 
 Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local
 epochs if that is more: the head must be learned from random values, in steps of the run's size.
 
 Use it if clients share features but not labels, and new clients will join: the shared body does not depend on labels of
-the head. On a
-model that is all head it trains nothing in the rounds, and a run warns about it.
+the head. On a model that is all head it trains nothing in the rounds, and a run warns about it.
 """
 
 from __future__ import annotations

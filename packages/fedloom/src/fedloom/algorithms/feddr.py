@@ -20,8 +20,7 @@ stores every client's last u.
 Deviations: clients start with x_i = y_i = x^0, so a client's first round is the paper's step before the first (x_i =
 prox of x^0). u is sent, and not its difference from the last one. The server's mean over all clients is the same. The
 public code starts y at zero and weights clients by samples. Local work starts at xbar, on which the exact prox does not
-depend.
-``start = "own"`` starts at the client's x_i, as in the public code.
+depend. ``start = "own"`` starts at the client's x_i, as in the public code.
 
 Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, y_i and xbar, to
 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
@@ -31,8 +30,7 @@ Let c_i be the fraction of the way to the prox that client i's steps cover, and 
 gradient the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1): 1.6 reach if clients have equal sizes (c =
 0.39), and still FedAvg's reach if m is 4, for instance if some clients take a tenth of the steps. From the client's own
 x_i it moves by eta/(m - 1 + 1/alpha), so one small client stops the others. No regularizer, because it is part of the
-problem. Models then
-have no zeros, and a run warns about it. The experiments use L1 with c = 0.01.
+problem. Models then have no zeros, and a run warns about it. The experiments use L1 with c = 0.01.
 
 Use it for composite problems with partial participation. If most clients are absent, its model moves little, and a run
 warns about it. A large eta with few local steps behaves like local training. The regularizer's threshold at the server

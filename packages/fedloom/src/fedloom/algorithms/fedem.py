@@ -1,7 +1,6 @@
 """FedEM: every client's model is a mixture of a few shared networks, with its own weights.
 
-Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of
--log sum_m pi_im p(y | x_m)).
+Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of -log sum_m pi_im p(y | x_m)).
 
 Reference: O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal, "Federated Multi-Task Learning under a Mixture of
 Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
@@ -22,8 +21,7 @@ and predictions, to 1e-15, also a new client's pi. Its mean over a cohort includ
 they received.
 
 Use it if each client mixes the same few kinds of data in its own proportions. Set ``mixture`` in [model] to the number
-of kinds, 3
-in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
+of kinds, 3 in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedFomo: a client moves towards the models of others that fit samples of its own better than its model does.
+"""FedFomo: a client moves towards other clients' models that fit its held-out samples better than its own model.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -14,23 +14,25 @@ Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
     P_i         liking   sums of the weights that a client gave to the models of each client
     epsilon     epsilon  probability of receiving models of clients drawn at random
 
-Kept by a client: d (start). The server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
-up. The server receives the models of single clients: no secure aggregation.
+Kept by a client: d (start). The server stores its w and its preference weights. Sent per round: (peers + 1) d + peers +
+n down, d + n up. The server receives the models of individual clients, so it supports no secure aggregation.
 
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
-models of any clients, absent ones included, with probability epsilon all of them are drawn, not those it likes best.
-The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too.
-Its distance is by default the sum of absolute differences, with "l2" the square of the norm.
+models of any clients, including absent ones. With probability epsilon all of them are drawn at random, instead of the
+preferred ones. The public code draws each of them with this probability, also uses means of groups of clients, and
+allows negative preference weights. Its default distance is the sum of absolute differences, and with "l2" the squared
+norm.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, of equal received
-models and held-out samples, without the 1e-5 that it adds to distances. With ``returns`` so do the functions of
-NVlabs/FedFomo (fe04f664) for weights and mixtures, once the root is taken of its "l2".
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, for equal received models
+and held-out samples, without the 1e-5 that their code adds to distances. With ``returns``, the functions of
+NVlabs/FedFomo (fe04f664) also give the same weights and mixtures, once the root of its "l2" is taken.
 
-Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round. A
-client for which no model is better than where its training began keeps its trained one, as in PFLlib, with ``returns``
-it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few samples.
+Defaults: five models, a fifth of the samples held out, and epsilon 0.3 at first and 0.05 less every round, as in the
+paper. If no model is better than the client's start, the client keeps its trained model, as in PFLlib. With ``returns``
+it goes back to the start, as in the paper, which loses a round's work if steps rarely lower the loss on few samples.
 
-Use it if some clients are alike but it is unknown which. Traffic grows with ``peers``. With peers = 0 it is Local.
+Use it if some clients are similar but it is unknown which. Traffic grows with ``peers``. With peers = 0 it equals
+Local.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ from fedloom.seeds import generator
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``, the client's. Others ``[m, peers d]``, models of its peers ``[m, peers]``. Liking ``[m, n]``."""
+    """w ``[m, d]``, the client's model.
+
+    others ``[m, peers d]``, models of its peers ``[m, peers]``. Liking ``[m, n]``.
+    """
 
     w: Tensor
     others: Tensor

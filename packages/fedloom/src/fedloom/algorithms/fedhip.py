@@ -1,4 +1,4 @@
-"""FedHiP: a personal head for every client in closed form, between its own sums and the sums of all.
+"""FedHiP: a closed-form personal head for every client, between its own sums and the sums of all clients.
 
 Problem: min over the head W_i of the sum of ||W_i' z - t||^2 over i's samples, plus share times that over all others'
 samples, plus ridge ||W_i||^2. z the features of a frozen body.
@@ -12,18 +12,19 @@ Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solu
     analytic local personalization   personal      the client's head, by its own sums and all
 
 Kept by a client: s, what it sent. Sent per round: d and s down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs. No model, and zeros after the first time.
+features and c outputs. No model is sent, and after the first time only zeros.
 
-Deviations: how far a head goes from the client's own sums (share 0) to the pooled head (share 1) is chosen at each
-client from nine shares by the exact leave-one-out error of its rows, in place of one number for all. Others' sums are
-weighed. The paper's own form was not replayed, as no public code was at hand. Heads have a bias.
+Deviations: each client chooses how far its head goes from its own sums (share 0) to the pooled head (share 1), among
+nine shares, by the exact leave-one-out error of its rows. The paper uses one number for all clients. Other clients'
+sums are weighted. The paper's own form was not replayed, because no public code was available. Heads have a bias.
 
-A personal head is the same however rows lie at the other clients, where shares are by samples. Learning rate, epochs
-and batches change nothing. Outputs are fits of 0 and 1, so their softmax is no probability: compare accuracies.
+A personal head does not depend on how rows are distributed over the other clients, if shares are by samples. Learning
+rate, epochs and batches have no effect. Outputs are least-squares fits of 0 and 1, so their softmax is not a
+probability: compare accuracies.
 
-Attackers: the model that they forge is a set of statistics. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
 
-Use it with a good frozen body, when clients differ in labels or in what labels mean, and rounds are dear.
+Use it with a good frozen body, if clients differ in labels or in the meaning of labels, and rounds are expensive.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """Return the head of sums, and the mean squared error on each row of the head without that row."""
+        """Return the head of sums, and for each row the mean squared error of the head computed without that row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

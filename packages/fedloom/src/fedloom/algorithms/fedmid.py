@@ -1,4 +1,4 @@
-"""FedMiD: federated mirror descent, proximal steps at the clients and at the server.
+"""FedMiD: federated mirror descent, with proximal steps at the clients and at the server.
 
 Problem: min over x of sum_i alpha_i f_i(x) + psi(x), psi convex.
 
@@ -15,17 +15,17 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the prox makes it), d + 1 up.
 
-Deviations: eta_c K, which the server's prox needs, travels as one number because clients may take different numbers of
-steps. The server takes its mean.
+Deviations: clients send eta_c K, which the server's prox needs, as one number, because they may take different numbers
+of steps. The server uses its mean.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same w, to 1e-15,
-once its L1 prox takes all parameters, as here. There it takes the kernels of dense layers.
+Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same w, to 1e-15, once
+its L1 prox covers all parameters, as here. Their prox covers the kernels of dense layers.
 
-Defaults: no regularizer, as it belongs to the problem. The method is then FedAvg, and a run warns about it.
+Defaults: no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns about it.
 
-Use it as the simplest composite baseline. The prox is taken twice per round (one client, one step: threshold 2 eta_c
-c), and the mean of sparse local models is not sparse ("curse of primal averaging"): its limit is biased even with one
-local step.
+Use it as the simplest composite baseline. The prox is applied twice per round (one client, one step: threshold 2 eta_c
+c), and the mean of sparse local models is not sparse ("curse of primal averaging"), so its limit is biased even with
+one local step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedNova: normalized averaging, so that clients with more local steps do not pull harder.
+"""FedNova: normalized averaging, so clients with more local steps have no more influence.
 
 Problem: min over x of sum_i p_i f_i(x).
 
@@ -17,15 +17,15 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
-Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
-Momentum is the local one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
-three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
-change divided by ||a_i||_1, so the model that a weigher or a sampler works on is x + dw.
+Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ. Momentum is the local
+one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3. All three can be combined,
+while the paper uses one at a time (momentum also acts on the proximal term). Clients send the change divided by
+||a_i||_1, so a weigher or a sampler works on the model x + dw.
 
-Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with momentum and without, mu = 0, with
-mu its tau_eff counts the steps.
+Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with and without momentum, for mu = 0.
+With mu, their tau_eff counts the steps.
 
-Use it if clients take different numbers of local steps. With equal numbers it is FedAvg, and a run warns about it.
+Use it if clients take different numbers of local steps. With equal numbers it equals FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, the change of the model over size. Size ``[m, 1]``."""
+    """dw ``[m, d]``, the change of the model divided by size. Size ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     size: Annotated[Tensor, Mean()]
@@ -84,7 +84,7 @@ class FedNova(Algorithm):
         return {"size": (size, size)}
 
     def _size(self, work: Work, like: Tensor) -> Tensor:
-        """Compute the change, over -eta, of a model whose batch gradients are all 1: ||a_i||_1."""
+        """Compute ||a_i||_1: the change, divided by -eta, of a model whose batch gradients are all 1."""
         rho, tau = work.local.momentum, work.steps.to(like)
         if not self.mu and self.gamma == 1:
             return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)

@@ -1,10 +1,10 @@
-"""FedOpt: an adaptive optimizer at the server, on the mean difference of the cohort.
+"""FedOpt: an adaptive optimizer at the server, applied to the mean difference of the cohort.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
 References: S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, "Adaptive
-Federated Optimization", ICLR 2021, arXiv:2003.00295v5, Algorithm 2 (FedAdagrad, FedYogi, FedAdam). T.-M. H. Hsu,
-H. Qi, M. Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
+Federated Optimization", ICLR 2021, arXiv:2003.00295v5, Algorithm 2 (FedAdagrad, FedYogi, FedAdam). T.-M. H. Hsu, H. Qi,
+M. Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
 arXiv:1909.06335 (FedAvgM, ``momentum``).
 
     paper          here           meaning
@@ -17,21 +17,21 @@ arXiv:1909.06335 (FedAvgM, ``momentum``).
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none from Algorithm 2. No bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
-mean over the cohort is by the clients' shares.
+Deviations: none from Algorithm 2. There is no bias correction, as in the paper. Momentum is m <- beta1 m + Delta, x <-
+x + eta m. The mean over the cohort is weighted by the clients' shares.
 
 Replayed: the server of KarhouTam/FL-bench (06e658b) gives the same models, to 1e-14, once its v starts at tau^2.
 
-Defaults: the adaptive optimizers move no coordinate by much more than server_lr in a round: reach/10, reach the length
-of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one. The smallest of the factors
-in studies/benchmarks/factors.py that keeps up with FedAvg, where clients use Adam or the like, what these move one by.
-Where gradients are clipped at c it is at most reach c/sqrt(d): the first round goes no further than FedAvg's can.
-With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
+Defaults: the adaptive optimizers move a coordinate by little more than server_lr in a round: reach/10, where reach is
+the length of a local round (lr times its mean number of steps), is the move for a gradient of 0.1. It is the smallest
+of the factors in studies/benchmarks/factors.py that keeps up with FedAvg. If clients use an optimizer such as Adam, it
+is the move of that optimizer. If gradients are clipped at c, it is at most reach c/sqrt(d): the first round then goes
+no farther than FedAvg's can. With momentum it is 0.1 = 1 - beta1, which gives FedAvg's speed in the end.
 
 Attackers: a forged model moves x by the optimizer's step on the mean change. With momentum this step is server_lr times
-the change. The adaptive optimizers take about server_lr in every coordinate, however far the forged model is.
+the change. The adaptive optimizers move every coordinate by about server_lr, however far the forged model is.
 
-Use it if some coordinates see rare gradients (embeddings). Tune server_lr and tau together with the local lr.
+Use it if some coordinates have rare gradients (embeddings). Tune server_lr and tau together with the local lr.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x, m, v ``[d]``. Momentum leaves v alone."""
+    """x, m, v ``[d]``. Momentum does not change v."""
 
     x: Tensor
     m: Tensor

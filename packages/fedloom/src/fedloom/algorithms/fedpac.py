@@ -1,4 +1,4 @@
-"""FedPAC: one body whose features are aligned by prototypes, under heads that combine those of clients alike.
+"""FedPAC: one body with features aligned by prototypes, and heads that combine the heads of similar clients.
 
 Problem: min over phi and h_1..h_n of sum_i alpha_i (f_i(h_i, phi) + lam mean of ||z(phi) - C_y||^2 / k).
 
@@ -14,18 +14,19 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     h_i          moment        share of a class times its mean representation under the received body
     alpha_ij     alpha         weight of client j's head at client i
 
-Kept by a client: nothing. The server has its head. Sent per round: body, head and prototypes down, body, head and two
-times c k features up, c classes. The server receives heads and moments of single clients: no secure aggregation.
+Kept by a client: nothing. The server stores its head. Sent per round: body, head and prototypes down, body, head and
+two times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no
+secure aggregation.
 
-Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
-head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on. A
-class that no earlier cohort had adds nothing. There its samples are drawn to the client's own mean. Heads have the
-round's step size. There 0.1, and weights of heads below 0.001 are dropped.
+Deviations: projected gradient steps solve the quadratic program of Eq. 11. An absent client keeps its head. The
+alignment follows the public code: every sample is pulled to the prototype of its class, from the second round on. A
+class without a prototype adds nothing. The public code pulls its samples to the client's own mean. Heads use the
+round's step size. The public code uses 0.1, and drops weights of heads below 0.001.
 
 Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
-prototypes, to 1e-13, with its momentum and weight decay, where no weight of a head is dropped.
+prototypes, to 1e-13, with its momentum and weight decay, if no weight of a head is dropped.
 
-Use it if labels are skewed and some clients are alike. With lam = 0 features are not aligned.
+Use it if labels are skewed and some clients are similar. With lam = 0 features are not aligned.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads. Head ``[m, h]``. Moment, total ``[m, c k]``. Spread ``[m, 1]``. Share ``[m, c]``."""
+    """dw ``[m, d]``, 0 in heads. Head ``[m, h]``. moment, total ``[m, c k]``. Spread ``[m, 1]``. Share ``[m, c]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     head: Annotated[Tensor, Rows()]
@@ -135,7 +136,7 @@ class FedPAC(Algorithm):
 
 
 def combined(spread: Tensor, moment: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
-    """Row i: argmin over the simplex of sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11), ``[m, m]``."""
+    """Return row i: argmin over the simplex of sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11), ``[m, m]``."""
     centred = moment - moment.mean(0)
     gram = centred @ centred.mT
     p = torch.diag(spread.clamp(min=0)) + gram

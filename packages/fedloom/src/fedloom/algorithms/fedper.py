@@ -1,4 +1,4 @@
-"""FedPer: a body learned by all under personal heads, both trained together.
+"""FedPer: a shared body with personal heads, trained together.
 
 Problem: min over phi, h_1..h_n of sum_i alpha_i f_i(h_i, phi).
 
@@ -11,12 +11,12 @@ arXiv:1912.00818, Algorithms 1 and 2.
 
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
-Deviations: the head is the last layer with a matrix unless ``head`` names others.
+Deviations: the head is the last layer with a matrix unless ``head`` names other layers.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it as the simplest split of a model. FedRep trains the head to its end first. A model that is all head makes it
-Local, of which a run warns, one without a head FedAvg.
+Use it as the simplest split of a model. FedRep trains the head completely before the body. For a model that is all head
+it equals Local, and a run warns about it. For a model without a head it equals FedAvg.
 """
 
 from __future__ import annotations

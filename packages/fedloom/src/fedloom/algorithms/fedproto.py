@@ -1,4 +1,4 @@
-"""FedProto: clients share what classes look like, the mean representation of each, and keep their models.
+"""FedProto: clients keep their models, and share prototypes, which are the mean representations of classes.
 
 Problem: min over w_1..w_n of sum_i alpha_i (f_i(w_i) + lam mean over i's samples of ||z(w_i) - C_y||^2 / k).
 
@@ -13,18 +13,19 @@ Heterogeneous Clients", AAAI 2022, arXiv:2105.00243v4, Algorithm 1, Eqs. 3, 6 an
 
 Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, c classes and k features. No model.
 
-Deviations: the distance is that of every sample to the prototype, as in the public code, in place of that of the
-client's means. Squared, over k. All clients have one architecture and start from one model. A client predicts with its
-head, in place of the nearest prototype. Prototypes are those of the trained model, averaged by samples (Eq. 6), in the
-public code those of the last epoch's batches, over clients alike. A class without a prototype yet adds nothing.
+Deviations: the distance is between each sample and the prototype, as in the public code, and not between the client's
+means and the prototype. Squared, over k. All clients have one architecture and start from one model. A client predicts
+with its head instead of the nearest prototype. Prototypes come from the trained model, averaged by samples (Eq. 6). In
+the public code they come from the last epoch's batches, with equal weight per client. A class without a prototype adds
+nothing.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, given the same prototypes.
 
-Attackers: the model that they forge is a set of prototypes. A forged model moves each prototype by the attacker's share
-of the samples of its class (Eq. 6).
+Attackers: they forge prototypes instead of a model. A forged upload moves each prototype by the attacker's share of the
+samples of its class (Eq. 6).
 
-Use it if models must not leave the clients, or traffic is dear. With lam = 0 it is Local, on a model that is all
-head, too, and a run warns about it.
+Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it equals Local. The same holds
+for a model that is all head, and a run warns about it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """prototypes ``[c k]``, known ``[c]``: 1 where there is one."""
+    """prototypes ``[c k]``, known ``[c]``: 1 if the class has one."""
 
     prototypes: Tensor
     known: Tensor

@@ -1,4 +1,4 @@
-"""FedRep: a body learned by all, on which every client trains a head of its own first.
+"""FedRep: a shared body, under which every client first trains its own head.
 
 Problem: min over phi of sum_i alpha_i min over h_i of f_i(h_i, phi).
 
@@ -13,15 +13,15 @@ Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgco
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
 Deviations: tau is in epochs, as in the public code. The body's epochs are those of the run, 1 in the paper. The head is
-the last layer with a matrix unless ``head`` names others. Personal models have the new body and the client's head. A
-client never seen trains once before it is scored.
+the last layer with a matrix unless ``head`` names other layers. Personal models consist of the new body and the
+client's head. A client that never took part trains once before it is evaluated.
 
-Defaults: four epochs of the head, so that a round costs at most five times FedAvg's.
+Defaults: four epochs for the head, so a round costs at most five times FedAvg's.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it if clients share features but not labels. A model that is all head (softmax regression) makes it Local, and a run
-warns about it.
+Use it if clients share features but not labels. A model that is all head (softmax regression) makes it equal to Local,
+and a run warns about it.
 """
 
 from __future__ import annotations

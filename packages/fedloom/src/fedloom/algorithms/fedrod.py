@@ -1,4 +1,4 @@
-"""FedRoD: one body under two heads, a generic one trained as if classes were balanced and a personal one beside it.
+"""FedRoD: one body under two heads, a generic head trained as if classes were balanced, and a personal head.
 
 Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), h_i in the head alone.
 b_i is f_i with log n_ic added to the output of class c.
@@ -15,15 +15,16 @@ by the authors).
 
 Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts stay at the client.
 
-Deviations: log n_ic is added to the head's bias for the gradient, which is the same. A class that a client lacks counts
-as 1e-9 samples. The personal head starts at zero. There as a copy of the generic one: the personal model is the generic
-one at first. Both heads are linear, so the personal model is one network with the sum of both.
+Deviations: log n_ic is added to the head's bias for the gradient, which gives the same gradient. A class that a client
+lacks counts as 1e-9 samples. The personal head starts at zero. In their code it starts as a copy of the generic head.
+Here the personal model equals the generic one at first. Both heads are linear, so the personal model is one network
+with the sum of both.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads
-start at zero. There they start as copies of the generic one.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads start at zero.
+Their personal heads start as copies of the generic head.
 
-Use it if labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
-FedAvg. It needs classes and a head with a bias.
+Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0 the generic branch
+equals FedAvg. It needs classes and a head with a bias.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: what a client adds to the head."""
+    """head ``[m, h]``: the difference that a client adds to the head."""
 
     head: Tensor
 
@@ -69,7 +70,7 @@ class FedRoD(Algorithm):
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None
 
     def _shift(self, work: Work, like: Tensor) -> Tensor:
-        """Gamma log n_ic in the place of the head's bias, ``[m, d]``."""
+        """Return gamma log n_ic in the coordinates of the head's bias, ``[m, d]``."""
         bias = masks.head(work.layout) & ~masks.matrices(work.layout)
         prior = self.gamma * work.class_counts.clamp(min=1e-9).log()
         prior = prior[:, 1:] - prior[:, :1] if bias.sum() == 1 else prior  # one output for two classes

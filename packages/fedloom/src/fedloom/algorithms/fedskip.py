@@ -1,4 +1,4 @@
-"""FedSkip: local models wander over the clients and are averaged only every few rounds.
+"""FedSkip: local models move from client to client, and are averaged only every few rounds.
 
 Problem: min over x of sum_i f_i(x).
 
@@ -11,17 +11,17 @@ Federated Skip Aggregation", ICDM 2022, Algorithm 1.
     n_k      seen    samples that a local model has been trained on since the last aggregation
     Delta    skip    rounds from one aggregation to the next
 
-Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server keeps
-the last model of every client.
+Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server stores
+every client's last model.
 
-Deviations: the paper has every client take part. Here the models of the cohort are permuted among the cohort, and the
-mean is over the last models of all clients that have taken part, by the samples that they have seen, whatever the
-run's ``weights``. The server receives individual models, so it supports no secure aggregation.
+Deviations: in the paper all clients take part. Here the cohort's models are permuted within the cohort. The mean is
+over the last models of all clients that have taken part, weighted by the samples that the models have seen, whatever
+the run's ``weights``. The server receives individual models, so it supports no secure aggregation.
 
 Replayed: the training loop of MediaBrain-SJTU/FedSkip (96acb90f) gives the same models, to 1e-15, with the same
 permutations.
 
-Use it if clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
+Use it if clients may see other clients' models. With ``skip`` 1 and all clients it equals FedAvg weighted by samples.
 If most clients are absent, its model moves little, and a run warns about it.
 """
 

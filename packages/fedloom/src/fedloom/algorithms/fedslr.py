@@ -1,4 +1,4 @@
-"""FedSLR: a global model of low rank, found with all clients, and a sparse personal component on top of it.
+"""FedSLR: a low-rank global model, learned with all clients, plus a sparse personal component.
 
 Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*. (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
@@ -18,24 +18,24 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     eta_l, K   lr, ...           local steps. ``personal_epochs`` in phase II
 
 Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V where they are shorter (``ranks`` from the
-server's SVD), d up. A client's upload over its step size approximates its gradient, and gamma the mean of these:
-the server learns as much as from gradients.
+server's SVD), d up. Uploads reveal as much as gradients: upload and gamma approximate the client's and the mean one.
 
-Deviations: Algorithm 2 line 10 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this multiply.
-Algorithm 3 (one mean gamma) also with partial participation, where it gives the iterates of Algorithm 2. p starts at
-zero. The public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II, in the
-public code on p (``personal_decay``). Replayed: it (35dc740c) gives the same w, gamma_i and p with these two, to 1e-14.
+Deviations: Algorithm 2 line 10 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this file
+multiply. Algorithm 3 (a single mean gamma) is also used with partial participation, where it gives the iterates of
+Algorithm 2. p starts at zero. The public code starts p at a copy of w_0 (``personal_start``). Weight decay acts on w +
+p in phase II, and in the public code on p (``personal_decay``). Replayed: the public code (35dc740c) gives the same w,
+gamma_i and p with these two options, to 1e-14.
 
-Defaults: eta_g = 4 reach. Reach is the length of a round, lr times its mean number of steps. A quadratic of curvature h
-settles where 3 s + 2 a < 4: s is the share of the way to the minimum that a client goes in a round, a the share of the
-way to the mean gradient that gamma goes, at most reach / eta_g. With a = 1/4 that holds for every s <= 1, with a = 1
-(eta_g = reach) only for s < 2/3. Slow directions advance by eta_g h in a round, four times FedAvg's step.
+Defaults: eta_g = 4 reach. reach is the length of a round, lr times its mean number of steps. On a quadratic of
+curvature h the method converges if 3 s + 2 a < 4. s is the share of the way to the minimum that a client covers in a
+round, and a the share of the way to the mean gradient that gamma covers, at most reach / eta_g. With a = 1/4 this holds
+for every s <= 1, and with a = 1 (eta_g = reach) only for s < 2/3. Slow directions advance by eta_g h in a round (4
+FedAvg).
 
-Attackers: gamma repeats the change of the mean. In a round of |S| of n clients, a forged model moves w_t 1 + |S|/n
-times as far as in FedAvg.
+Attackers: gamma repeats the mean's change, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
-Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S to
-LR+LR. ``method`` its rival GPGD (FedAvg, then the prox; a biased limit). LPGD has the prox in every local step.
+Use it for personal models with few personal parameters and a small download. ``components`` selects the paper's LR+S to
+LR+LR. ``method`` selects its rival GPGD (FedAvg, then the prox, with a biased limit). LPGD uses the prox in every step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Up(NamedTuple):
 
 
 class Sparsity(NamedTuple):
-    """Parameters of p that are not zero, int64 ``[m, 1]``."""
+    """Number of nonzero parameters of p, int64 ``[m, 1]``."""
 
     nonzeros: Tensor
 

@@ -1,4 +1,4 @@
-"""FedSpa: every client trains its own sparse part of one model, and moves the part as it learns.
+"""FedSpa: every client trains its own sparse part of one model, and changes the part as it learns.
 
 Problem: min over w of sum_i alpha_i f_i(m_i * w), m_i a mask of fixed size per layer that client i searches for.
 
@@ -15,18 +15,18 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
 
 Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
 
-Deviations: the download is dense and masked by the client: the server needs no masks, and never learns them but from
-uploads. The paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
-regrown is the largest gradients of one batch among all that is out, the pruned included.
+Deviations: the download is dense and the client masks it, so the server does not need the masks, and learns them only
+from uploads. The paper sends the masked model. The mask always contains parameters with fewer than two dimensions. The
+largest gradients of one batch grow back, among all parameters outside the mask, including the pruned ones.
 
-Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors, whose search is the same, give the same
-models and masks, to 1e-15, once the number that is exchanged is rounded down. There it is rounded up.
+Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors with the same search, give the same models
+and masks, to 1e-15, once their number of exchanged parameters is rounded down. Their code rounds it up.
 
-Defaults: T is the rounds of the run.
+Defaults: T is the number of rounds of the run.
 
-Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no others.
+Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no other parameters.
 
-Use it if clients can afford a part of the model only. ``density`` 1 is FedAvg.
+Use it if clients can only afford a part of the model. ``density`` 1 equals FedAvg.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class FedSpa(Algorithm):
         return down.x * rows.mask  # m_i * w
 
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
-        """Compute the next mask ``[m, d]``: per layer the smallest weights leave, and as many enter by gradient."""
+        """Compute the next mask ``[m, d]``: in each layer the smallest weights leave, and as many enter by gradient."""
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()
         never = torch.finfo(w.dtype).max  # as a score

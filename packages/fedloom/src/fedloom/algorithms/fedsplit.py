@@ -11,20 +11,20 @@ Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for 
     z_j          z       centred local variable
     s            step    step of the prox
 
-Kept by a client: d (z). Sent per round: d down, d up. The server keeps the last z of every client.
+Kept by a client: d (z). Sent per round: d down, d up. The server stores every client's last z.
 
-Deviations: the local prox step is solved by the run's local training, started at x. The paper has every client take
-part. A client that does not is counted with its last z.
+Deviations: the run's local training, started at x, solves the local prox step. In the paper all clients take part. Here
+an absent client counts with its last z.
 
 Replayed: clients and server of wenh06/fl-sim (61b57ec9) give the same z_j and x, to 1e-14, once local work starts at x.
-There it starts at the client's last model.
+Their local work starts at the client's last model.
 
-Defaults: step = 2 reach, where reach is the length of a round (lr times its mean number of steps): FedDR's eta, for its
-reasons. With a fixed step, steps of about its size leave the local prox at one batch.
+Defaults: step = 2 reach, where reach is the length of a round (lr times its mean number of steps): FedDR's eta, for the
+same reasons. With a fixed step, local steps of about its size reduce the local prox to one batch.
 
-Use it for convex problems with well-solved local problems: its rate is linear there. It is FedDR with alpha = 2 and no
-regularizer, and without strong convexity it need not converge. If most clients are absent, its model moves little, and
-a run warns about it.
+Use it for convex problems with well-solved local problems, where its rate is linear. It equals FedDR with alpha = 2 and
+no regularizer, and without strong convexity it need not converge. If most clients are absent, its model moves little,
+and a run warns about it.
 """
 
 from __future__ import annotations

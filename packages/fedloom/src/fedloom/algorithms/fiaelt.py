@@ -1,4 +1,4 @@
-"""FIAELT: inexact ADMM for composite problems whose local solvers stop by a relative criterion.
+"""FIAELT: inexact ADMM for composite problems. Local solvers stop by a relative criterion.
 
 Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of its weight in a mean.
 
@@ -14,20 +14,21 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) needs the unknown minimizer. The check of `fedloom.local.inexact` implies it. Where it is looked at and
-L is not given, the first round measures the cohort's and does nothing else. So does a later one where beta follows from
-L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
-repeats its steps until (9) holds. The server receives each L.
+Deviations: (9) needs the unknown minimizer. The check in `fedloom.local.inexact` implies it. If the criterion is
+checked and L is not given, the first round only measures the cohort's L. A later round does the same if beta follows
+from L and most of a cohort use all of their iterations. With beta <= L all iterations are taken, and the run warns.
+Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
-Variant: solver "released" is the public code: SVRG on f_i alone from the server's model, its snapshot never refreshed.
-No dual, penalty, prox or criterion (9) enters a model: the server's model is the mean of the x_i.
+Variant: the solver "released" follows the public code: SVRG on f_i alone from the server's model, with a snapshot that
+is never refreshed. No dual, penalty, prox or criterion (9) affects the models: the server's model is the mean of the
+x_i.
 
-Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
-and data. (9) then takes L = beta/5. No regularizer, and a run warns about it.
+Defaults: beta = 1/(passes reach) for local SGD, where reach is lr times a round's mean number of steps. This balances
+penalty and data. (9) then uses L = beta/5. No regularizer, and a run warns about it.
 
-Attackers: z_i has tau of the change of x_i again, so that a forged model moves y 1 + tau times as far as in FedAvg.
+Attackers: z_i repeats tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part, where these differ much, tau = 1 begins faster.
+Use it for composite problems on a few clients that all take part. If the clients differ much, tau = 1 starts faster.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``. Beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
+    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -67,7 +68,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """x, z ``[m, d]``, moved ``[m, 1]``: the term of H_t in the last change of x and z."""
+    """x, z ``[m, d]``, moved ``[m, 1]``: the term of H_t for the last change of x and z."""
 
     x: Tensor
     z: Tensor
@@ -75,7 +76,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``, iterations, met (1: (9) was looked at and holds), smooth (0 unless measured) ``[m, 1]``."""
+    """dx, dz ``[m, d]``, iterations, met (1: (9) was checked and holds), smooth (0 unless measured) ``[m, 1]``."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]

@@ -1,7 +1,7 @@
-"""GIFAIR-FL: a penalty on the differences of the groups' losses, as a factor of every client's step.
+"""GIFAIR-FL: a penalty on differences between the groups' losses, applied as a factor of every client's step.
 
-Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, L_a the mean of f_k over the clients of
-group a.
+Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, L_a the mean of f_k over the clients of group
+a.
 
 Reference: X. Yue, M. Nouiehed, R. Al Kontar, "GIFAIR-FL: A Framework for Group and Individual Fairness in Federated
 Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorithm 1 (GIFAIR-FL-Global).
@@ -13,18 +13,18 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     r_k       r         groups with a smaller loss, minus groups with a larger one
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
-single clients and keeps the last of each.
+individual clients and stores the last loss of each.
 
-Deviations: losses are those of the received model on the client's training part, so the order is one round old. Groups
-of which no client has been seen are left out of the order. The public code starts with a random one. p_k is the
+Deviations: losses are computed for the received model on the client's training part, so the order is one round old. The
+order leaves out groups without a client that has taken part. The public code starts with a random order. p_k is the
 client's share of the objective.
 
 Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) give the same models, to 1e-15, with
-its lambda: once its losses are those of the received model, the first order is empty, and its mean is by samples (there
-clients are drawn by p_k, and r_k follows the mean loss of the batches).
+its lambda, once its losses are computed for the received model, the first order is empty, and its mean is by samples
+(their code draws clients by p_k, and r_k follows the mean loss of the batches).
 
-Use it for losses that are even over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so
-that no client climbs.
+Use it for even losses over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so that no
+client ascends its loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``, of every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
+    """x ``[d]``; for every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
 
     x: Tensor
     loss: Tensor

@@ -1,7 +1,7 @@
-"""GPFL: a shared body learns class embeddings by one route and a client's own task by another.
+"""GPFL: a shared body learns class embeddings along one route and a client's own task along another.
 
-Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x.
-a_i is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
+Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x. a_i
+is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
 mean distance of these features to the received embedding of their class.
 
 Reference: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, J. Cao, H. Guan, "GPFL: Simultaneously Learning Global and
@@ -18,16 +18,18 @@ TsingZ0/GPFL).
 Kept by a client: the head's parameters. Sent per round: all others but the 2 k of the conditions, down and up, k
 features.
 
-Deviations: the conditions are of the received embeddings, in the public code of the client's own after its last
-training, and 0 before it. There the norm is over a batch, about the square root of its size times the mean of norms.
+Deviations: the conditions come from the received embeddings. In the public code they come from the client's own
+embeddings after its last training, and are 0 before it. Its norm is over a batch, about the square root of its size
+times the mean of norms.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and conditions, to 1e-15, once these are
-of the received embeddings, from the first round on, and the norm is the mean over a batch.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and conditions, to 1e-15, once the
+conditions come from the received embeddings, from the first round on, and the norm is the mean over a batch.
 
-Defaults: lam and mu of the public code for small networks, 0.01 and 0.1.
+Defaults: lam and mu have the public code's values for small networks, 0.01 and 0.1.
 
-Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
-a run warns, as with ``angle``, lam and mu 0 on one with a valve that stays. It needs classes.
+Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it equals FedPer, and a
+run warns about it. The same holds with ``angle``, lam and mu 0 on a model whose valve does not change. It needs
+classes.
 """
 
 from __future__ import annotations
@@ -125,5 +127,5 @@ def guided(layout: Layout) -> bool:
 
 
 def condition_of(layout: Layout) -> Tensor:
-    """Bool ``[d]``: the conditions of a model's valve."""
+    """Return a bool mask ``[d]`` of the conditions of a model's valve."""
     return layout.mask(CONDITION) if guided(layout) else torch.zeros(layout.d, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""HeurFedAMP: clients whose models point the same way pull each other. FedAMP for networks.
+"""HeurFedAMP: clients whose models have similar directions attract each other. FedAMP for networks.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, u_i a mixture by similar angles.
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the authors.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have published no code.
 
     paper      here         meaning
     w_i        w            personal model, last upload of every client
@@ -14,17 +14,17 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the author
     lambda     lam          pull of w_i to u_i, lam/alpha_k
     sigma      sigma        sharpness of exp(sigma cos)
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server keeps every w.
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are over the cohort, in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
+Deviations: mixtures are over the cohort. In the paper all clients take part. ``among`` and ``start`` as in FedAMP.
 
 Replayed: clients and server of WwZzz/easyFL (ea07f1d0) give the same models and mixtures, to 1e-15, with ``start =
-"server"``, once gradients are set to zero between its steps. There they add up.
+"server"``, once gradients are set to zero between its steps. In their code they add up.
 
-Defaults: alpha = reach sqrt(rounds)/2, as FedAMP's: with a fixed pull, large steps leave a client one step from u_i.
+Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP: with a fixed pull, large steps leave a client one step from u_i.
 
-Use it for networks, whose distances say little. FedAMP's mixture is a gradient step of a stated problem, this one is
-not. The server receives individual models, so it supports no secure aggregation.
+Use it for networks, whose distances are not meaningful. FedAMP's mixture is a gradient step of a stated problem, and
+HeurFedAMP's mixture is not. The server receives individual models, so it supports no secure aggregation.
 """
 
 from __future__ import annotations

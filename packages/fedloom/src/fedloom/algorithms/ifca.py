@@ -1,4 +1,4 @@
-"""IFCA: several models. Every client trains the one that fits its data best.
+"""IFCA: several models. Every client trains the model that fits its data best.
 
 Problem: min over x_1..x_k of sum_i alpha_i min over j of f_i(x_j).
 
@@ -11,23 +11,23 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
     k          clusters    number of models
     tau        local       local steps
 
-Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of single clients: no
-secure aggregation and no robust rule.
+Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of individual clients, so
+it supports neither secure aggregation nor robust rules.
 
-Deviations: a client is counted with its share alpha_i within its cluster. A model that no client of the cohort chooses
-stays. The first model is the run's initial one, the others have its entries in another order within every tensor, which
-are as likely to be drawn. The paper draws them, and takes the best of several draws in its smaller problems.
+Deviations: a client is weighted by its share alpha_i within its cluster. A model that no client of the cohort chooses
+does not change. The first model is the run's initial model. The others permute its entries within every tensor, which
+is as likely an initial model. The paper draws the models, and in its smaller problems uses the best of several draws.
 
-Defaults: two clusters, as the number belongs to the federation.
+Defaults: two clusters, because the number depends on the federation.
 
 Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with another network, give the
 same models and choices, to 1e-15. The first with equal shares, the second with cohorts and shares by samples.
 
-Attackers: a forged model counts in the mean of one cluster alone. With n clients, of which k chose that cluster, it
-moves this model n/k times as far as FedAvg's.
+Attackers: a forged model counts only in the mean of one cluster. With n clients, of which k chose this cluster, it
+moves the cluster's model n/k times as far as FedAvg's.
 
-Use it if clients fall into groups, each with a model of its own, where they do not, a model has a part of them, and
-learns slower. With one cluster it is FedAvg.
+Use it if clients form groups that need separate models. If they do not, each model learns from a part of the clients,
+and learns slower. With one cluster it equals FedAvg.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class IFCA(Algorithm):
         return torch.cat([server.x, server.more]).view(self.clusters, -1)
 
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
-        """Choose every client's cluster: its model ``[m, d]`` and its number ``[m, 1]``."""
+        """Choose every client's cluster. Return its model ``[m, d]`` and its number ``[m, 1]``."""
         models = self._models(down)
         if self.clusters == 1:
             return models.expand(work.m, -1), torch.zeros(work.m, 1, dtype=torch.long, device=models.device)

@@ -1,9 +1,9 @@
-"""kNN-Per: FedAvg's model beside the nearest of a client's own samples, by the model's representation.
+"""kNN-Per: FedAvg's model combined with the nearest of a client's own samples, in the model's representation.
 
 Problem: min over x of sum_i alpha_i f_i(x). Client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
 
-Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization",
-ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
+Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization", ICML
+2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
 
     paper       here        meaning
     h_S         x           server's model
@@ -15,18 +15,19 @@ ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
 Kept by a client: nothing. Its memory follows from x and its samples. Sent per round: the network's parameters, down and
 up. No memory leaves a client.
 
-Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code, in
-the paper exp(-r). There lambda_m is chosen on a validation set. Here on a share of the training samples, which local
-training leaves out: the best of 0, 0.1, ..., 1 by accuracy, of equal ones that of lower loss. The memory then has all
-samples. Where it has fewer places, it has a random part of them. A weight chosen on fewer than 30 samples, of which a
-run warns, may make a client's model worse than the server's.
+Deviations: a neighbor at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code. In
+the paper it counts exp(-r). The paper chooses lambda_m on a validation set. Here it is chosen on a share of the
+training samples that local training leaves out: the best of 0, 0.1, ..., 1 by accuracy, and among equal ones by loss.
+The memory then contains all samples. If it has fewer places, it contains a random part of them. A weight chosen on
+fewer than 30 samples may make a client's model worse than the server's, and a run warns about it.
 
 Replayed: clients and server of omarfoq/knn-per (ee175202) give the same x and predictions, to 1e-12, and to 1e-6 with
-faiss in float32. The lambda chosen here is best by its accuracies too. Its script has those of the test part.
+faiss in float32. The lambda chosen here is also the best by its accuracies. Its script uses the accuracies on the test
+part.
 
-Use it if clients see what others see, and label or use it in another way. Set ``memory`` in [model]. A file of
-personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
-memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
+Use it if clients observe the same inputs, but label or use them differently. Set ``memory`` in [model]. A file of
+personal models contains representations of training samples: keep it at the client. With weight 0, or on a model
+without a memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
 
 
 class Down(NamedTuple):
-    """x ``[d]``, whose memory is empty."""
+    """x ``[d]``, with an empty memory."""
 
     x: Annotated[Tensor, Sent(part="network")]
 
@@ -130,5 +131,5 @@ def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
 
 
 def memory_of(layout: Layout) -> Tensor:
-    """Bool ``[d]``: the memory of a model (`fedloom.models.WithMemory`)."""
+    """Return a bool mask ``[d]`` of the memory of a model (`fedloom.models.WithMemory`)."""
     return layout.mask(KEYS, LABELS, RULE) if KEYS in layout.names else torch.zeros(layout.d, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""LG-FedAvg: every client learns its own body, all share the head on top.
+"""LG-FedAvg: every client learns its own body, and all clients share the head.
 
 Problem: min over h, phi_1..phi_n of sum_i alpha_i f_i(h, phi_i).
 
@@ -13,12 +13,12 @@ code: pliang279/LG-FedAvg).
 Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
 
 Deviations: it starts from the run's initial model. The public code starts from a model trained with FedAvg. The head is
-the last layer with a matrix unless ``head`` names others. Personal models have the new head.
+the last layer with a matrix unless ``head`` names other layers. Personal models use the new head.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it if inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes
-it FedAvg, and a run warns about it.
+Use it if inputs differ between clients (sensors, scanners) and communication is expensive. A model that is all head
+makes it equal to FedAvg, and a run warns about it.
 """
 
 from __future__ import annotations

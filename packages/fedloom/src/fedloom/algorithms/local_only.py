@@ -9,7 +9,7 @@ Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalize
 
 Kept by a client: d (its model). Sent: nothing.
 
-Deviations: none. A client trains in the rounds in which it is sampled, so that its work equals that of the other
+Deviations: none. A client trains only in the rounds in which it is sampled, so its work equals the work of other
 methods.
 
 Use it to see whether federation helps at all: with enough data per client and strong label skew it is hard to beat.

@@ -1,10 +1,10 @@
-"""LPGD: FedAvg with a prox in every local step, and FedSLR's sparse personal component on top.
+"""LPGD: FedAvg with a prox in every local step, and FedSLR's sparse personal component.
 
 Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*. (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
 
 Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated
-Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the alternative that FedSLR is compared with.
+Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the paper compares FedSLR with it.
 
     paper      here       meaning
     w_t        x          global knowledge representation (GKR)
@@ -14,13 +14,13 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the alternative that FedSLR is c
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank. Up the model
-itself, as factors U, V where they are shorter.
+Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank. Clients send the
+model itself, as factors U, V if they are shorter.
 
 Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.
 
-Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution
-nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.
+Use it to measure the gain of FedSLR, or if uploads are expensive. Its limit is biased: it neither solves the problem
+nor has low rank, unless all clients agree. Every step computes the singular values of every matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lp-Proj: personal models tied together in a random subspace of few dimensions, by a p-norm.
+"""Lp-Proj: a p-norm ties personal models together in a random subspace of few dimensions.
 
 Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P theta_i||_p^p.
 
@@ -16,18 +16,18 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
 
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
-Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i is that of the norm, not of
-its p-th power over p, unless p = 2. Here the problem's (the same for p = 1). A local round has the run's local steps of
-theta (20 in the code), then one of w_i. Only sampled clients train, in the code all do.
+Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i uses the norm, and not its p-th
+power divided by p, unless p = 2. Here it uses the problem's (the same for p = 1). A local round takes the run's local
+steps of theta (20 in the code), then one of w_i. Only sampled clients train. In the code all clients train.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) give the same theta and w, to 1e-15: for p = 1
-(``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. Weight decay does
-nothing in ``lp_proj``, and w starts at the model where P is the identity.
+(``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. Weight decay has no
+effect in ``lp_proj``, and w starts at the model if P is the identity.
 
-Defaults: lam = 1/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps), so
-that the signs of p = 1, added up over a run, stay of order one. Eta = reach, and one local round, the run's.
+Defaults: lam = 1/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps), so the
+signs of p = 1, summed over a run, stay of order one. eta = reach, and one local round, the run's.
 
-Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
+Use it against attackers (p = 1 bounds the effect of one client on w), or if uploads must be tiny. There is no global
 model.
 """
 
@@ -45,7 +45,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[2]``, all of it sent."""
+    """w ``[dim]`` and key ``[2]``, which are both sent."""
 
     w: Tensor
     key: Tensor

@@ -1,4 +1,4 @@
-"""MOON: local training that keeps representations near the received model's and away from the client's last ones.
+"""MOON: local training keeps representations close to the received model's, and away from the client's last model's.
 
 Problem: min over x of sum_i alpha_i f_i(x), from local steps on f_i(w) + mu l_con(w).
 
@@ -16,16 +16,16 @@ Eq. 3 (public code: QinbinLi/MOON).
 Kept by a client: d (last). Sent per round: d down, d up.
 
 Deviations: the representation is the input of the model's head. The paper adds a projection head of two layers to every
-network, which can be part of the model here. Representations of the received and the last model are taken without
+network. Here it can be part of the model. Representations of the received and the last model are computed without
 dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15, absent clients among them.
 
-Defaults: mu = 0.5, between the two smallest of the paper's: the term holds representations where the received model has
-them, which with 1 and more, in a few rounds of small steps, leaves a network where it started.
+Defaults: mu = 0.5, between the two smallest values of the paper: the term keeps representations close to the received
+model's. With mu of 1 and more, in a few rounds of small steps, a network stays where it started.
 
-Use it if labels are skewed and networks are deep enough to have representations. A sample costs two further forward
-passes. With mu = 0 it is FedAvg, on a model that is all head, too, and a run warns about it.
+Use it if labels are skewed and networks are deep enough to have representations. A sample costs two more forward
+passes. With mu = 0 it equals FedAvg. The same holds for a model that is all head, and a run warns about it.
 """
 
 from __future__ import annotations

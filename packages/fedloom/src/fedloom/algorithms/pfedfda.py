@@ -1,4 +1,4 @@
-"""pFedFDA: clients share how features are distributed by class. A client's head follows from its own mixture.
+"""pFedFDA: clients share the distribution of features by class. A client's head follows from its own mixture.
 
 Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
@@ -10,12 +10,13 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
-Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class). Own means of
-classes with three samples. The server lifts eigenvalues below min(ridge, 1)/2. Replayed: cj-mclaughlin/pFedFDA
-(73c7c407) gives the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no class of one sample in
-its folds, features of its steps, means of fewer samples, and covariances with 1e-4 in all entries, shrunk by 1e-4.
+Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class). Clients use
+their own means for classes with at least three samples. The server raises eigenvalues below min(ridge, 1)/2. Replayed:
+cj-mclaughlin/pFedFDA (73c7c407) gives the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no
+class of one sample in its folds, features of its steps, means of fewer samples, and covariances with 1e-4 in all
+entries, shrunk by 1e-4.
 
-Use it if classes look differently from client to client. It needs a bias, and trains nothing of a model all head.
+Use it if classes look different from client to client. It needs a bias, and does not train a model that is all head.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
-    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download of it has the body of x."""
+    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download of it contains the body of x."""
 
     x: Annotated[Tensor, Sent(part="body")]
     means: Tensor
@@ -45,7 +46,7 @@ class Server(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads. Means ``[m, c k]``, cov ``[m, k k]``."""
+    """dw ``[m, d]``, 0 in heads. means ``[m, c k]``, cov ``[m, k k]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     means: Annotated[Tensor, Mean()]
@@ -53,17 +54,17 @@ class Up(NamedTuple):
 
 
 class Gauss(NamedTuple):
-    """Means ``[..., c, k]`` of the classes and the covariance ``[..., k, k]`` that they share."""
+    """Means ``[..., c, k]`` of the classes and their common covariance ``[..., k, k]``."""
 
     means: Tensor
     cov: Tensor
 
     def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """``[b, ...]``: 1 - beta of this and ``beta [b]`` of the other."""
+        """Return ``[b, ...]``: 1 - beta of this distribution and ``beta [b]`` of the other."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with the prior ``[c]``."""
+        """Return weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with the prior ``[c]``."""
         weight = solved(self.cov, self.means.mT).mT
         return weight, prior.log() - (self.means * weight).sum(-1) / 2
 
@@ -134,7 +135,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Means of classes with `LEAST` samples, others' shared, and the covariance around."""
+        """Return means of classes with `LEAST` samples, others' shared means, and the covariance around them."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
@@ -143,7 +144,7 @@ class PFedFDA(Algorithm):
 
 
 def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
-    """Models ``[m, d]`` with the body of ``x`` and the discriminants as heads."""
+    """Return models ``[m, d]`` with the body of ``x`` and the discriminants as heads."""
     models = x.expand(work.m, -1).clone()
     for row, of, pi in zip(models, distributions, prior, strict=True):
         weight, bias = of.head(pi)

@@ -1,4 +1,4 @@
-"""pFedMe: personal models as proximal points of the global one, which descends the Moreau envelopes.
+"""pFedMe: personal models as proximal points of the global model, which descends the Moreau envelopes.
 
 Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/2 ||theta_i - w||^2.
 
@@ -19,17 +19,17 @@ Kept by a client: d (theta). Sent per round: d down, d up.
 
 Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code
 (``theta = "kept"``: at the client's last theta, as in FLAME's public code, which also moves w_i once per epoch only,
-``moves = "epoch"``). K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
-ones. Here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings, and so is
-momentum of the inner steps (FLAME's public code: 0.5), which neither has.
+``moves = "epoch"``). K steps replace the accuracy nu. The public code trains all clients and averages the sampled ones.
+Here only the sampled clients train. The public code's weight decay of 0.001 in the inner step belongs to the run's
+settings here, and so does momentum of the inner steps (0.5 in FLAME's public code).
 
-Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), so that a round
-leaves the pull and the data in balance. Eta = 1/lam moves w_i to theta_i.
+Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), so a round balances
+the pull and the data. eta = 1/lam moves w_i to theta_i.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, without its decay of 0.001.
 
-Use it for personal models with one more knob than Ditto, with R > 1 its limit is not the Moreau minimizer unless all
-curvatures are equal (FLAME's is).
+Use it for personal models with one more parameter than Ditto. With R > 1 its limit is not the Moreau minimizer unless
+all curvatures are equal (FLAME's limit is).
 """
 
 from __future__ import annotations

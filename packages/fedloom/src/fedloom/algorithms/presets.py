@@ -13,8 +13,8 @@ from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfC
 from fedloom.hints import unknown
 
 
-class Composition(NamedTuple):
-    """Parts that a preset stands for, or None leaves the experiment's own choice."""
+class PresetMethod(NamedTuple):
+    """Parts of a preset. None leaves the experiment's own choice."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -27,11 +27,11 @@ class Preset:
     """A named composition.
 
     Attributes:
-        card: what it is, its reference and its deviations. Shown by ``fedloom describe``.
+        card: description, reference and deviations. ``fedloom describe`` shows it.
         algorithm: its algorithm.
-        sampler: its sampler, if it brings one.
-        weigher: its weigher, if it brings one.
-        pooled: all clients' data are one client's. Evaluated on the original clients.
+        sampler: its sampler, if it has one.
+        weigher: its weigher, if it has one.
+        pooled: True trains on all clients' data as one client. It is evaluated on the original clients.
         defaults: values that differ from the parts' own defaults.
     """
 
@@ -44,35 +44,35 @@ class Preset:
 
     @property
     def parts(self) -> list[type[Any]]:
-        """The values that share the preset's options."""
+        """Values of the preset's options."""
         return [part for part in (self.algorithm, self.sampler, self.weigher) if part is not None]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option by name, with the field of the part that takes it."""
+        """Every option by name, with the field of its part."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
     @property
     def paper(self) -> Mapping[str, Any]:
-        """The paper's own constants where a default is another."""
+        """The paper's own values of options with another default."""
         return self.algorithm.paper
 
     @property
     def released(self) -> Mapping[str, Any]:
-        """The constants and variants of the paper's public code."""
+        """Values and variants of the paper's public code."""
         return self.algorithm.released
 
-    def makes(self, composition: Composition) -> bool:
+    def makes(self, composition: PresetMethod) -> bool:
         """Return whether a composition has the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
-    def __call__(self, **options: Any) -> Composition:
+    def __call__(self, **options: Any) -> PresetMethod:
         """Return the composition with some options replaced.
 
         Raises:
-            ConfigError: an option that no part has, or a value out of range.
+            ConfigError: no part has the option, or its value is out of range.
         """
         if "settings" in options:
             options = {**chosen_settings(options["settings"], self.paper, self.released), **options}
@@ -85,7 +85,7 @@ class Preset:
         def make(part: type[Any] | None) -> Any:
             return None if part is None else part(**{n: v for n, v in chosen.items() if n in part.model_fields})
 
-        return Composition(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
+        return PresetMethod(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
 
 
 CENTRALIZED = Preset(

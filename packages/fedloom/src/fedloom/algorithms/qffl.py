@@ -1,4 +1,4 @@
-"""q-FFL: losses to the power q + 1, so that clients with large losses count more.
+"""q-FFL: losses to the power q + 1, so clients with large losses have more weight.
 
 Problem: min over x of sum_i alpha_i f_i(x)^(q+1) / (q + 1).
 
@@ -15,20 +15,20 @@ arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both means.
 
-Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so that dw is the change of the model
-when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohort is the run's sampler's. The paper
-draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
-travels is the change times F_k^q, so the model that a weigher or a sampler works on is x + dw.
+Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so dw is the change of the model if q
+= 0. A loss below 1e-10 counts as 1e-10, as in the public code. The run's sampler chooses the cohort. The paper draws
+with p_k (sampler ``size-weighted``). The loss is the received model's on the whole training part. Clients send the
+change times F_k^q, so a weigher or a sampler works on the model x + dw.
 
 Replayed: the server of litian96/fair_flearn (f097971) gives the same models, to 1e-11, with L = "step".
 
 Defaults: L = 1/reach, where reach is the length of a round (lr times its mean number of steps): a round is one step of
-that size, where the paper's 1/lr would count every local step as a round.
+this size. The paper's 1/lr would count every local step as a round.
 
-Attackers: h_k grows with the square of the change. A forged model that is far from x makes sum h_k large, so that the
-server takes a short step: it moves x less than in FedAvg, and slows the honest clients down.
+Attackers: h_k grows with the square of the change. A forged model far from x makes sum h_k large, so the server takes a
+short step: it moves x less than in FedAvg, and slows the honest clients down.
 
-Use it for a more even accuracy over clients at some cost of the mean. Tune q. q = 0 is FedAvg.
+Use it for a more even accuracy over clients, at some cost of the mean. Tune q. q = 0 equals FedAvg.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.values import or_derived
 
 SMALLEST = 1e-10
-"""Losses are at least this, so that their powers are finite."""
+"""Smaller losses are set to this value, so their powers are finite."""
 
 
 class Up(NamedTuple):
@@ -91,7 +91,7 @@ class QFFL(Algorithm):
         return Up(f**q * change, h)  # -Delta_k / L
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        """h is at least its minimum over all losses F for this length of dw, q L |dw|^2 F^(-q-1) + F^q."""
+        """Return the minimum of h over all losses F for this length of dw, q L |dw|^2 F^(-q-1) + F^q."""
         q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         square = (up.dw * up.dw).sum(1, keepdim=True)
         if not q:

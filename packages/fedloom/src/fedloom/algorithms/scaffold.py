@@ -15,17 +15,17 @@ Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
 
 Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
-Deviations: K is the number of steps that each client takes, not a common one. Variates start at zero. ``scaled`` is
-FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/mean(n), clients correct by c/s_i - c_i
-and c is the mean of all s_i c_i, which clients then keep in the place of c_i. It weighs by samples in itself and takes
-``weights = "uniform"``.
+Deviations: K is each client's own number of steps, not a common one. Variates start at zero. ``scaled`` follows
+FedDyn's public code (alpemreacar/FedDyn), with one more number down: with s_i = n_i/mean(n), clients correct by c/s_i -
+c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. It already weights by samples, so it
+needs ``weights = "uniform"``.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same x and c, to 1e-15, with equal shares.
 
-Attackers: c_i follows from a forged model as from any other (option II), and c has its share of it. In the next rounds
-honest clients then repeat the change that the attacker made.
+Attackers: c_i follows from a forged model as from any other (option II), and c contains its share of c_i. In the next
+rounds, honest clients then repeat the attacker's change.
 
-Use it for one good global model when clients differ and return often enough to keep their variates fresh.
+Use it for one good global model if clients differ and take part often enough to keep their variates fresh.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x, c ``[d]``, all of it sent."""
+    """x, c ``[d]``, which are both sent."""
 
     x: Tensor
     c: Tensor
 
 
 class Scaled(NamedTuple):
-    """x, c ``[d]``, mean ``[1]``: samples of a client on average."""
+    """x, c ``[d]``, mean ``[1]``: mean number of samples per client."""
 
     x: Tensor
     c: Tensor

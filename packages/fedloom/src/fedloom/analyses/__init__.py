@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.form import Question as Question
     from fedloom.analyses.form import Rules as Rules
     from fedloom.analyses.form import State as State
+    from fedloom.analyses.form import require_questions as require_questions
     from fedloom.analyses.registry import ANALYSES as ANALYSES
     from fedloom.analyses.registry import AnalysisRegistry as AnalysisRegistry
     from fedloom.analyses.rows import ClientRows as ClientRows
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.run import sum_answers as sum_answers
     from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis
     from fedloom.analyses.script import Total as Total
+    from fedloom.analyses.script import Transcript as Transcript
 
 _ATTRIBUTE_PATHS = {
     "ANALYSES": "fedloom.analyses.registry:ANALYSES",
@@ -58,6 +60,8 @@ _ATTRIBUTE_PATHS = {
     "State": "fedloom.analyses.form:State",
     "SumRecord": "fedloom.analyses.run:SumRecord",
     "Total": "fedloom.analyses.script:Total",
+    "Transcript": "fedloom.analyses.script:Transcript",
+    "require_questions": "fedloom.analyses.form:require_questions",
     "analysis_of": "fedloom.analyses.run:analysis_of",
     "analyze": "fedloom.analyses.run:analyze",
     "answer_question": "fedloom.analyses.run:answer_question",

@@ -47,7 +47,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
     Raises:
         ConfigError: the list is for another number of clients, no number is positive, or the column does not exist.
-        Also raised if a client is in no group, or has several levels of the column.
+            Also raised if a client is in no group, or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -85,7 +85,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
 
     Raises:
         ConfigError: the column does not exist, a client
-        has several levels, or a row has no level.
+            has several levels, or a row has no level.
     """
     data, what = fed.data, f"weights = 'groups by {column}'"
     if column not in data.columns:
@@ -140,7 +140,7 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
 
     Raises:
         ConfigError: there are more clusters than clients,
-        or a client has no training samples and so no activations.
+            or a client has no training samples and so no activations.
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(

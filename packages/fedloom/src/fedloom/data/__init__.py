@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Prepare, Task
 from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
+from fedloom.lazy import lister
 
 __all__ = [
     "DATA_PARTS",
@@ -21,7 +21,8 @@ __all__ = [
     "Split",
     "Task",
     "load",
-    "partitions",
     "plan",
     "source",
 ]
+
+__dir__ = lister(__name__)

@@ -90,8 +90,8 @@ class Dataset:
         vocabulary: names of the tokens. Empty where samples are numbers.
         positions: of numbers that are classified, each position has a label: `y` is [N, length], -1 for none.
         notes: sentences on how the source was read, for the report.
-        conversion: ``factors`` that columns of a table were multiplied by, and the column ``users`` that names the
-            client of a row. Empty without factors.
+        conversion: ``factors`` that columns of a table were multiplied by, the column ``users`` that names the
+            client of a row, and the columns ``days_since``. Empty without factors and dates.
         design: whose rows belong together, in which order they came, and which are the test part. None: rows are on
             their own.
         original_dtype: numpy's name of the type that the features had before they became `x`, such as ``"int64"``, or

@@ -11,7 +11,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
 from fedloom.data.sources import SOURCES, Source, source
 from fedloom.data.sources._base import SampleSource
-from fedloom.data.sources.detect import detect
+from fedloom.data.sources.detect import BY_ENDING, detect
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.table.levels import Factors
@@ -23,6 +23,8 @@ from fedloom.values import fields_of
 
 DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
 """Options of one file, which are found out of the next, unless they are none of these."""
+FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
+"""Options on the layout of one file, which do not hold for a file of another format."""
 FIXED_TABLE_OPTIONS = (
     "agreement",
     "categorical",
@@ -78,7 +80,7 @@ class NewData(NamedTuple):
         """Rows without labels, of a file or in memory. Arguments and errors as `labelled`, and `new_rows`."""
         users, factors = self.options.get("users"), self.factors
         if not isinstance(data, str | Path):
-            return new_rows(facts, data, users=users, factors=factors, keep=keep)
+            return new_rows(facts, data, "rows", users, factors, keep, self.options.get("days_since"))
         if facts.vocabulary and Path(data).suffix == ".txt":
             return new_rows(facts, _lines(Path(data)), str(data))
         reader = self.source(data, facts)
@@ -107,6 +109,8 @@ class NewData(NamedTuple):
         kind = detect(Path(data).expanduser())
         if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
             kind = named
+        if kind is not (named or BY_ENDING.get(Path(name).suffix.lower())):
+            options = {k: v for k, v in options.items() if k not in FILE_OPTIONS}
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
         chosen = {
             k: v for k, v in options.items() if k in fields_of(kind) and v not in DETECTED_OPTION_DEFAULTS.get(k, ())

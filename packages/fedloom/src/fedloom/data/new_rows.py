@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from fedloom.data.samples import features_alone
 from fedloom.data.sources.array_data import as_features, plain
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
+from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
@@ -52,6 +53,7 @@ def new_rows(
     users: str | None = None,
     factors: Factors | None = None,
     keep: Sequence[str] = (),
+    days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
     """Rows without labels as a model takes them: columns by name, levels by their old codes.
 
@@ -66,6 +68,7 @@ def new_rows(
         users: column that names the client of a row.
         factors: numbers by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
         keep: columns of a table that are handed on, such as a number of the patient.
+        days_since: columns of dates, and the column or date from which their days count. Not for an open table.
 
     Raises:
         DataError: columns that are not there, another shape, text in numbers. And unless the table imputes, missing
@@ -79,7 +82,9 @@ def new_rows(
     if isinstance(rows, Raw):
         new = _read_columns(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
-        new = _read_columns(facts, frame_names(rows), frame_cells(rows), Problems(name, first=0), users, factors, keep)
+        names, problems = frame_names(rows), Problems(name, first=0)
+        cells = _with_days(names, frame_cells(rows), problems, days_since, facts)
+        new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif isinstance(rows, Mapping):
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
@@ -87,8 +92,9 @@ def new_rows(
         columns = {c: values.tolist() for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
-        cells = (Piece(0, c, values) for c, values in columns.items())
-        new = _read_columns(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
+        names, problems = list(columns), Problems(name, first=0)
+        cells = _with_days(names, (Piece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
+        new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif facts.vocabulary:
         new = _sequences(facts, plain(rows, name), name)
     else:
@@ -98,6 +104,20 @@ def new_rows(
     if not len(new.x):
         raise NoSamples(f"{name}: no rows to predict; give at least one")
     return new
+
+
+def _with_days(
+    names: Sequence[str],
+    cells: Iterator[Piece],
+    problems: Problems,
+    days_since: Mapping[str, str] | None,
+    facts: InputSpec,
+) -> Iterator[Piece]:
+    """Replace dates by days, as the training did."""
+    if not days_since or facts.table is None:
+        return cells
+    check_dates(days_since, names, problems.where)
+    return replace_dates(cells, days_since, facts.table.missing, problems)
 
 
 def _read_columns(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.choose import Mixer
 from fedloom.choose.mixers import Rule
-from fedloom.engine.problem import RunProblem
+from fedloom.engine.problem import JobFacts
 from fedloom.errors import ConfigError, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.rows import Fields
@@ -19,7 +19,7 @@ from fedloom.storage.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(RunProblem):
+class Job(JobFacts):
     """A problem with room for the clients' state, and the processes that compute it.
 
     Attributes:

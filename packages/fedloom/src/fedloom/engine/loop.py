@@ -83,9 +83,9 @@ class Hooks:
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
     """Run the rounds that are left, and save the end.
 
-    A run in which no upload was used has trained nothing, and has failed however many rounds have passed. A round that
-    fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
-    written, and the run resumes from the newest one.
+    A run in which no upload was used, or that changed no loss, has trained nothing, and has failed however many rounds
+    have passed. A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no
+    checkpoint is written, and the run resumes from the newest one.
 
     Raises:
         ClientError: code of the method failed.
@@ -106,6 +106,9 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
         unused = f"no upload was used in any of {state.round} rounds, so that nothing was trained"
         stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
+    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged():
+        same = f"after {state.round} rounds every loss is what it was before, to the last digit"
+        stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
     return End(state, stop, detail, diverged)

@@ -1,4 +1,4 @@
-"""RunProblem: the choices, data and local problems of a run, without any state."""
+"""JobFacts: the choices, data and local problems of a run, without any state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunProblem:
+class JobFacts:
     """Computation of a run: its choices, data and local problems, without any state.
 
     Attributes:

@@ -102,6 +102,15 @@ class Records:
                 return r.values
         return None
 
+    def is_unchanged(self) -> bool:
+        """Return whether every loss that was measured in several rounds is equal to the bit in the first and last."""
+        losses: dict[tuple[str, str, bool], list[Record]] = {}
+        for r in self.items:
+            if r.metric == "loss":
+                losses.setdefault((r.model, r.part, r.total), []).append(r)
+        pairs = [(rs[0].values, rs[-1].values) for rs in losses.values() if rs[-1].round > rs[0].round]
+        return bool(pairs) and all(first.tobytes() == last.tobytes() for first, last in pairs)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])

@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
+from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
@@ -132,10 +133,11 @@ class Choices(TypedDict, total=False):
     schedule: Schedule | str | Options
     evaluate: Evaluate | Options
     engine: Engine | Options
+    early_stop: EarlyStop | Options
 
 
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
-Method = Annotated[Algorithm | Composition, PlainValidator(lambda method: NamedMethod.read(method, {}).value)]
+Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: NamedMethod.read(method, {}).value)]
 
 
 class Setting(Value):
@@ -207,10 +209,13 @@ class Setting(Value):
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
         default_factory=Engine, description="computation of the run"
     )
+    early_stop: Annotated[EarlyStop | None, SettingTable(EarlyStop)] = Field(
+        None, description="early end of a run whose validation metric stops improving (None: all rounds)"
+    )
 
     @classmethod
     def create(
-        cls, algorithm: Algorithm | Composition | str, model: GivenModel | None = None, **choices: Unpack[Choices]
+        cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
         """Make the setting of a method. A choice that is None is left as it is by default.
 
@@ -324,7 +329,7 @@ class Setting(Value):
     @property
     def method(self) -> Algorithm:
         """The algorithm, of a preset, its own."""
-        return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
+        return self.algorithm.algorithm if isinstance(self.algorithm, PresetMethod) else self.algorithm
 
     @property
     def role(self) -> str:
@@ -334,7 +339,7 @@ class Setting(Value):
     @property
     def pooled(self) -> bool:
         """All clients' data are one client's."""
-        return isinstance(self.algorithm, Composition) and self.algorithm.pooled
+        return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
         """Replace a preset by its method, sampler and weigher.
@@ -342,7 +347,7 @@ class Setting(Value):
         A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
         """
         parts, preset = dict[str, Any](), self.algorithm
-        if isinstance(preset, Composition):
+        if isinstance(preset, PresetMethod):
             sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
             parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
         if parts.get("sampler", self.sampler).by_samples and parts.get("weigher", self.weigher).kind == "shares":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
@@ -26,6 +26,7 @@ from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
 from fedloom.errors import ConfigError, Stop, entered
 from fedloom.local.oracles.precision import make_repeatable, undisturbed
+from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
 from fedloom.processes.clients import (
     CLIENT_COUNTS,
@@ -46,13 +47,15 @@ from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
+BEST_FOLDER = "best"
+"""Folder of the best round's checkpoints, in the run's folder."""
 Progress = Callable[[State], object]
 """Called after every round, with the state after it. A sentence ends the run (`fedloom.callbacks`)."""
 
 
 @undisturbed()
 def simulate(
-    algorithm: Algorithm | Composition | Setting | str,
+    algorithm: Algorithm | PresetMethod | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],
     model: GivenModel | None = None,
     *,
@@ -93,7 +96,7 @@ def simulate(
             or "released" for those of its public code.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
-            ``schedule``, ``evaluate``, ``engine``. None leaves a default.
+            ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None leaves a default.
 
     Returns:
         Metrics and models. `Result.stop` of a run that diverged or was interrupted has that. One whose training loss is
@@ -108,7 +111,9 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.create(fed)
-    if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
+    seed: object = choices.get("seed")
+    several = isinstance(seed, Iterable) and not isinstance(seed, str)
+    if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
         )
@@ -138,6 +143,25 @@ def simulate(
         replay = Replay(initial, cohorts, batches, projection)
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)
+    rule = setting.early_stop  # its last round is not always its result
+    calls: list[Progress] = [*progress, *([] if rule is None else [rule])]
+    result = _play(job, server, place, calls, pause, advance=advance)
+    best = None if rule is None or rule.keep == "last" else rule.best_round(result.state.records)
+    if best is not None and best < result.state.round and result.stop in (Stop.DONE, Stop.STOPPED):
+        words = f"round {best} of {result.state.round} is the best one, and its models are the result"
+        reason, place = "; ".join(filter(None, (result.detail, words))), None if place is None else place / BEST_FOLDER
+        job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
+        calls = [lambda state: reason if state.round == best else None]
+        result = _play(job, server, place, calls, pause, advance=advance)
+        result.notes.append(f"early_stop: {words}; the work of the later rounds is not counted")
+    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
+    return result
+
+
+def _play(
+    job: Job, server: Fields, place: Path | None, progress: Sequence[Progress], pause: int | None, *, advance: bool
+) -> Result:
+    """Resume a run from its folder, and play its rounds unless it has ended or must only be read."""
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
@@ -147,7 +171,6 @@ def simulate(
             hooks = _Simulation(job, clients, progress, interrupted, pause)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
             result.notes += hooks.warnings
-    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
     return result
 
 
@@ -193,7 +216,7 @@ class _Simulation(Hooks):
     def review_round(self, state: State) -> str | None:
         answers = [self._guard.call("callback", call, state) for call in self._progress]
         self._drawn = rng_states()
-        return "; ".join(sentence for sentence in answers if isinstance(sentence, str)) or None
+        return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None
 
     def interrupted(self) -> bool:
         return self._interrupted()

@@ -11,7 +11,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor, nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod
 from fedloom.engine.checks.moved import find_moved_key
 from fedloom.errors import ConfigError
 from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
@@ -32,7 +32,7 @@ class NamedMethod(NamedTuple):
 
     name: str
     entry: type[Algorithm] | Preset
-    value: Algorithm | Composition
+    value: Algorithm | PresetMethod
 
     @classmethod
     def read(
@@ -58,7 +58,7 @@ class NamedMethod(NamedTuple):
         if built is None:
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
-        if options and isinstance(built, Composition):
+        if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
             raise ConfigError(f"{_value_at(where)}{fixed}; give the preset by its name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
@@ -72,7 +72,7 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
     """
     if isinstance(method, str):
         return method, choose("algorithm", REGISTRY, method, where, Algorithm), None
-    if isinstance(method, Composition):
+    if isinstance(method, PresetMethod):
         kind, presets = type(method.algorithm), {n: e for n, e in REGISTRY.items() if isinstance(e, Preset)}
         name = next((name for name, preset in presets.items() if preset.makes(method)), None)
         return name or f"a composition of {kind.__name__}", presets.get(name or "", kind), method

@@ -9,13 +9,13 @@ from fedloom.errors import Refused
 from fedloom.processes.pool import PER_CORE, cores, useful
 
 if TYPE_CHECKING:
-    from fedloom.engine.problem import RunProblem
+    from fedloom.engine.problem import JobFacts
 
 WORTH_FORKING = 2e11
 """Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
 
 
-def worker_count(engine: Engine, problem: RunProblem, samples: int) -> int:
+def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
     """Choose the processes of a run. ``auto`` uses the cores if the work pays for starting them.
 
     They are no more than clients, of which a chunk has one at least, and no more than the cores can use.

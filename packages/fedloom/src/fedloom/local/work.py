@@ -286,7 +286,7 @@ class Work:
 
         Raises:
             ConfigError: the task is not binary,
-            the column was not kept, or it does not define two groups.
+                the column was not kept, or it does not define two groups.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.group_counts(each_client(w, self.m), self.ids, group)

@@ -56,7 +56,7 @@ def _serialize_name(value: object) -> Any:
 
 NAMED_SERIALIZER = PlainSerializer(_serialize_name)
 OwnFunction = Annotated[
-    Any, PlainValidator(lambda loss: loss and function(loss, "loss")), NAMED_SERIALIZER,
+    Any, PlainValidator(lambda loss: None if loss is None else function(loss, "loss")), NAMED_SERIALIZER,
     WithJsonSchema({"type": "string", "pattern": IMPORT_PATH_PATTERN}),
 ]  # fmt: skip
 Measured = Annotated[Any, PlainValidator(_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]

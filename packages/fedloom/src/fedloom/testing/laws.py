@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.choose import Weigher
 from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError, FedloomError
@@ -235,7 +235,7 @@ LAYOUT_HINT = "a method that names layers is checked with layout=, the module th
 @default_to_cpu()
 def check_law(
     law: str,
-    algorithm: Algorithm | Composition,
+    algorithm: Algorithm | PresetMethod,
     weigher: Weigher | None = None,
     layout: Layout = TOY_LAYOUT,
     *,
@@ -254,7 +254,7 @@ def check_law(
         AssertionError: law, method and difference.
     """
     method, own_weigher = (
-        (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
+        (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, PresetMethod) else (algorithm, None)
     )
     try:
         METHOD_LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).derive_options())
@@ -268,7 +268,7 @@ def check_law(
 
 @default_to_cpu()
 def check_algorithm(
-    algorithm: Algorithm | Composition,
+    algorithm: Algorithm | PresetMethod,
     weigher: Weigher | None = None,
     without: Collection[str] = (),
     *,
@@ -292,7 +292,7 @@ def check_algorithm(
             For a crash: the function of the method (client, server, ...), the error, file and line.
         ConfigError: the value is not a method, the module rejects such samples, or ``shape`` is given without a module.
     """
-    if not isinstance(algorithm, Algorithm | Composition):
+    if not isinstance(algorithm, Algorithm | PresetMethod):
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
@@ -306,20 +306,20 @@ def check_algorithm(
 
 
 def check_network(
-    algorithm: Algorithm | Composition, weigher: Weigher | None, without: Collection[str], network: Classifier
+    algorithm: Algorithm | PresetMethod, weigher: Weigher | None, without: Collection[str], network: Classifier
 ) -> None:
     """Check a method against the laws on a network. ``translation`` is left out, as the origin matters to a network."""
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
 
 
-def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -> list[str]:
+def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) -> list[str]:
     """Name the laws of `METHOD_LAWS` that apply to a method.
 
     Args:
         algorithm: a method, or the method of a preset.
         without: laws to leave out, by name.
     """
-    method = algorithm.algorithm if isinstance(algorithm, Composition) else algorithm
+    method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}
     return [law for law in METHOD_LAWS if law not in left_out]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -249,7 +249,7 @@ TIME_LAWS: dict[str, Callable[[Any], None]] = {
 """Laws of virtual time by name."""
 
 
-def check_timing(method: Algorithm | Composition | str, without: Collection[str] = ()) -> None:
+def check_timing(method: Algorithm | PresetMethod | str, without: Collection[str] = ()) -> None:
     """Check a method against the laws of virtual time.
 
     Args:

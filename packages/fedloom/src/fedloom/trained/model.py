@@ -167,7 +167,7 @@ class Model:
         """Return rows without labels as raw samples, in the units of the training."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = conversion.get("users"), conversion.get("factors", {})
-        new = new_rows(facts, rows, users=users, factors=factors)
+        new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
             raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
         return new.x

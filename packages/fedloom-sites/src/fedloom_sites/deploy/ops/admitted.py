@@ -13,8 +13,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
 from fedloom.errors import ConfigError
-from fedloom.storage.files import content_of, write_atomic
-from fedloom.storage.toml_files import read_toml
+from fedloom.storage import read_toml, write_atomic
+from fedloom.storage.files import content_of
 from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask
 from fedloom_sites.deploy.ops.directory import CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import ProcessError

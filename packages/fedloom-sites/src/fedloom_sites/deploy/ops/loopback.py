@@ -12,8 +12,8 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.errors import ConfigError
+from fedloom.storage import lock
 from fedloom.storage.files import content_of
-from fedloom.storage.locks import lock
 from fedloom_sites.deploy.code import check_code, read_agreed
 from fedloom_sites.deploy.ops.admitted import is_revoked, key_file
 from fedloom_sites.deploy.ops.commands import ANSWER_SECONDS, ask, command, environment, profile

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save
 
 from fedloom.errors import ConfigError, Refused, RunDirError
 from fedloom.rows.layout import Layout
+from fedloom.storage import lock, make_folder, read_toml, write_atomic
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.checkpoint import check_file_digest as check_digest_of
 from fedloom.storage.disk import regular
-from fedloom.storage.files import content_of, make_folder, write_atomic
-from fedloom.storage.locks import lock
-from fedloom.storage.toml_files import document_of, read_toml
+from fedloom.storage.files import content_of
+from fedloom.storage.toml_files import document_of
 from fedloom.values import fields_of, make
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE, read_agreed
 from fedloom_sites.deploy.ops import keys

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import tomli_w
 import torch
 
-from fedloom.data import DATA_PARTS
+from fedloom.data import DATA_PARTS, SOURCES
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import DETECTED_OPTION_DEFAULTS, FIXED_TABLE_OPTIONS
-from fedloom.data.sources import SOURCES
-from fedloom.data.sources._base import DATA_FOLDER_VARIABLE, FileSource
+from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
@@ -27,8 +26,7 @@ from fedloom.engine.virtual.check import check_stream
 from fedloom.errors import ConfigError, entered
 from fedloom.hints import unknown
 from fedloom.imports import is_path
-from fedloom.lab.experiment import Experiment, parse
-from fedloom.lab.experiment.schema import Method
+from fedloom.lab.experiment import Experiment, Method, parse
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
 from fedloom.models.spec import weights_content

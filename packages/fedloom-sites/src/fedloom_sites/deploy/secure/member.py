@@ -16,7 +16,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
-from fedloom.engine.setting import Setting
+from fedloom.engine import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream
@@ -29,7 +29,7 @@ from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_c
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, Progress, Stage, progress_of
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
-from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.settings import Secure, Site
 
 
 def check_maskable(setting: Setting) -> None:
@@ -64,11 +64,15 @@ def check_maskable(setting: Setting) -> None:
     if isinstance(setting.schedule, Stream):
         raise Refused(
             f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under "
-            "masks needs one download for all its sites; leave [schedule] or secure aggregation out"
+            "masks needs one download for all its sites",
+            rule="masks-need-rounds",
+            fix="leave {schedule} or secure aggregation out",
         )
     if why:
         raise Refused(
-            f"{why}, but under secure aggregation the server receives sums only; choose another, or leave it out"
+            f"{why}, but under secure aggregation the server receives sums only",
+            rule="masks-need-sums",
+            fix="choose another, or leave it out",
         )
 
 
@@ -223,7 +227,7 @@ class SessionMember:
         self._once(record, "survivors", _listed(signed))
         return self._bytes(record, "counted")
 
-    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", told: bytes = b"") -> bytes:
+    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
         """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
 
         Args:
@@ -231,7 +235,7 @@ class SessionMember:
             nonce: of the session.
             message: signatures of the sites of the sum.
             counted: masked counters of all of these sites. Empty where the session has none.
-            told: the shares that take the masks off the counters, by the site that gave them.
+            openers: the shares that take the masks off the counters, by the site that gave them.
 
         Raises:
             Broken: the sum may not be opened, where there are counters, as too few sites answered from their samples.
@@ -242,7 +246,7 @@ class SessionMember:
         if REVEALED_ENTRY not in record:
             held = _held_shares(record)
             if record["counters"]:
-                self._check_counters(record, [*signed], counted, told)
+                self._check_counters(record, [*signed], counted, openers)
             arrived = self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
@@ -279,7 +283,7 @@ class SessionMember:
         if weights is not None:
             self._opened.check_change([str(c) for c in clients], weights)
 
-    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, told: bytes) -> None:
+    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
         """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
 
         Raises:
@@ -289,13 +293,18 @@ class SessionMember:
         if sent.keys() != {*arrived}:
             raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
         answers = {
-            c: _read(part, secure.KEY_BYTES) for c, part in _read(told, len(peers) * (4 + secure.KEY_BYTES)).items()
+            c: _read(part, secure.KEY_BYTES) for c, part in _read(openers, len(peers) * (4 + secure.KEY_BYTES)).items()
         }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
             raise Broken("the shares of the counters' masks are not of the sites of the session")
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
+
+    @property
+    def agreed(self) -> Secure:
+        """The agreed settings of secure aggregation."""
+        return self._agreed
 
     @property
     def stays_neutral(self) -> bool:

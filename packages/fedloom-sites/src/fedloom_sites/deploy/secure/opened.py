@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedloom.storage import hold, make_folder, release, write_atomic
 from fedloom.storage.disk import regular
-from fedloom.storage.files import make_folder, write_atomic
-from fedloom.storage.locks import hold, release
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
 from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
-from fedloom.storage.files import discard, make_folder, write_atomic
+from fedloom.storage.files import discard
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Integers
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from fedloom.choose.shares import shares_of
-from fedloom.data.federation import DATA_PARTS
+from fedloom.data import DATA_PARTS
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.uploads import weights_of
 from fedloom.engine.job import Job

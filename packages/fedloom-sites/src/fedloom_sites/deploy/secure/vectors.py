@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.federation import DATA_PARTS
+from fedloom.data import DATA_PARTS
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
@@ -157,6 +157,11 @@ class ScoreVector:
         self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
         self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = 4 * len(self._names)
+
+    @property
+    def parts(self) -> list[str]:
+        """Part whose samples weigh each score, in the order of the vector."""
+        return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
         """Return, as bits, the `figures` that a site's samples define for any model's predictions.

@@ -21,8 +21,8 @@ from fedloom.lab.experiment.outputs import (
     write_settings,
 )
 from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord, SiteSummary, Summary, analysis_file
+from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.files import make_folder, write_atomic
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.status import summarize_counters, tallies
 from fedloom_sites.deploy.settings import Server

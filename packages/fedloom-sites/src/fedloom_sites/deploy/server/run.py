@@ -15,13 +15,13 @@ from torch import Tensor
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import column_of_shares, uses_clusters
+from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
-from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.check import check_stream
@@ -32,8 +32,8 @@ from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channels import GaussianNoise
 from fedloom.rundir import SUMMARY_FILE
 from fedloom.schedule import Stream, Synchronous
+from fedloom.storage import lock
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.locks import lock
 from fedloom.version import __version__
 from fedloom_sites.deploy.analyses import agreed_analyses
 from fedloom_sites.deploy.audit import Audit
@@ -125,34 +125,55 @@ def check_deployable(
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):
         raise Refused(
-            "an attack is for simulation: leave attack out, here and in [[method]], to deploy this experiment"
+            "an attack is for simulation",
+            rule="deploy-attack",
+            fix="leave {attack} out, here and in [[method]], to deploy this experiment",
         )
+    if method.setting.early_stop is not None:
+        raise Refused("early_stop is for simulation: leave the table out, and set the rounds of this experiment")
     if method.setting.devices is not None:
-        raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
+        raise Refused(
+            "devices are of virtual time, and real sites take their own",
+            rule="deploy-devices",
+            fix="leave {devices} out to deploy",
+        )
     schedule = method.setting.schedule
     if not isinstance(schedule, Synchronous | Stream):
         raise Refused(
-            f"schedule {schedule.kind!r} is of virtual time: leave [schedule] out to deploy, the server's file has the "
-            "deadline of a round; or take schedule 'buffered'"
+            f"schedule {schedule.kind!r} is of virtual time, and the server's file has the deadline of a round",
+            rule="deploy-schedule",
+            fix="leave {schedule} out to deploy, or set {schedule = 'buffered'}",
         )
     if experiment.common.evaluate.clients is not None:
-        raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
+        raise Refused(
+            "evaluate.clients is for simulation, and every site scores models",
+            rule="deploy-scored-clients",
+            fix="leave {evaluate.clients} out to deploy",
+        )
     if method.setting.pooled:
-        raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
+        raise Refused(
+            f"{method.label} pools the data of all clients, which real sites do not give",
+            rule="deploy-pooled-data",
+            fix="choose another method",
+        )
     if uses_clusters(method.setting.weights):
         raise Refused(
-            f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there. "
-            "Give a number for each site, or weigher 'equitable', which finds them in every round"
+            f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there",
+            rule="deploy-weights",
+            fix="give a number for each site in {weights}, or {weigher = 'equitable'}, which finds them in every round",
         )
     if column_of_shares(method.setting.weights):
         raise Refused(
-            f"weights = {method.setting.weights!r} is for simulation: the server does not see the rows of sites. Give "
-            "a number for each site"
+            f"weights = {method.setting.weights!r} is for simulation: the server does not see the rows of sites",
+            rule="deploy-weights",
+            fix="give a number for each site in {weights}",
         )
     if method.setting.model.weights is not None and not start:
         raise Refused(
-            "model.weights is a file of this machine, and nothing holds the sites to the same one: leave it out, or "
-            "give a function of a package that every site has, [model] kind = 'package.module:function'"
+            "model.weights is a file of this machine, and nothing holds the sites to the same one",
+            rule="deploy-model-file",
+            fix="leave {model.weights} out, or give a function of a package that every site has, "
+            "{model.kind = 'package.module:function'}",
         )
     setting = method.setting.resolved()
     check_stream(setting, clients)
@@ -161,7 +182,9 @@ def check_deployable(
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
         raise Refused(
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
-            "state that stays at the client; choose another sampler"
+            "state that stays at the client",
+            rule="deploy-sampler-models",
+            fix="choose another {sampler}",
         )
     if masked:
         check_maskable(setting)

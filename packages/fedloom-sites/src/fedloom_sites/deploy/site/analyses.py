@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.analyses import ClientRows, Question, answer_question, client_rows
 from fedloom.engine.clients.scores import personal_models
 from fedloom.errors import Refused, WireError, sentence_of
-from fedloom.storage.files import write_atomic
+from fedloom.storage import write_atomic
 from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, agreed_analyses, empty_rows, stem_of
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons

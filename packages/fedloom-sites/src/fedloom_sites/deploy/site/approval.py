@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedloom.errors import ConfigError, Refused
+from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
-from fedloom.storage.files import make_folder, write_atomic
 from fedloom_sites.deploy.settings import Site
 
 APPROVAL_FILE = "approved.json"

@@ -8,10 +8,12 @@ from typing import Any
 
 from flwr.app import Message, RecordDict
 
+from fedloom.data import Federation
 from fedloom.data.input_spec import compared
-from fedloom.errors import CheckpointError, Refused, sentence_of
+from fedloom.errors import CheckpointError, Refused, printable, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
+from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
 from fedloom_sites.deploy.protocol.envelope import (
     MAX_REASON_CHARACTERS,
@@ -40,6 +42,7 @@ class Client:
 
     Args:
         site: its settings.
+        fed: its samples, where they are read already. None: read from the source of its settings.
 
     Attributes:
         trainer: its training and its scores.
@@ -49,16 +52,27 @@ class Client:
         ConfigError: the signing key cannot be read.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, fed: Federation | None = None) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = SiteState(site.state, site.fingerprint, site.client)
-        self.trainer = Trainer(site, self._memory)
+        self.trainer = Trainer(site, self._memory, fed)
         self._asked = AskedModels(site, self._memory, self.trainer)
+        self._alarms = Alarms(self._memory.folder)
         self.answers = (
             PlainAnswers(self.trainer, self._memory.folder)
             if site.secure is None
             else MaskedAnswers(site, self._key, self.trainer, self._memory.folder, self._asked)
         )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Training, validation and test samples of the site."""
+        return part_sizes(self.trainer.fed, self.site.client)
+
+    @property
+    def figures(self) -> str:
+        """Figures that the site's samples define, as the server learns them."""
+        return self.answers.figures
 
     def prepare(self) -> None:
         """Read the data and make the run, before a message needs it.
@@ -80,7 +94,7 @@ class Client:
         where it was made without any sample (`PublicReason`). Else it is in the site's own log.
         """
         head: dict[str, Any] = {}
-        secret = False
+        secret, reason = False, ""
         try:
             with publish_reasons():
                 envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
@@ -94,23 +108,24 @@ class Client:
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the server gets the sentence, and logs it
-            reason = sentence_of(error)
+            reason = public = sentence_of(error)
             if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
-                reason = self.trainer.log_privately(reason)
-            more, arrays, metrics = {"status": "refused", "reason": reason[:MAX_REASON_CHARACTERS]}, [], None
+                public = self.trainer.log_privately(reason)
+            more, arrays, metrics = {"status": "refused", "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
         more["digest"] = digest_of(arrays)
         try:
-            self._note_sent(head, more, arrays, metrics)
+            self._note_sent(head, more, arrays, metrics, reason)
         except CheckpointError as error:  # what cannot be noted does not leave
             more, arrays, metrics = {"status": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
         return self._signed(head, more, arrays, metrics)
 
     def _note_sent(
-        self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
-    ) -> None:
-        """Enter what leaves the site in its own log, before it leaves.
+        self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
+        reason: str,
+    ) -> None:  # fmt: skip
+        """Enter what leaves the site in its own log, before it leaves, and the alarms that the message raises.
 
         Raises:
             CheckpointError: the disk is full or refuses.
@@ -118,8 +133,13 @@ class Client:
         facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
         parameters = self.answers.count_parameters(str(about.get("kind")), arrays)
         sizes = {"bytes": sum(map(len, arrays)), "parameters": parameters, "numbers": len(metrics or {})}
-        sizes["digest"] = more["digest"]
-        Audit(self._memory.folder / SENT_FILE).write("sent", **facts, **sizes)
+        line = facts | sizes | {"digest": more["digest"], "asked": message_digest(about)}
+        log = Audit(self._memory.folder / SENT_FILE)
+        alarms = self._alarms.note({"what": "sent", **line}, reason)
+        log.write("sent", **line)
+        for alarm in alarms:
+            raise_alarm(log, alarm[:MAX_REASON_CHARACTERS])
+            self.trainer.log_privately(alarm)
 
     def _signed(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
@@ -141,7 +161,7 @@ class Client:
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
             if got != here:
-                raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {here}")
+                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, that of site {site.site} is {here}")
         if head["client"] not in (-1, site.client):
             raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
         if head["digest"] != digest_of(envelope.arrays):
@@ -200,7 +220,7 @@ class Client:
     def _act(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":
             described = compared(self.trainer.fed.data)
-            facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
+            facts = {"sizes": self.sizes, "figures": self.figures}
             return described | facts, [], None
         if envelope.head["kind"] in MODEL_MESSAGES:
             with publish_reasons():

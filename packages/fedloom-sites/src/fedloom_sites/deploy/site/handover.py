@@ -23,9 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import ConfigError, FedloomError
+from fedloom.storage import hold
 from fedloom.storage.disk import regular
 from fedloom.storage.files import content_of
-from fedloom.storage.locks import hold
 from fedloom.version import __version__
 from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 

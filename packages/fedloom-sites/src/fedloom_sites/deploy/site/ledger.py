@@ -21,8 +21,9 @@ from pathlib import Path
 
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
+from fedloom.storage import make_folder
 from fedloom.storage.disk import regular
-from fedloom.storage.files import append_line, create_file, make_folder
+from fedloom.storage.files import append_line, create_file
 from fedloom_sites.deploy.audit import entry_of
 from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked

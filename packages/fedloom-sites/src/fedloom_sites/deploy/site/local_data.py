@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data import DATA_PARTS, Dataset, Federation, Split
+from fedloom.data import DATA_PARTS, SOURCES, Dataset, Federation, Source, Split
 from fedloom.data.groups import keeping
 from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import FIXED_TABLE_OPTIONS
 from fedloom.data.partitions import Iid
 from fedloom.data.pixels import came_as_bytes
-from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources.table.designs import DesignOptions
 from fedloom.data.subjects.design import count_subjects
 from fedloom.data.text import UNKNOWN_TOKEN, recoded

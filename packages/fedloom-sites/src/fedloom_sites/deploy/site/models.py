@@ -18,8 +18,8 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles import make_oracle
 from fedloom.outputs import check_output_folder
+from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
-from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel

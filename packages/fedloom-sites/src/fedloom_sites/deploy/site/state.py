@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.local.rows import group_of
+from fedloom.storage import lock, make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.disk import regular
-from fedloom.storage.files import discard, explained, make_folder, write_atomic
-from fedloom.storage.locks import lock
+from fedloom.storage.files import discard, explained
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 MODEL_FILE = "model.safetensors"

@@ -18,7 +18,16 @@ from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
-from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
+from fedloom.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    Refused,
+    RunDirError,
+    WireError,
+    printable,
+    sentence_of,
+)
 from fedloom.lab.experiment import Experiment
 from fedloom.local.rows import for_everyone, name_tensors, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
@@ -67,13 +76,14 @@ class Trainer:
     Args:
         site: its settings.
         memory: its state.
+        fed: its samples, where they are read already. None: read from the source of its settings.
 
     Attributes:
         site: see above.
     """
 
-    def __init__(self, site: Site, memory: SiteState) -> None:
-        self.site, self._memory = site, memory
+    def __init__(self, site: Site, memory: SiteState, fed: Federation | None = None) -> None:
+        self.site, self._memory, self._given = site, memory, fed
 
     @property
     def fed(self) -> Federation:
@@ -83,7 +93,7 @@ class Trainer:
 
     @cached_property
     def _fed(self) -> Federation:
-        return site_federation(self.experiment, self.site)
+        return site_federation(self.experiment, self.site) if self._given is None else self._given
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -119,6 +129,11 @@ class Trainer:
     def job(self) -> Job:
         """The run at this site."""
         return self._run[0]
+
+    @property
+    def first_state(self) -> tuple[Job, Any]:
+        """The run, and the state with which its server begins."""
+        return self._run
 
     @cached_property
     def forms(self) -> Forms:
@@ -330,7 +345,9 @@ class Trainer:
 
     def log_privately(self, reason: str) -> str:
         """Log a reason in the site's own log, and return the neutral sentence for the server."""
-        sys.stderr.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {reason}\n")
+        sys.stderr.write(
+            f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
+        )
         return f"site {self.site.site} could not answer; the reason is in its own log"
 
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedloom.data.sources import SOURCES
-from fedloom.data.sources._base import DATA_FOLDER_VARIABLE, FileSource
+from fedloom.data import SOURCES
+from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.code import CODE_FOLDER
 from fedloom_sites.deploy.settings import Site, read_site

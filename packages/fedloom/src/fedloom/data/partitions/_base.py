@@ -26,7 +26,7 @@ from fedloom.data.partitions.deal import (
 from fedloom.data.partitions.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
-from fedloom.data.subjects.equal import equal_rows
+from fedloom.data.subjects.equal import equal_rows, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -200,7 +200,7 @@ class Partition(Value):
             DataError: data that cannot be read, or a table whose target is the same in every row.
         """
         data = Dataset.create(data)
-        if not isinstance(seed, (int, np.integer)):
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         self._check_design(data)
@@ -221,7 +221,8 @@ class Partition(Value):
         elif draw.test is not None:
             cut["test"] = draw.test
         common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
-        copies = equal_rows(data, {part: lists.index for part, lists in cut.items()}, common)
+        places = {part: lists.index for part, lists in cut.items()}
+        copies = [*equal_rows(data, places, common), *untrained_levels(data, places, common)]
         if draw.relabel is not None:
             data = relabelled(data, held, draw.relabel)
         if draw.views is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
+from fedloom.data.sources._base import DATA_FOLDER_VARIABLE as DATA_FOLDER_VARIABLE
+from fedloom.data.sources._base import FileSource as FileSource
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
@@ -18,6 +20,7 @@ from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
 from fedloom.data.sources.memory import HubData
 from fedloom.data.sources.synthetic import Synthetic
+from fedloom.data.sources.table.formats import Excel, Feather, JsonLines, Statistics
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare, Texts
 from fedloom.errors import ConfigError
@@ -32,11 +35,14 @@ SOURCES: dict[str, type[Source]] = {
     "csv": Csv,
     "digits": Digits,
     "docstrings": Docstrings,
+    "excel": Excel,
     "fashion-mnist": FashionMnist,
+    "feather": Feather,
     "femnist": Femnist,
     "heart": Heart,
     "hub": HubData,
     "images": ImageFolder,
+    "jsonl": JsonLines,
     "leaf": Leaf,
     "linear-regression": LinearRegression,
     "low-rank": LowRank,
@@ -49,6 +55,7 @@ SOURCES: dict[str, type[Source]] = {
     "shakespeare": Shakespeare,
     "sklearn": Embedded,
     "sparse-logistic": SparseLogistic,
+    "statistics": Statistics,
     "synthetic": Synthetic,
     "texts": Texts,
     "tiny-imagenet": TinyImagenet,
@@ -86,7 +93,7 @@ def source(name_or_path: str | Path, **options: object) -> Source:
         place = Path(name).expanduser()
         kind: type[Source] | None = None
         if "agreement" in options and not place.exists():  # who plans with an agreement needs no data
-            kind = BY_ENDING.get(place.suffix)
+            kind = BY_ENDING.get(place.suffix.lower())
         kind = kind or detect(place)
         return kind(**{"path": name, **options})
     return choose("data set", SOURCES, name)(**options)

@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -186,6 +186,16 @@ def _is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
+def is_system_file(name: str) -> bool:
+    """Return whether a file belongs to a Mac's Finder, which adds such files to zips and folders.
+
+    >>> [is_system_file(name) for name in ("__MACOSX/._a.csv", "a/._b.csv", "a/.DS_Store", "a/b.csv")]
+    [True, True, True, False]
+    """
+    parts = PurePosixPath(name).parts
+    return "__MACOSX" in parts or (bool(parts) and (parts[-1].startswith("._") or parts[-1] == ".DS_Store"))
+
+
 def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     """Yield the wanted files of a folder, zip, tar or single file. Each stream must be read before the next.
 
@@ -198,6 +208,8 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     if path.is_dir():
         for file in _walk(path):
             name = bare(file.relative_to(path).as_posix())
+            if is_system_file(name):
+                continue
             if file.is_file() and file.name.endswith(ARCHIVE_SUFFIXES):
                 yield from entries(file, wanted)
             elif file.is_file() and wanted(name):
@@ -227,7 +239,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _zip_entries(path: Path, wanted: Wanted) -> Iterator[Entry]:
     try:
         with zipfile.ZipFile(path) as archive:
-            files = [info for info in archive.infolist() if not info.is_dir() and wanted(bare(info.filename))]
+            files = [info for info in archive.infolist() if not info.is_dir() and not is_system_file(info.filename)]
+            files = [info for info in files if wanted(bare(info.filename))]
             check_size(str(path), sum(info.file_size for info in files), path.stat().st_size)
             for info in files:
                 name, where = bare(info.filename), f"{path}:{info.filename}"
@@ -249,7 +262,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
                 left -= member.size
                 if left < 0:
                     raise bomb(where, member.size)
-                if not member.isfile() or not wanted(name):
+                if not member.isfile() or is_system_file(name) or not wanted(name):
                     continue
                 file = archive.extractfile(member)
                 assert file is not None

@@ -26,7 +26,7 @@ MOST_NOTED = 2**24
 MAX_EXACT_INTEGER = 2**24
 """The largest of the whole numbers that float32 holds one by one."""
 CHANNEL_COUNTS = (1, 3, 4)
-"""Numbers of channels that images have: grey, RGB, and RGB with an alpha channel."""
+"""Numbers of channels that images have: grey, RGB, and RGB with an alpha channel. Grey with one is rare: 2."""
 MIN_PIXEL_COLUMNS = 64
 """Columns from which numbers may be the pixels of images."""
 LARGE_VALUE = 100.0
@@ -164,8 +164,13 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return whether ``[N, ...]`` looks like images whose channels are the last axis: of 1, 3 or 4, and only there."""
-    return len(shape) == 4 and shape[3] in CHANNEL_COUNTS and shape[1] not in CHANNEL_COUNTS
+    """Return whether ``[N, ...]`` looks like images whose channels are the last axis.
+
+    They are of `CHANNEL_COUNTS` and no first axis is, or 2, or fewer than the sides of a square, as of satellites.
+    """
+    if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
+        return False
+    return shape[3] in CHANNEL_COUNTS or (shape[1] != 2 and (shape[3] == 2 or shape[3] < shape[1] == shape[2]))
 
 
 def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:

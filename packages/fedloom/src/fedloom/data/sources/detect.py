@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from fedloom.data.sources._base import FileSource
@@ -14,10 +15,19 @@ from fedloom.data.sources.cifar import Cifar10, Cifar100
 from fedloom.data.sources.idx import FashionMnist, Mnist
 from fedloom.data.sources.images import ImageFolder, TinyImagenet
 from fedloom.data.sources.leaf import Leaf
+from fedloom.data.sources.table.formats import STATISTICS_READERS, Excel, Feather, JsonLines, Statistics
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.errors import DataError
 
-BY_ENDING: dict[str, type[FileSource]] = {".npz": Npz, ".parquet": Parquet, ".csv": Csv, ".tsv": Csv}
+BY_ENDING: dict[str, type[FileSource]] = {
+    ".npz": Npz,
+    **dict.fromkeys((".parquet", ".pq"), Parquet),
+    **dict.fromkeys((".csv", ".tsv", ".txt", ".dat", ".data"), Csv),
+    **dict.fromkeys((".xlsx", ".xlsm"), Excel),
+    **dict.fromkeys(STATISTICS_READERS, Statistics),
+    **dict.fromkeys((".jsonl", ".ndjson"), JsonLines),
+    **dict.fromkeys((".feather", ".arrow"), Feather),
+}
 BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"-idx[13]-ubyte$"), Mnist),
     (re.compile(r"(^|/)data_batch_\d(\.bin)?$"), Cifar10),
@@ -28,7 +38,7 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"(^|/)(wnids\.txt|train/n\d{8}/.*)$"), TinyImagenet),
     (re.compile(r"\.json$"), Leaf),
     (re.compile(r"\.(jpe?g|png|bmp|gif|ppm|pgm|tiff?|webp)$", re.IGNORECASE), ImageFolder),
-    (re.compile(r"\.(csv|tsv)$"), Csv),
+    (re.compile(r"\.(csv|tsv|txt|dat|data)$", re.IGNORECASE), Csv),
 )
 FIRST_WEAK_PATTERN = 7
 """Index of the first pattern that decides only if no other name in the folder or archive does."""
@@ -36,6 +46,16 @@ LOOKED_AT = 2000
 """Names after which a weak one decides."""
 GIVEN_UP = 100_000
 """Names after which a folder without a known one is given up."""
+
+
+PARQUET_MAGIC = b"PAR1"
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    """Return whether a file starts with these bytes. False for a file that cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(magic)) == magic
+    return False
 
 
 def detect(path: Path) -> type[FileSource]:
@@ -48,11 +68,13 @@ def detect(path: Path) -> type[FileSource]:
         raise DataError(f"{path}: no such file or folder; check the path")
     if path.resolve() == Path(path.resolve().anchor):
         raise DataError(f"{path}: the root of the file system is no data set; give the folder that holds the files")
-    ending = Path(bare(path.name)).suffix
-    if path.is_file() and ending in BY_ENDING:
+    ending = Path(bare(path.name)).suffix.lower()
+    if path.is_file() and _starts_with(path, PARQUET_MAGIC):
+        return Parquet
+    if path.is_file() and ending in BY_ENDING and not any(p.search(path.name) for p, _ in BY_NAME[:FIRST_WEAK_PATTERN]):
         return BY_ENDING[ending]
-    if ending.lower() in (".xlsx", ".xls", ".ods"):
-        raise DataError(f"{path}: is a spreadsheet; save its sheet as CSV")
+    if ending in (".xls", ".ods"):
+        raise DataError(f"{path}: is a spreadsheet of an older format; save it as .xlsx")
     best, looked_at = len(BY_NAME), 0
 
     def enough(name: str) -> bool:
@@ -68,7 +90,7 @@ def detect(path: Path) -> type[FileSource]:
     if best == len(BY_NAME):
         raise DataError(
             f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, "
-            "folders with x.npy, Parquet, CSV"
+            "folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON lines, Feather"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

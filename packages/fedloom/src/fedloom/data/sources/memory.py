@@ -145,7 +145,8 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     )
     table_options = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
-    return read_table(spec, name, names, frame_cells(obj), Problems(name, first=0))
+    problems = Problems(name, first=0)
+    return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
 
 
 class HubData(Source):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import locate
@@ -20,6 +21,7 @@ from fedloom.data.sources.table.cells import (
     Problems,
     Signs,
     csv_rows,
+    header_names,
     pieces,
     pointed,
     replace_commas,
@@ -34,12 +36,28 @@ CELL_BYTES = np.dtype(np.float64).itemsize
 
 
 class Csv(TableSource):
-    """A CSV file with a header row. Plain, gz, xz, or the one such file of a zip or tar."""
+    """A CSV file (.csv, .tsv, .txt, .dat). Plain, gz, xz, or the one such file of a zip or tar.
+
+    Without a header, the columns are called column1, column2, and so on.
+    """
 
     separator: str | None = Field(
         default=None, min_length=1, max_length=1, description="character between cells (default: detected)"
     )
     decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers (default: detected)")
+    header: bool = Field(default=True, description="whether the first row names the columns")
+    skip: int = Field(default=0, ge=0, description="lines above the header")
+    encoding: str | None = Field(default=None, description="encoding of the text, such as latin-1 (default: UTF-8)")
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, encoding: str | None) -> str | None:
+        """Refuse an encoding that Python does not know as one of text."""
+        try:
+            "".encode(encoding or "utf-8")
+        except LookupError:
+            raise ValueError(f"unknown encoding {encoding!r}; such as utf-8, latin-1, windows-1252 or utf-16") from None
+        return encoding
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -57,7 +75,7 @@ class Csv(TableSource):
         if self.separator is not None and self.decimal is not None:
             return Signs(self.separator, self.decimal)
         for entry in entries(place, _is_csv):
-            separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where)
+            separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip)
             return Signs(self.separator or separator, self.decimal or decimal)
         raise DataError(f"{place}: no .csv file there; give its path")
 
@@ -66,21 +84,22 @@ class Csv(TableSource):
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
-    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """Open the only table of the file."""
         place, signs = locate("CSV", self.path, data_dir, (), lambda p: True), self.signs(data_dir)
         files = entries(place, _is_csv)
         for entry in files:
-            rows, problems = csv_rows(entry, signs.separator), Problems(entry.where)
-            names = next(rows, [])
-            cells = pieces(rows, names, problems)
+            rows = csv_rows(entry, signs.separator, encoding=self.encoding, skip=self.skip)
+            problems, first = Problems(entry.where, 1 + self.skip + self.header), next(rows, [])
+            names = first if self.header else header_names(None, len(first))
+            cells = pieces(rows if self.header or not first else chain([first], rows), names, problems)
             yield Raw(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
 
 
 def _is_csv(name: str) -> bool:
-    return name.endswith((".csv", ".tsv", ".data", ".txt"))
+    return name.lower().endswith((".csv", ".tsv", ".data", ".txt", ".dat"))
 
 
 class Parquet(TableSource):
@@ -91,12 +110,13 @@ class Parquet(TableSource):
         """The columns that are left out and have no role beside."""
         return (
             {*self.drop}
+            - {*self.days_since, *self.days_since.values()}
             - {*self.kept, *(c for c in (self.users, self.label, self.event) if c is not None)}
             - {*DesignReading(self.chosen).columns}
         )
 
     @contextmanager
-    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """Columns one after the other: a page of every column at a time would be as much as the features.
 
         Their number and size in the footer are compared with the file's size first.

@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
+from fedloom.data.tables import Table
+from fedloom.formats import shorten_list
 
 if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset
 
+MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
 """Fewest equal rows that are noted."""
 CHANCE_RATIO = 10
@@ -83,6 +86,30 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
     if len(held) < 2:
         return []
     return list(_notes(digests_of(data), held))
+
+
+def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+    """Return a note on levels of a table's columns that rows of a test part have and no training row.
+
+    Args:
+        data: as it was read, levels as codes.
+        parts: samples of each part, all clients together.
+        common: samples of a common test set.
+    """
+    if not isinstance(data.prepare, Table) or not len(parts["train"]):
+        return []
+    tested = parts["test"] if common is None else np.concatenate([parts["test"], common])
+    notes = []
+    for place, column in enumerate(data.prepare.columns):
+        if column.levels and column.names:
+            trained, new = (set(np.unique(data.x[rows, place].numpy()).tolist()) for rows in (parts["train"], tested))
+            names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
+            if names:
+                notes.append(
+                    f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} of test rows is in "
+                    "no training row, so models know nothing of it; merge rare levels"
+                )
+    return notes
 
 
 def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:

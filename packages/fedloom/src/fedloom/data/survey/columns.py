@@ -12,6 +12,7 @@ import numpy as np
 from fedloom.data.sources import source
 from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.checks import rename
+from fedloom.data.sources.table.levels import TRUTH_WORDS
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.facts import PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile, repeats
@@ -28,32 +29,39 @@ SITE_WORDS = words(
 """Words for who keeps a row. A ward, region, country or group is a trait of the row: it is only named."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for traits of a row that may be its site too."""
+AMBIGUOUS_WORDS = words("school practice trust bank branch")
+"""Members of `SITE_WORDS` that are also years of schooling, exercise, confidence, or an account."""
+NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
+"""Words beside a word of `AMBIGUOUS_WORDS` that make it an organisation."""
 NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
 """Words beside a word of `SITE_WORDS` that leave its meaning. Any other, as in hospital_expire_flag, may change it."""
+COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
+"""Names of counts of sites."""
 
 
 class Survey:
     """A table as it is found.
 
     Args:
-        path: a CSV or Parquet file. A CSV file's separator and decimal sign are found out.
+        path: the file of a table. fedloom detects the separator and the decimal sign of a CSV file.
+        options: options for the file, such as ``skip`` or ``sheet``.
 
     Raises:
         DataError: no such file, no table, rows of another length, or columns of the same name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder; give a CSV or Parquet file")
+            raise DataError(f"{path}: is a folder; give the file of a table")
         self.path = path
-        self.options: dict[str, Any] = {}
-        kind = source(path)
+        self.options: dict[str, Any] = {**options}
+        kind = source(path, **options)
         if not isinstance(kind, TableSource):
-            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give a CSV or Parquet file")
+            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give the file of a table")
         if isinstance(kind, Csv):
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())
-            self.options = {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
+            self.options |= {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
         self.markers = kind.markers
         cells: dict[str, list[str]] = {}
         with kind.open() as raw:
@@ -98,8 +106,12 @@ class Survey:
         sure, doubtful = list[str](), list[str]()
         for column in fit:
             parts = {word.rstrip("0123456789") for word in words_of(column.name)}
+            if COUNT_OF_PATTERN.search(column.name):
+                continue
             if parts & SITE_WORDS and parts <= SITE_WORDS | NEUTRAL_WORDS:
-                sure.append(column.name)
+                trait = {level.strip().lower() for level in column.levels} <= TRUTH_WORDS.keys()
+                trait |= bool(parts & AMBIGUOUS_WORDS) and not parts & NUMBERED_WORDS
+                (doubtful if trait else sure).append(column.name)
             elif parts & (SITE_WORDS | PLACE_WORDS) and parts <= SITE_WORDS | PLACE_WORDS | NEUTRAL_WORDS:
                 doubtful.append(column.name)
         return sure, doubtful
@@ -116,7 +128,7 @@ class Survey:
         ]  # fmt: skip
         whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
         first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
-        sure = [c.name for c in first if PERSON_NAME_PATTERN.search(c.name) and (whole or len(fit) == 1)][:1]
+        sure = [c.name for c in first if _names_person(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -127,6 +139,13 @@ class Survey:
             if key in first_names:
                 yield name, first_names[key]
             first_names.setdefault(key, name)
+
+
+def _names_person(name: str) -> bool:
+    """Whether a name is that of a person's number, and of nothing else, as ``stays_in_week_nights`` is."""
+    return all(
+        PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in words_of(name)
+    )
 
 
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:

@@ -27,7 +27,7 @@ from fedloom.data.survey.facts import (
     ColumnProfile,
     repeats,
 )
-from fedloom.data.survey.findings import LEAK_SHARE
+from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
@@ -314,7 +314,10 @@ class Draft:
                 self._say(c, f"{shown} cells, far from the rest ({span}): counts as missing")
             for odd, clash in clashes.items():
                 if odd in c.extremes and clash:
-                    self._say(c, f"{odd} is an ordinary number in {_list(clash)}, and is missing there too now")
+                    self.questions.append(
+                        f"column {c.name!r}: does {odd} mean missing? It is an ordinary number in {_list(clash)}, "
+                        "and the draft takes it there too. Empty the cells of the table, or delete this question"
+                    )
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
             if shifted := by_site.shifts(c, self._rows):
@@ -357,7 +360,7 @@ class Draft:
         if c.identifies:
             return "names rows"
         if c.kind == "date":
-            return "dates; a number, such as days since, would be a feature"
+            return "dates; days_since makes a feature of them: days since another column, or since a date"
         if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
         if lone := by_site.lone_site(c, self._rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -55,7 +55,7 @@ NAMELESS_PATTERN = re.compile(
 )
 """Headers that pandas and R write for the names of rows."""
 PERSON_NAME_PATTERN = re.compile(
-    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"
+    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|pid|mrn|uid|id|user|animal|pig"
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
@@ -99,7 +99,7 @@ class ColumnProfile:
         cells: ``[N]`` as text, "" where missing.
         kind: what most cells are.
         odd: cells that are no numbers in a column of numbers, most frequent first.
-        extremes: numbers that recur and lie far from all others, as -9 and 999 do. They count as missing.
+        extremes: numbers that recur and lie far from all others, as -9 and 999 do. A draft counts them as missing.
     """
 
     name: str
@@ -118,7 +118,7 @@ class ColumnProfile:
         numeric, share = odd < len(self.present), odd / len(self.present)
         if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._named(extremes(*self._counts()))
+            self.extremes = self._named({code for code in extremes(*self._counts()) if is_no_measurement(code)})
             self.__dict__.pop("values")  # without them
         elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
@@ -150,23 +150,13 @@ class ColumnProfile:
         """The values that are there, where the column is of numbers."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
-    def _named(self, codes: Mapping[float, int]) -> dict[str, int]:
+    def _named(self, codes: Collection[float]) -> dict[str, int]:
         """Numbers as the cells that have them, and their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
         values, counts = np.unique(self.values[~np.isnan(self.values)], return_counts=True)
         return values, counts
-
-    def suspects(self) -> dict[str, int]:
-        """Return cells that may mean missing, and their counts: far numbers, zeros, 9 beside codes, and words.
-
-        They are only ever named: 0 and 9 are ordinary numbers in most columns.
-        """
-        if self.kind == "number":
-            return self.extremes | self._named(answers(*self._counts()))
-        words = {k: n for k, n in self.levels.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
-        return words if len(self.levels) > len(words) else {}
 
     @property
     def missing(self) -> int:
@@ -237,6 +227,11 @@ def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
     bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
     cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
     return np.where(np.isnan(values), len(cuts) + 1, np.searchsorted(cuts, values, side="right"))
+
+
+def is_no_measurement(code: float) -> bool:
+    """Return whether a far number is hardly a count or a time, as 8 siblings or the hour -1 are."""
+    return code <= -7 or code >= 77
 
 
 def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:

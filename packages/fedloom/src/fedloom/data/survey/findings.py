@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +14,18 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     MISSING_TOKENS,
     NAMELESS_PATTERN,
-    SCORE_BINS,
     answers,
-    binned,
     extremes,
     is_permutation,
     repeats,
     row_number,
 )
-from fedloom.data.survey.people import personal
+from fedloom.data.survey.leaks import ReadColumn, leaks
+from fedloom.data.survey.people import personal, words
+from fedloom.data.tables import is_number
 from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
-LEAK_SHARE = 0.995
-"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 MAX_SAMPLED_CELLS = 2_000_000
 """Cells of a table that are looked at for leaks: at most about these many, of rows drawn at random."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
@@ -45,34 +42,12 @@ NEAR_COPIES_NOTE = (
 )
 """The note on near copies."""
 MAX_SHOWN_FINDINGS = 6
+MAX_EXACT_NUMBER = 2**53
+"""Largest number up to which whole numbers are exact in double precision."""
+NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
+"""Names in lower case of the class of rows without an outcome."""
 
 Floats = NDArray[np.float64]
-
-
-class ReadColumn(NamedTuple):
-    """A column as it was read.
-
-    Attributes:
-        values: ``[N]`` numbers, or codes of levels. NaN where missing.
-        names: of the levels. None for numbers.
-    """
-
-    values: Floats
-    names: tuple[str, ...] = ()
-
-    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
-        part = self.values[rows]
-        if self.names:
-            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
-        if len(np.unique(part)) > SCORE_BINS:
-            return binned(part), part
-        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
-
-    def counts(self) -> dict[str, int]:
-        """Return the rows of every level that is there."""
-        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
-        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
 def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
@@ -114,8 +89,6 @@ def findings(
         ranged: columns whose numbers are compared with an agreed range, which finds markers too.
         units: subject ``[N]`` of each row, whose rows may be alike. None: no column names it.
     """
-    from fedloom.data.by_site import score  # which imports scipy.stats, slowly
-
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
         return
@@ -125,20 +98,12 @@ def findings(
     rows = _sample(count, len(features))
     for name, column in features.items():
         yield from _numbered(name, column, count)
-        for of, (target, task) in outcome.items():
-            figure = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
-            if figure.value >= LEAK_SHARE:
-                yield (
-                    f"column {name!r} gives {of!r} away by itself ({figure.text}), as facts recorded afterwards do; "
-                    "unless it is known beforehand, name it in drop"
-                )
         if name not in ranged:
             yield from _markers(name, column)
     for of, (target, task) in outcome.items():
-        if users is not None and task == "classification":
-            figure = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)
-            if figure.value >= LEAK_SHARE:
-                yield f"whose row it is gives {of!r} away ({figure.text}): nearly every client has one class only"
+        if task == "classification" and target.names:
+            yield from _classes(of, target)
+        yield from leaks(features, of, target, task, users, rows)
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
@@ -149,9 +114,21 @@ def _sample(count: int, columns: int) -> NDArray[np.int64]:
 
 
 def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
-    """Yield notes on a column that numbers rows or patients."""
+    """Yield notes on a column that numbers rows or patients, or holds dates as numbers."""
     values = column.values[~np.isnan(column.values)]
     levels = np.unique(values)
+    if not column.names and len(levels) and np.abs(levels).max() > MAX_EXACT_NUMBER:
+        yield (
+            f"column {name!r} has numbers beyond {MAX_EXACT_NUMBER:,}, whose last digits are lost; they identify rows "
+            "rather than measure: name it in drop, or in subject"
+        )
+        return
+    if not column.names and len(levels) >= MAX_FEW_LEVELS and _are_days(levels):
+        yield (
+            f"column {name!r} holds dates as numbers, as {levels[0]:.0f}; name it in drop, or in order to test on "
+            "later rows"
+        )
+        return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
     if whole and repeats(name, levels.tolist(), len(values)):
         yield (
@@ -164,6 +141,14 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
             yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
+
+
+def _are_days(levels: Floats) -> bool:
+    """Whether all numbers are days as year, month and day in eight digits."""
+    if not ((levels == np.floor(levels)) & (levels >= 19000101) & (levels <= 21001231)).all():
+        return False
+    month, day = levels // 100 % 100, levels % 100
+    return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
 
 
 def _markers(name: str, column: ReadColumn) -> Iterator[str]:
@@ -182,6 +167,30 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
             [f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], MAX_SHOWN_FINDINGS
         )
         yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
+
+
+def _classes(name: str, column: ReadColumn) -> Iterator[str]:
+    """Yield notes on a class that may mean missing, and on two classes whose second is hardly the outcome."""
+    counts = column.counts()
+    numbers = {float(k): k for k in counts if is_number(k)}
+    if len(numbers) == len(counts) > 2:
+        ordered = np.array(sorted(numbers))
+        far = answers(ordered, np.array([counts[numbers[v]] for v in ordered.tolist()]))
+        if far:
+            shown = ", ".join(f"{numbers[v]} in {counts[numbers[v]]:,} rows" for v in far)
+            yield (
+                f"the label {name!r}: {shown} may mean missing, and is a class now; if so, name it in missing, with "
+                "unlabelled = 'drop'"
+            )
+    if len(counts) == 2:
+        one, other = counts
+        first, second = one.lower(), other.lower()
+        if (first, second) == ("1", "2") or (second in NO_WORDS and first not in NO_WORDS):
+            yield (
+                f"the label {name!r}: figures of one class, such as F1 and AUPRC, and coefficients are of "
+                f"{other!r}, the second of {one!r} and {other!r}; if the outcome is the other one, write 1 for it and "
+                "0 for the rest"
+            )
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from sklearn.metrics import roc_auc_score
 
+from fedloom.data.sources.table.levels import TRUTH_WORDS
 from fedloom.data.survey.columns import Survey, words_of
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
 from fedloom.data.survey.people import plain_name, words
@@ -17,7 +18,7 @@ from fedloom.formats import shorten_list
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
-    r"([_\W]|\d?$)|^t$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$",
+    r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$",
     re.IGNORECASE,
 )
 """Names of times to an event."""
@@ -44,6 +45,8 @@ the other side (0.31 at least), where 0 and 1 would be confused.
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation begins."""
+MIN_ENTRY_SHARE = 0.99
+"""Share of rows that must begin before they end. Real tables hold typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -60,15 +63,23 @@ TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo"
 )
-"""Names that say that the column is predicted, and nothing else."""
+"""Names that say that the column is predicted, and nothing else where they are in the usual place."""
+OTHER_MEANING_WORDS = words("target targets label labels y")
+"""Members of `TARGET_WORDS` that have other meanings inside a table: what is aimed at, a caption, an income."""
+TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
+    "absent present negative positive healthy sick control case alive dead "
+    "ja nein oui non si sim nao ano ne tak nie да нет"
+)
+"""Levels in lower case of text that says whether something is so."""
 EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
     "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
 )
 """Names of what happens to a person, which is mostly predicted."""
 RESULT_WORDS = words(
-    "class classes result results diagnosis category classification disease disorder severity quality choice output "
-    "ill sick expire expired default price sales outcome target label death died mortality ergebnis diagnose"
+    "los lengthofstay class classes result results diagnosis category classification disease disorder "
+    "severity quality choice output ill sick expire expired default price sales "
+    "outcome target label death died mortality ergebnis diagnose"
 )
 """Words of names of outcomes, which features have too."""
 
@@ -193,7 +204,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
     """Choose the outcome by the evidence alone."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
-    points = _points(survey)
+    points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
     times = under if len(under) == 1 else times
     if len(times) == len(doubts) == 1 and not events and _is_confirmed(times[0], doubts[0]):
@@ -237,7 +248,14 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         named = _targets([name for name in ranked if points[name]] or ranked)
         return TableOutcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", alternatives=tuple(ranked))
     best, rest = ranked[0], ranked[1:]
-    if points[best] >= SURE_POINTS and (not rest or points[best] - points[rest[0]] >= MIN_LEAD_POINTS):
+    entered = any(ENTRY_PATTERN.search(c.name) for c in survey.columns.values())
+    if entered and plain_name(best) in EVENT_WORDS:  # ended under observation, at a time that goes by another name
+        unsure.add(best)
+    if (
+        best not in unsure
+        and points[best] >= SURE_POINTS
+        and (not rest or points[best] - points[rest[0]] >= MIN_LEAD_POINTS)
+    ):
         return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
     ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
@@ -261,36 +279,59 @@ def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
     return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER_TIME_PROBABILITY)
 
 
-def _points(survey: Survey) -> dict[str, int]:
-    """Return the points of every possible target column, in the order of the header."""
+def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
+    """Return the points of every possible target column, in the order of the header, and columns that need an answer.
+
+    A name that has other meanings inside a table, or that many features have, is no evidence without its place.
+    """
     most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
+    stem = plain_name(survey.path.stem)
     fit = [
         c for c in survey.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
-        and (c.kind == "number" or len(c.levels) <= most) and not c.personal and not _is_known(c)
+        and (c.kind == "number" or len(c.levels) <= most) and not c.personal
+        and (not _is_known(c) or plain_name(c.name) == stem)
     ]  # fmt: skip
-    stem = plain_name(survey.path.name.partition(".")[0])
-    coordinates = len(fit) > 2 and any(plain_name(c.name) == "x" for c in fit)
-    points = {}
+    coordinates = any(plain_name(name) == "x" for name in survey.names)
+    letters = sum(len(plain_name(name)) == 1 for name in survey.names) > 1
+    skipped = [c.name for c in survey.columns.values() if c.name != survey.names[-1] and (_is_known(c) or c.identifies)]
+    ends = {next((name for name in survey.names if name not in skipped), ""), survey.names[-1]}
+    points, doubtful = dict[str, int](), set[str]()
     for c in fit:
         plain, parts = plain_name(c.name), {plain_name(word) for word in words_of(c.name)}
         few = len(c.levels) <= MAX_FEW_LEVELS
+        last = c.name == survey.names[-1]
         score = 0
-        if plain in TARGET_WORDS and not (plain == "y" and coordinates):
+        measured = plain == "y" and not is_event(c)  # a coordinate, or the income of a model of letters
+        if plain in TARGET_WORDS and not (measured and (coordinates or (letters and not last))):
             score = TARGET_NAME_POINTS
+            if plain in OTHER_MEANING_WORDS and c.name not in ends and not (plain == "y" and is_event(c)):
+                doubtful.add(c.name)
         elif plain in EVENT_WORDS and few:
             score = EVENT_NAME_POINTS
         elif plain in RESULT_WORDS:
             score = RESULT_NAME_POINTS
         elif parts & (TARGET_WORDS | EVENT_WORDS | RESULT_WORDS) and few:
             score = WORD_POINTS
-        if len(plain) >= 3 and plain == stem:
+        if len(plain) >= 3 and stem in (plain, f"{plain}s"):
             score += FILE_NAME_POINTS
+            if score == FILE_NAME_POINTS and (
+                c.name not in ends or (len(c.levels) <= MAX_FEW_LEVELS and not _tells_truth(c))
+            ):
+                doubtful.add(c.name)
         elif len(plain) >= 5 and stem.endswith(plain):
             score += RESULT_NAME_POINTS
-        points[c.name] = score + LAST_PLACE_POINTS * (c.name == survey.names[-1])
-    if len(fit) == 1:
+        if last and score == RESULT_NAME_POINTS and not _tells_truth(c):
+            doubtful.add(c.name)
+        points[c.name] = score + LAST_PLACE_POINTS * last
+    others = [c for c in survey.columns.values() if fit and c is not fit[0]]
+    if len(fit) == 1 and all(c.constant or c.identifies or _is_known(c) for c in others) and not is_time(fit[0]):
         points[fit[0].name] += ONLY_CANDIDATE_POINTS
-    return points
+    return points, doubtful
+
+
+def _tells_truth(column: ColumnProfile) -> bool:
+    """Whether a column says if something is so, as outcomes do. Other texts and few numbers are groups as often."""
+    return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 
 
 def _is_known(column: ColumnProfile) -> bool:
@@ -353,6 +394,6 @@ def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> st
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)
-            if here.any() and bool((column.values[here] < time.values[here]).all()):
+            if here.any() and (column.values[here] <= time.values[here]).mean() >= MIN_ENTRY_SHARE:
                 return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on; leave it out"
     return ""

@@ -48,12 +48,16 @@ EMAIL_PATTERN = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Signs that make digits a phone or insurance number rather than a measurement."""
-DECIMAL_PATTERN = re.compile(r"-?\d+\.\d+")
+MIN_PHONE_DIGITS = 7
+"""Digits of a phone number. Years as 1889-90 and days as 10/22-25 have fewer."""
+DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
 """Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
-STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
+STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """A street with a number, in either order."""
+MIN_WORD_SHARE = 0.2
+"""Different texts without digits, per text, from which numbers with words may be addresses, and not sizes or labels."""
 MIN_SENTENCE_WORDS = 4
 """Words of a cell from which it is a sentence, not the name of a level."""
 
@@ -97,7 +101,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     if not many or not letters:
         return ""
     if sum(bool(PHONE_PATTERN.fullmatch(t) and PHONE_SIGN_PATTERN.search(t) and not DECIMAL_PATTERN.fullmatch(t) and
-        not CALENDAR_DAY_PATTERN.fullmatch(t))
+        not CALENDAR_DAY_PATTERN.fullmatch(t) and sum(map(str.isdigit, t)) >= MIN_PHONE_DIGITS)
            for t in texts) >= MIN_PATTERN_SHARE * len(texts):  # fmt: skip
         return "phone or insurance numbers"
     if (
@@ -108,7 +112,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "names of people"
     if text and _share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "names of people, or other names"
-    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE:
+    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE and _vary(texts):
         return "addresses or free text"
     return (
         "free text"
@@ -121,10 +125,18 @@ def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
     return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
 
 
+def _vary(texts: list[str]) -> bool:
+    """Return whether texts differ without their digits, as streets do. ``12 months`` and ``Sample 12`` do not."""
+    words = {"".join(c for c in t if not c.isdigit()) for t in texts}
+    return len(words) >= MIN_WORD_SHARE * len(texts)
+
+
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
     """Return whether cells of a column of that name can be what it is called, rather than yes and no, or a count."""
     if what == "addresses":
         return text
     if what == "email addresses":
         return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
-    return sum(sum(c.isdigit() for c in t) >= 6 for t in texts) >= MIN_PATTERN_SHARE * len(texts)
+    return sum(
+        sum(c.isdigit() for c in t) >= 6 and DECIMAL_PATTERN.fullmatch(t) is None for t in texts
+    ) >= MIN_PATTERN_SHARE * len(texts)

@@ -269,6 +269,24 @@ def check_attack(setting: Setting) -> None:
         )
 
 
+def check_early_stop(setting: Setting, fed: Federation) -> None:
+    """Refuse early stopping on a part that is not evaluated, or is empty.
+
+    Raises:
+        Refused: the part is missing. The message has the reason.
+    """
+    rule = setting.early_stop
+    if rule is None:
+        return
+    if rule.part not in setting.evaluate.parts:
+        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it; add it there")
+    if not int(fed.sizes(rule.part).sum()):
+        raise Refused(
+            f"early_stop watches the {rule.part} part, but no client has such samples; set partition.validation, such "
+            "as validation = 0.2, or early_stop.part = 'train'"
+        )
+
+
 def check_root(aggregator: Aggregator | None, n: int) -> None:
     """Refuse a rule that trusts a client who is not there.
 

@@ -11,7 +11,7 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose import Sampler
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.clients.messages import first_step, first_upload
-from fedloom.engine.problem import RunProblem
+from fedloom.engine.problem import JobFacts
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Work
@@ -96,7 +96,7 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
         )
 
 
-def check_times(problem: RunProblem, start: Start) -> None:
+def check_times(problem: JobFacts, start: Start) -> None:
     """Refuse a deadline or a timeout that no client meets: the fastest client trains its first round for it.
 
     A client's seconds are at least its work on its device, its upload and the latency of two messages. Times in which
@@ -191,7 +191,7 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
         start = server, remade(rows, [value[0] for value in rows]), kept
 
 
-def rehearse(problem: RunProblem, start: Start) -> None:
+def rehearse(problem: JobFacts, start: Start) -> None:
     """Find what a round of this run is bound to meet, before round 1.
 
     Args:

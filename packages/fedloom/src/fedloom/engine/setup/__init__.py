@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.rehearsal import rehearse
 from fedloom.engine.job import Job
-from fedloom.engine.problem import RunProblem
+from fedloom.engine.problem import JobFacts
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup.participants import choose_participants
@@ -96,7 +96,7 @@ def make_problem(
     replay: Replay = Replay(),  # noqa: B008  # frozen
     *,
     finds: bool = True,
-) -> tuple[RunProblem, InitialState]:
+) -> tuple[JobFacts, InitialState]:
     """Make what a run computes, without room for any client's state.
 
     Three stages give three results: the clients that take part, their local problems, and the method's states.
@@ -114,7 +114,7 @@ def make_problem(
     problems = build_problems(participants, replay, finds=finds)
     started = start_method(participants, problems, replay)
     setting = started.setting
-    problem = RunProblem(
+    problem = JobFacts(
         setting=setting,
         oracle=problems.oracle,
         fed=participants.fed,

@@ -14,6 +14,7 @@ from fedloom.engine.checks.defaults import adapt_defaults
 from fedloom.engine.checks.notes import changes_nothing
 from fedloom.engine.checks.refusals import (
     check_attack,
+    check_early_stop,
     check_mixer,
     check_root,
     check_sampler,
@@ -60,6 +61,7 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     eval_fed = fed.to(device, dtype)
     fed = eval_fed.pooled() if setting.pooled else eval_fed
     setting, notes = _checked(setting, fed.n)
+    check_early_stop(setting, eval_fed)
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
     if isinstance(setting.attack, Backdoor):
         fed = eval_fed = add_triggers(eval_fed, setting.attack)

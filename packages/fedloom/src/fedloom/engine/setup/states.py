@@ -15,7 +15,7 @@ from fedloom.engine.checks.refusals import check_mixed_width, check_tested, chec
 from fedloom.engine.checks.rehearsal import Start, check_layers
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
-from fedloom.engine.problem import RunProblem
+from fedloom.engine.problem import JobFacts
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup.participants import Participants
@@ -99,7 +99,7 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
     return _residue(Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype)
 
 
-def make_templates(problem: RunProblem, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
+def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
     """Return the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
 
     Args:
@@ -119,8 +119,8 @@ def make_templates(problem: RunProblem, started: StartedMethod, x0: Tensor) -> d
     }
 
 
-def _summed(problem: RunProblem, client: Fields) -> Fields:
-    """Return the client rows to which a robust rule adds the fields of `RunProblem.summed_fields`.
+def _summed(problem: JobFacts, client: Fields) -> Fields:
+    """Return the client rows to which a robust rule adds the fields of `JobFacts.summed_fields`.
 
     Changes are added to the row of the client's template that they change, others to zero.
     """

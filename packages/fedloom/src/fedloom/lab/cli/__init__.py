@@ -9,16 +9,32 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
 from fedloom.lab.cli import advise, analyze, bench, facts, init, models, runs, tune, watch
-from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, app, errors, say, worker_count
+from fedloom.lab.cli._app import (
+    DataDir,
+    ExecutorName,
+    FileArgument,
+    Join,
+    Trust,
+    Words,
+    about_file,
+    app,
+    errors,
+    say,
+    say_json,
+    worker_count,
+)
 from fedloom.lab.cli._complete import algorithms, offer, one_of
+from fedloom.lab.cli.analyze import choose_analysis
+from fedloom.lab.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "DataDir", "ExecutorName", "FileArgument", "Join", "advise", "algorithms", "analyze", "app",
-    "bench", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "tune",
-    "watch", "worker_count",
+    "DataDir", "ExecutorName", "FileArgument", "ForceOption", "Join", "KeepOption", "PredictionsFile",
+    "ThresholdOption", "Trust", "Words", "about_file", "advise", "algorithms", "analyze", "app", "bench",
+    "choose_analysis", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "say_json",
+    "tune", "watch", "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import DataDir, FileArgument, app, errors, say
+
+if TYPE_CHECKING:
+    from fedloom.analyses import Analysis, Rules
+    from fedloom.lab.experiment import Experiment
 
 
 def _names() -> Iterator[str]:
@@ -46,25 +50,16 @@ def analyze(
     with errors():
         import pyarrow as pa
 
-        from fedloom.analyses import Rules, analysis_of
         from fedloom.analyses import analyze as run_analysis
         from fedloom.data.dataset import Dataset
         from fedloom.data.groups import keeping
         from fedloom.data.sources.table.reading import TableSource
         from fedloom.formats import option
         from fedloom.lab.experiment import read
-        from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.lab.printing import print_rows
-        from fedloom.values import make
 
-        experiment, options = read(file), apply_overrides({}, "fedloom analyze", values or ())
-        chosen = experiment.find(name)
-        analysis = (
-            analysis_of(name, options)
-            if chosen is None
-            else make(chosen.with_, options, name, type(chosen).model_fields)
-        )
-        agreed = make(Rules, apply_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
+        experiment = read(file)
+        analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
         source = keeping(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source
         data = source.read(data_dir)
@@ -83,3 +78,32 @@ def analyze(
         if facts:
             say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items()))
         say(f"{len(result.log)} questions to {count} clients, by sums alone")
+
+
+def choose_analysis(
+    experiment: Experiment, name: str, values: Sequence[str], rules: Sequence[str]
+) -> tuple[Analysis, Rules]:
+    """Return the analysis of a command, that of the experiment where it has one of this name, and its rules.
+
+    Args:
+        experiment: of the file.
+        name: of the analysis.
+        values: options as ``width=30``.
+        rules: options of the rules, as ``least=5``.
+
+    Raises:
+        ConfigError: an unknown name, option or rule.
+    """
+    from fedloom.analyses import Rules, analysis_of
+    from fedloom.lab.experiment.overrides import apply_overrides
+    from fedloom.values import dump, make
+
+    options, chosen = apply_overrides({}, "fedloom analyze", values), experiment.find(name)
+    analysis: Analysis = (
+        analysis_of(name, options) if chosen is None else make(chosen.with_, options, name, type(chosen).model_fields)
+    )
+    given = (
+        {} if analysis.rules is None else {key: dump(analysis.rules)[key] for key in analysis.rules.model_fields_set}
+    )
+    agreed = make(Rules, {**given, **apply_overrides({}, "fedloom analyze", rules)}, "--rule", Rules.model_fields)
+    return analysis, agreed

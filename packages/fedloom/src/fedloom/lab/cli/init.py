@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @app.command(rich_help_panel="Start")
 def init(
-    table: Annotated[Path, typer.Argument(help="CSV or Parquet file with a row per sample", show_default=False)],
+    table: Annotated[
+        Path,
+        typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
+    ],
     by: Annotated[str | None, typer.Option(help="column that names the site of a row. '' for none")] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
@@ -30,6 +33,12 @@ def init(
     agree: Annotated[
         bool, typer.Option("--agree", help="also write an agreement on the columns for all sites")
     ] = False,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="option of the file, such as data.skip=2 or data.sheet='visits'"
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,
 ) -> None:
     """Look at a table and draft an experiment file.
@@ -42,6 +51,7 @@ def init(
     with errors():
         from fedloom.data.survey.columns import Survey
         from fedloom.data.survey.draft import Draft, unnamed
+        from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.outputs import FileKind, check_output_file, never
         from fedloom.storage.files import make_folder, write_atomic
 
@@ -51,7 +61,8 @@ def init(
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
-        draft = Draft(Survey(table), by, target, event, subject)
+        options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
+        draft = Draft(Survey(table, **options), by, target, event, subject)
         say(*draft.report)
         text = draft.text(place)
         data = None if draft.asks else _try(text, place)

@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 from weakref import finalize
 
 from fedloom.data.dataset import default_to_cpu
@@ -21,6 +21,7 @@ from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
 from fedloom.lab.experiment.outputs import Outcome
+from fedloom.lab.experiment.track import Tracker, check_tracker
 from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import count_progress, remark, show_progress
 from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
@@ -83,6 +84,8 @@ def compare(
     folder: Path | str | None = None,
     join: bool = False,
     executor: Executor | None = None,
+    callbacks: Sequence[Listener] = (),
+    track: str | None = None,
     progress: bool = True,
     name: str = "comparison",
     **choices: Unpack[Choices],
@@ -122,6 +125,10 @@ def compare(
             ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
             modules that its workers can import; data travel, once per worker. The search for the settings of a method
             is one call.
+        callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), called
+            after every round and at the end of every run. An error of one is a warning. To end runs early, give
+            ``early_stop``.
+        track: log the figures of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
         progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
@@ -141,6 +148,13 @@ def compare(
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     if join and folder is None:
         raise ConfigError("compare: join shares the runs of a folder; give a folder that all processes have")
+    if not all(map(callable, callbacks)):
+        raise ConfigError(f"compare: callbacks must be a list of functions of an event, got {callbacks!r:.80}")
+    if track is not None:
+        check_tracker(track)
+        if folder is None:
+            raise ConfigError("compare: track writes into the run directory; give a folder")
+    hears = _Hears(tuple(callbacks), track)
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
@@ -154,17 +168,39 @@ def compare(
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:
         return _compared(
-            definition, place, (against, models, margin), tune is not None, progress, join=join, executor=executor
+            definition,
+            place,
+            (against, models, margin),
+            tune is not None,
+            progress,
+            join=join,
+            executor=executor,
+            hears=hears,
         )
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
         shown_as = (against, models, margin)
-        comparison = _compared(definition, temporary / "run", shown_as, tune is not None, progress, executor=executor)
+        comparison = _compared(
+            definition, temporary / "run", shown_as, tune is not None, progress, executor=executor, hears=hears
+        )
     except BaseException:
         rmtree(temporary, ignore_errors=True)
         raise
     finalize(comparison, rmtree, temporary, ignore_errors=True)
     return comparison
+
+
+class _Hears(NamedTuple):
+    """Functions and the tracker that hear of every run."""
+
+    callbacks: tuple[Listener, ...]
+    track: str | None
+
+    def listeners(self, plan: Plan, place: Path) -> tuple[Listener, ...]:
+        """Return all listeners of the runs in a directory."""
+        if self.track is None:
+            return self.callbacks
+        return (*self.callbacks, Tracker(self.track, plan.experiment, place))
 
 
 def _compared(
@@ -173,6 +209,7 @@ def _compared(
     shown_as: tuple[str | None, Models, float | None],
     tunes: bool,
     progress: bool,
+    hears: _Hears,
     *,
     join: bool = False,
     executor: Executor | None = None,
@@ -188,7 +225,7 @@ def _compared(
         for line in plan.remarks if progress else ():
             remark(line)
         with show_progress(plan) if progress else nullcontext(_silent) as hear:
-            outcomes = plan.run(hear, page=False, join=join, executor=executor)
+            outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
         seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"

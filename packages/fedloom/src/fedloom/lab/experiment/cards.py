@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod
 from fedloom.algorithms._theorems import THEOREMS
 from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
@@ -110,7 +110,7 @@ def theory(name: str) -> list[str]:
 def loses(name: str) -> tuple[str, ...]:
     """Kinds of parts that a method takes and that its theorem does not cover."""
     algorithm = REGISTRY[name]()
-    method = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
+    method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
 
     def is_taken(kind: str) -> bool:
         if kind == "weigher" and method.weigher is not None:

@@ -115,7 +115,6 @@ class Plan:
         self._directory = ExperimentDirectory(experiment, out, force=force, partly=partly)
         self.runs = self._directory.runs
         if ranks.rank == 0:
-            self._directory.check()
             entries = (
                 *RESULT_FOLDERS,
                 *RESULT_FILES,
@@ -123,6 +122,7 @@ class Plan:
                 *(() if is_run_directory(out) else (SETTINGS_FILE,)),
             )
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
+            self._directory.check()
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         for analysis in experiment.analyses:

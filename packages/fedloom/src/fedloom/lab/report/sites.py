@@ -65,5 +65,5 @@ def _line(name: str, site: SiteSummary, rounds: int) -> list[str]:
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
     rejected = sum(one.count for one in site.rejected.values())
-    gone = "" if site.here else " (gone)"
-    return [name, f"{site.accepted}", share, f"{site.missed}", f"{last}{gone}", f"{rejected}", why]
+    mark = "" if site.here else " (gone)"
+    return [name, f"{site.accepted}", share, f"{site.missed}", f"{last}{mark}", f"{rejected}", why]

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedloom.callbacks import VirtualTime
 from fedloom.data.federation import Federation, Split
-from fedloom.engine.problem import RunProblem
+from fedloom.engine.problem import JobFacts
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_problem
@@ -166,9 +166,9 @@ def remove_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """Return a trial's run, evaluated on validation only."""
+    """Return a trial's run, evaluated on validation only. All trials of a search have equal work."""
     evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
-    return setting.with_(seed=seed, evaluate=evaluate)
+    return setting.with_(seed=seed, evaluate=evaluate, early_stop=None)
 
 
 def scored_models(
@@ -195,7 +195,7 @@ def scored_models(
     return models, metric_name, facts(metric_name).higher
 
 
-def _defined(problem: RunProblem) -> set[str]:
+def _defined(problem: JobFacts) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)

@@ -136,7 +136,7 @@ class Oracle(ABC):
 
         Raises:
             ConfigError: the task is not binary,
-            or the groups do not exist.
+                or the groups do not exist.
         """
         raise Refused(
             "rates of groups need two classes, which this task has not",

@@ -197,7 +197,7 @@ class Network(Oracle):
 
         Raises:
             ConfigError: the task is not binary,
-            or the groups do not exist.
+                or the groups do not exist.
         """
         if self.fed.data.task != "binary":
             return super().group_counts(w, ids, group)

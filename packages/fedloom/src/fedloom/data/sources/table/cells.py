@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -40,6 +40,7 @@ QUANTITY_PATTERN = re.compile(
     r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
 """Number as people write it, with signs or a unit that a computer cannot read."""
+DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
 DETECTION_BYTES = 2**18
 """Bytes of a CSV file from which its signs are found out."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
@@ -62,7 +63,7 @@ class Signs(NamedTuple):
     decimal: Literal[".", ","]
 
 
-def signs_of(head: bytes, where: object) -> Signs:
+def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
     """Detect the separators and signs of a CSV file from its first bytes.
 
     The separator cuts the first rows into the same number of cells, above one. The decimal sign is a comma where some
@@ -71,16 +72,16 @@ def signs_of(head: bytes, where: object) -> Signs:
     Raises:
         DataError: no text in UTF-8.
     """
-    if (at := head[:2].find(0)) >= 0:
+    if encoding is None and (at := head[:2].find(0)) >= 0:
         raise _not_utf8(where, at, 1, head[at:])
     try:
-        text = head.decode("utf-8-sig")
+        text = head.decode(encoding or "utf-8-sig")
     except UnicodeDecodeError as error:
         at = len(head) - len(error.object) + error.start
         if len(head) < DETECTION_BYTES or at < len(head) - 4:  # else a letter that is cut
-            raise _not_utf8(where, at, 1 + head[:at].count(b"\n"), head[at:]) from None
-        text = head[:at].decode("utf-8-sig")
-    lines = text.splitlines(keepends=True)
+            raise _not_utf8(where, at, 1 + head[:at].count(b"\n"), head[at:], encoding) from None
+        text = head[:at].decode(encoding or "utf-8-sig")
+    lines = text.splitlines(keepends=True)[skip:]
     if len(head) >= DETECTION_BYTES:
         lines = lines[:-1] or lines  # the last one is cut
     best, most, table = ",", 1, list[list[str]]()
@@ -95,16 +96,29 @@ def signs_of(head: bytes, where: object) -> Signs:
     return Signs(best, "," if _commas(columns, best) else ".")
 
 
-def _not_utf8(where: object, at: int, line: int, rest: bytes) -> DataError:
+def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
+    """Return the names of ``width`` columns from the header's cells, or column1, column2, ... without a header."""
+    if cells is None:
+        return [f"column{k}" for k in range(1, width + 1)]
+    return ["" if cell is None else str(cell).strip() for cell in cells]
+
+
+def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
     """Build the error for a byte that is not UTF-8, counted from 0. `rest` begins with it."""
+    if stated is not None:
+        return DataError(
+            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); set encoding to "
+            "the encoding of the file"
+        )
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
         encoding = "UTF-16"
     elif rest[0] == 0:  # half of a letter in 16 bits
         encoding = "UTF-16LE" if at else "UTF-16BE"
     return DataError(
-        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); save it as UTF-8, or "
-        f"convert it: iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
+        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); save it as UTF-8, "
+        f"set encoding = {encoding.lower()!r}, or convert it: "
+        f"iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
     )
 
 
@@ -162,23 +176,28 @@ class Problems:
         return lines
 
 
-def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterator[list[str]]:
+def csv_rows(
+    entry: Entry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
+) -> Iterator[list[str]]:
     """Rows of a CSV file in UTF-8, with a comment mark, blank and marked rows are left out.
 
     Raises:
         DataError: it is no such file.
     """
     stream = _Counted(entry.stream)
-    text = io.TextIOWrapper(cast("io.BufferedReader", stream), "utf-8-sig", newline="")
+    text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
     lines = _Lines(text, entry.where)
     try:
+        for _ in islice(lines, skip):
+            lines.length = 0
         for row in csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True):
             lines.length = 0
             if comment is None or (row and not row[0].startswith(comment)):
                 yield row
     except UnicodeDecodeError as error:
         rest = error.object[error.start :]
-        raise _not_utf8(entry.where, stream.size - len(rest), 1 + stream.lines - rest.count(b"\n"), rest) from None
+        line = 1 + stream.lines - rest.count(b"\n")
+        raise _not_utf8(entry.where, stream.size - len(rest), line, rest, encoding) from None
     except csv.Error as error:
         raise DataError(f"{entry.where}: not a CSV file ({error}); check separator and quotes") from error
     text.detach()
@@ -255,7 +274,8 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
         for number, row in enumerate(block, line):
             if row and len(row) != width:  # a blank line is no row
                 what = f"row {number} has {len(row)} cells, expected {width}"
-                cure = "repair the row" if number > problems.first else "or a line above the header, to be deleted"
+                above = "or the header is below it: set skip to the number of lines above the header"
+                cure = "repair the row" if number > problems.first else above
                 problems.add("width", "", what, [None], f"truncated or another file, {cure}")
             elif width > 1 and row == names:
                 problems.add("header", "", f"row {number} repeats the header", [None], "delete it, it is no sample")
@@ -327,8 +347,10 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
         if isinstance(cells[bad[0]], str) and QUANTITY_PATTERN.fullmatch(cells[bad[0]].strip()):
             cure = f"write numbers alone, in one unit; else {cure}"
-        if isinstance(cells[bad[0]], date | timedelta):
-            cure = "drop the column, or give a number, such as days since a date"
+        if isinstance(cells[bad[0]], timedelta):
+            cure = "name the column in drop, or give its length as a number"
+        elif isinstance(cells[bad[0]], date) or DATE_TEXT_PATTERN.fullmatch(str(cells[bad[0]]).strip()):
+            cure = f"name the column in drop, or make days of it: days_since = {{ {column} = 'COLUMN OR DATE' }}"
         problems.add("number", column, what + shortened(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 

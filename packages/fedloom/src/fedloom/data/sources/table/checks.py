@@ -31,8 +31,9 @@ Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 
 def rename(twice: Sequence[str]) -> str:
     """Say what to do about columns of the same name."""
-    above = "" in twice
-    return "delete the lines above the header, or give every column a name" if above else "rename one"
+    if all(map(is_number, twice)):
+        return "if the first row is not a header, set header = false; else rename one"
+    return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
 def refuse_twins(where: str, names: Sequence[str]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
@@ -23,11 +24,13 @@ from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
+from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.designs import DesignOptions, DesignReading
 from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
-from fedloom.data.survey.findings import ReadColumn, findings, reason_left_out, text_left_out
+from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
+from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
@@ -38,12 +41,17 @@ MOST_TEXTS = 100_000
 
 
 class Raw(NamedTuple):
-    """Table as its file has it: a name, column names, cells, and the faults found while reading."""
+    """Table as its file has it: a name, column names, cells, and the faults found while reading.
+
+    ``coded`` are columns whose cells are levels by their type, and ``notes`` are sentences on the file for the report.
+    """
 
     name: str
     names: list[str]
     cells: Iterator[Piece]
     problems: Problems
+    coded: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 class TableSource(DesignOptions):
@@ -97,6 +105,14 @@ class TableSource(DesignOptions):
         description="factors that convert columns to the agreed units. With users, tables of factors by client",
     )
 
+    days_since: dict[str, str] = Field(
+        default={},
+        description=(
+            "columns of dates as features: days since another column of dates, or since a date, such as "
+            "{ admission = 'birth_date' }"
+        ),
+    )
+
     @field_validator("label", mode="before")
     @classmethod
     def _one_label(cls, label: object) -> object:
@@ -130,18 +146,34 @@ class TableSource(DesignOptions):
         return {key: name for key, name in (("label", label), ("event", event)) if name is not None}
 
     @abstractmethod
-    def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
+        """Open the file's table, with dates as the file contains them."""
+        ...
+
+    @contextmanager
+    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """Open a table before its columns have roles. Its cells are read within the context.
 
         Raises:
             DataError: no such file, or no table.
+            ConfigError: a column of ``days_since`` is missing.
         """
-        ...
+        with self.open_file(data_dir) as raw:
+            yield raw._replace(cells=self.with_days(raw.names, raw.cells, raw.problems))
+
+    def with_days(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
+        """Replace the columns of ``days_since`` by days."""
+        if not self.days_since:
+            return cells
+        check_dates(self.days_since, names, problems.where)
+        return replace_dates(cells, self.days_since, self.markers, problems)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All rows."""
         with self.open(data_dir) as raw:
-            return read_table(self, *raw)
+            spec = self.with_(categorical=tuple(dict.fromkeys((*self.categorical, *raw.coded)))) if raw.coded else self
+            data = read_table(spec, raw.name, raw.names, raw.cells, raw.problems)
+        return replace(data, notes=(*data.notes, *raw.notes)) if raw.notes else data
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
@@ -200,9 +232,9 @@ class _Reading:
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
-        self.features = [
-            c for c in names if c not in {self.label, self.event, spec.users, *spec.drop, *design.no_features}
-        ]
+        starts = {*spec.days_since.values()} - {*spec.days_since}
+        no_features = {self.label, self.event, spec.users, *spec.drop, *design.no_features, *starts}
+        self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
                 raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
@@ -342,9 +374,16 @@ class _Reading:
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
                 notes=(*left_out, *self._notes(coded | {self.label: (label, classes)})),
-                conversion={"users": spec.users, "factors": spec.factors} if spec.factors else {},
+                conversion=self._conversion,
                 design=self.design.design(coded, keep),
             )
+
+    @property
+    def _conversion(self) -> dict[str, object]:
+        """The options that new rows need, see `Dataset`. Empty without factors and dates."""
+        spec = self.spec
+        factors = {"users": spec.users, "factors": spec.factors} if spec.factors else {}
+        return factors | ({"days_since": spec.days_since} if spec.days_since else {})
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
         """Multiply the columns that have factors by client. A client without one has a factor of 1."""

@@ -18,6 +18,7 @@ from fedloom.errors import RunDirError, Stop
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.outputs import write_settings, write_splits
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.outputs import is_run_directory
 from fedloom.rundir import (
     CHECKPOINTS_FOLDER,
     MODELS_FOLDER,
@@ -67,6 +68,10 @@ class ExperimentDirectory:
         if not settings.exists():
             raise RunDirError(
                 f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
+            )
+        if not is_run_directory(self.out):
+            raise RunDirError(
+                f"{settings} was not written by a run, and a run would replace it; choose another --out, or move it"
             )
         refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:

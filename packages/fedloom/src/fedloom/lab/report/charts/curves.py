@@ -59,14 +59,8 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
     data: Rows = []
     idle = []
     for row in rows:
-        run = run_of(runs, row)
-        seeds = seeds_of(run, row.method)
-        results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
-        costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
-        points = _points(
-            row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if len(rows) > 12 else POINTS_PER_LINE
-        )
-        if points and costs and not any(point["x"] for point in points):
+        points = draw_points(run_of(runs, row), row, name, axis, crowded=len(rows) > 12)
+        if points and axis != "round" and not any(point["x"] for point in points):
             idle.append(row.name)
         else:
             data += points
@@ -75,6 +69,14 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
     caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
     return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
+
+
+def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
+    """Return a row's learning curve, its mean over the clients' test parts over an axis of `CURVE_AXES`."""
+    seeds = seeds_of(run, row.method)
+    results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
+    costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
+    return _points(row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if crowded else POINTS_PER_LINE)
 
 
 def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import pyarrow as pa
 
@@ -12,10 +12,12 @@ from fedloom.errors import ConfigError
 from fedloom.formats import as_pandas, p_value, pair
 from fedloom.hints import unknown
 from fedloom.lab.report import notebook as display
+from fedloom.lab.report.charts import look
 from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models, contenders, reference
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
+from fedloom.lab.report.comparison.plots import Blocks, Labels, client_chart, curve_chart, rank_chart
 from fedloom.lab.report.naming import figure, titled, within_line
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.page import write_report
@@ -25,7 +27,7 @@ from fedloom.lab.report.tables import arrow, cell_text, write_difference
 from fedloom.rundir import place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from altair import LayerChart
 
@@ -131,6 +133,84 @@ class RecordedComparison:
         if not estimates:
             raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
         return display.comparison_chart(estimates, chosen)
+
+    def curves(
+        self,
+        name: str | None = None,
+        x: str = "round",
+        *,
+        width: int = 380,
+        height: int = 240,
+        labels: Mapping[str, str] | None = None,
+    ) -> LayerChart:
+        """Draw learning curves: every method's mean over clients, with the 95 % interval over seeds as a band.
+
+        Altair's ``save`` writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
+
+        Args:
+            name: the metric. None: the leading metric.
+            x: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
+            width: of the panel, in pixels.
+            height: of the panel, in pixels.
+            labels: the name of a method in the figure, by its label: only these methods, in this order. None: all.
+
+        Raises:
+            ConfigError: there is no such metric, axis or method.
+        """
+        chart = curve_chart(self._runs, self._labels(labels), name or self._lead, x, width, height)
+        return cast("LayerChart", look.notebook(chart))
+
+    def clients(
+        self,
+        name: str | None = None,
+        *,
+        width: int = 380,
+        height: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> LayerChart:
+        """Draw every client's mean over seeds with its 95 % interval, a dot per method.
+
+        Args:
+            name: the metric. None: the leading metric.
+            width: of the panel, in pixels.
+            height: of the panel, in pixels. None: by the number of clients and methods.
+            labels: as in `curves`.
+
+        Raises:
+            ConfigError: there is no such metric or method.
+        """
+        chart = client_chart(self._runs, self._labels(labels), name or self._lead, width, height)
+        return cast("LayerChart", look.notebook(chart))
+
+    def critical_difference(
+        self,
+        name: str | None = None,
+        over: Blocks = "seeds",
+        *,
+        width: int = 380,
+        height: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> LayerChart:
+        """Draw mean ranks of the methods, with a bar over methods that Nemenyi's test at level 0.05 does not separate.
+
+        Args:
+            name: the metric. None: the leading metric.
+            over: rank the methods in every seed, or in every client (its mean over seeds). Clients of one run are not
+                independent, so their differences are too sharp.
+            width: of the panel, in pixels.
+            height: of the panel, in pixels. None: by the number of methods.
+            labels: as in `curves`.
+
+        Raises:
+            ConfigError: fewer than three methods or five blocks, or no such metric or method.
+        """
+        if over not in get_args(Blocks):
+            raise unknown("choice", over, get_args(Blocks), "critical_difference: over")
+        chart = rank_chart(self._runs, self._labels(labels), name or self._lead, over, width, height)
+        return cast("LayerChart", look.notebook(chart))
+
+    def _labels(self, labels: Mapping[str, str] | None) -> Labels:
+        return Labels([row for row in contenders(self._runs, self._rows, self.models) if row.algorithm], labels)
 
     def to_pandas(self) -> Any:
         """`table` as a pandas DataFrame.

@@ -38,7 +38,7 @@ from fedloom_clinic.sections.left_out import LEFT_OUT_TEXT
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENT = """
 rounds = 3
 seeds = [0, 1]

@@ -1,0 +1,116 @@
+"""Alarms of a site: refused and repeated messages of its server, in the site's own log and status.
+
+An honest server sends a message again where an answer was lost, and asks once for something that a site refuses. A
+server that tries what it gets does both many times. Nothing of an alarm leaves the site.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
+from fedloom_sites.deploy.settings import Site
+
+MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
+"""Refused messages without an alarm."""
+MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
+"""Answers to one message without an alarm."""
+MAX_SESSIONS = 12  # a session for every site of a small run that drops out
+"""Sessions of secure aggregation in one round without an alarm."""
+ALARM_ENTRY = "alarm"
+"""Name of the lines of alarms in the log."""
+
+
+class Alarms:
+    """The messages that a site has answered or refused in one experiment, counted in its log.
+
+    Args:
+        folder: of the site's state in this experiment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / SENT_FILE
+        self._loaded = False
+        self._refused, self._answers, self._sessions = 0, Counter[str](), Counter[int]()
+
+    def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
+        """Count a message, and return the alarms that it raises.
+
+        An alarm comes again each time its number has doubled.
+
+        Args:
+            line: what the log says of the message, see `Client`.
+            reason: why it was refused. Empty where it was answered.
+        """
+        if not self._loaded:
+            self._loaded = True
+            for earlier in lines_of(self._path):
+                self._count(earlier)
+        self._count(line)
+        kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
+        what = f"the newest is of the kind {kind}, round {t}"
+        if line.get("status") != "ok" and _is_due(self._refused, MAX_REFUSALS):
+            alarms.append(f"{self._refused} messages of the server were refused; {what}: {reason}")
+        repeats = self._answers[str(line.get("asked"))]
+        if kind != "hello" and _is_due(repeats, MAX_REPEATS):
+            alarms.append(f"the server has sent one message {repeats} times; it {what.removeprefix('the newest ')}")
+        if kind == "keys" and _is_due(self._sessions[int(t or 0)], MAX_SESSIONS):
+            alarms.append(f"the server has begun {self._sessions[int(t or 0)]} sessions for round {t}")
+        return [f"ALARM: {one}; ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        if line.get("what") != "sent":
+            return
+        self._refused += line.get("status") != "ok"
+        message = str(line.get("asked"))
+        self._answers[message] += 1
+        if line.get("kind") == "keys" and self._answers[message] == 1:
+            self._sessions[int(line.get("round") or 0)] += 1
+
+
+def message_digest(head: Mapping[str, Any]) -> str:
+    """Name a message by what it asks: the same for a message that is sent again, under another nonce."""
+    message = {name: value for name, value in head.items() if name != "nonce"}
+    return hashlib.sha256(repr(sorted(message.items())).encode()).hexdigest()
+
+
+def site_status(site: Site) -> dict[str, Any]:
+    """Summarize a site's own log: messages, refused and repeated ones, and alarms.
+
+    Raises:
+        RunDirError: the log cannot be read.
+    """
+    lines = lines_of(site.folder / SENT_FILE)
+    sent = [line for line in lines if line.get("what") == "sent"]
+    message = Counter(line.get("asked") for line in sent if line.get("kind") != "hello")
+    return {
+        "site": site.site,
+        "messages": len(sent),
+        "refused": sum(line.get("status") != "ok" for line in sent),
+        "repeated": sum(count - 1 for count in message.values()),
+        "last": sent[-1].get("time") if sent else None,
+        "alarms": [
+            {"time": line.get("time"), "reason": str(line.get("reason"))}
+            for line in lines
+            if line.get("what") == ALARM_ENTRY
+        ],
+    }
+
+
+def raise_alarm(log: Audit, reason: str) -> None:
+    """Write an alarm into a site's log.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    log.write(ALARM_ENTRY, reason=reason)
+
+
+def _is_due(count: int, most: int) -> bool:
+    """Whether a count is the first beyond the most, or has doubled since the last alarm."""
+    quotient, rest = divmod(count, most + 1)
+    return count > most and rest == 0 and quotient & (quotient - 1) == 0

@@ -1,0 +1,58 @@
+"""The rehearsal: all attacks on copies of one site, one after the other."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fedloom.errors import ConfigError, sentence_of
+from fedloom.local.oracles.precision import undisturbed
+from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
+from fedloom_sites.deploy.rehearsal.messages import MESSAGE_ATTACKS
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, AttackRow, Inapplicable
+from fedloom_sites.deploy.rehearsal.samples import SAMPLE_ATTACKS
+from fedloom_sites.deploy.rehearsal.sums import SUM_ATTACKS
+from fedloom_sites.deploy.settings import Site
+
+ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
+    *SUM_ATTACKS,
+    *SAMPLE_ATTACKS,
+    *MESSAGE_ATTACKS,
+)
+"""Name and function of every attack."""
+
+
+def rehearse(site: Site) -> Iterator[AttackRow]:
+    """Play a dishonest server against copies of a site, with its data and settings.
+
+    Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
+
+    Args:
+        site: its settings.
+
+    Yields:
+        A row for each attack. An attack that fails by itself is a row of the verdict OPEN: it has shown nothing.
+
+    Raises:
+        FedloomError: the experiment or the data cannot be read.
+        ConfigError: the site has no training samples.
+    """
+    with TemporaryDirectory(prefix="fedloom-rehearsal-") as folder:
+        copies = RehearsedSite(site, Path(folder))
+        if not copies.sizes[0]:
+            raise ConfigError(f"site {site.site} has no training samples, so there is nothing to rehearse with")
+        for name, attack in ATTACKS:
+            yield AttackRow(name, _play(copies, attack))
+
+
+def _play(copies: RehearsedSite, attack: Callable[[RehearsedSite], AttackOutcome]) -> AttackOutcome:
+    try:
+        with redirect_stderr(io.StringIO()), undisturbed(copies.site.threads):  # the copies' logs
+            return attack(copies)
+    except Inapplicable as error:
+        return AttackOutcome("not tried", "", "", str(error))
+    except Exception as error:  # whatever it is, the attack has shown nothing
+        return AttackOutcome("OPEN", "the attack ended with an error", "unknown", sentence_of(error))

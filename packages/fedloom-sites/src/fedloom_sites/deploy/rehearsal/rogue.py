@@ -1,0 +1,254 @@
+"""A dishonest server: it asks sites what it likes, and keeps all that it gets. The attacks are in the other modules."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    REQUEST_FIELDS,
+    Kind,
+    common_head,
+    digest_of,
+    seal,
+)
+from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.secure import counters, shares
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.protocol import Integers
+from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.vectors import UploadVector
+from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.site.trainer import Trainer
+
+BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
+"""A value of each type of a field of a head."""
+
+
+class AskedSite(Protocol):
+    """What a server sees of a site: its public facts, and its replies."""
+
+    site: Site
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Training, validation and test samples."""
+        ...
+
+    @property
+    def figures(self) -> str:
+        """Figures that the site's samples define."""
+        ...
+
+    def reply(self, content: RecordDict) -> RecordDict:
+        """Return the reply to the content of a message."""
+        ...
+
+
+class RogueServer:
+    """A dishonest server with its sites.
+
+    Args:
+        sites: by number.
+        trainer: of a site, for the forms of messages.
+
+    Attributes:
+        sizes: samples of every site, as the server states them.
+        refused: the sentences of all refusals so far.
+    """
+
+    def __init__(self, sites: Sequence[AskedSite], trainer: Trainer) -> None:
+        self.sites, self.trainer = [*sites], trainer
+        self.sizes = tuple(tuple(site.sizes) for site in sites)
+        self.refused: list[str] = []
+
+    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
+        """Return the first array of a site's answer, or None if the site refuses."""
+        reply_head, data = self.exchange(c, kind, *arrays, **fields)
+        if reply_head["status"] != "ok":
+            self.refused.append(str(reply_head["reason"]))
+            return None
+        return data[0] if data else b""
+
+    def exchange(self, c: int, kind: str, *arrays: bytes, **fields: Any) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a message with any fields. Return the head and the arrays of the reply."""
+        head = {name: BLANK_VALUES[type_] for name, type_ in {**COMMON_FIELDS, **REQUEST_FIELDS.get(kind, {})}.items()}
+        head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_of(arrays)) | fields
+        reply = self.sites[c].reply(seal(head, arrays))
+        reply_head, data = reply["head"], reply["arrays"]
+        assert isinstance(reply_head, ConfigRecord)
+        assert isinstance(data, ArrayRecord)
+        return dict(reply_head), [array.data for array in data.values()]
+
+    def download(self, change: float = 0.0) -> bytes:
+        """Write the first model, moved by a number in each coordinate, as a download."""
+        down, _ = self.first_download()
+        return self.write(down[0] + change * torch.ones_like(down[0]))
+
+    def first_download(self) -> tuple[Any, Any]:
+        """Return what a client of the run receives first, and the server's first state."""
+        job, server = self.trainer.first_state
+        return job.down(server, 1, self.trainer.ids), server
+
+    def write(self, row: Tensor) -> bytes:
+        """Write a download whose first field is another row."""
+        down, server = self.first_download()
+        return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
+
+    def model(self, change: float = 0.0) -> bytes:
+        """Write the global model times 1 plus a number, to be scored."""
+        job, server = self.trainer.first_state
+        model = job.algorithm.global_model(server)
+        assert model is not None
+        return self.trainer.forms.write_model(model * (1 + change))
+
+    def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
+        """Write the terms of a session, true but for what is facts."""
+        everyone = range(len(self.sites))
+        facts = {"sizes": self.sizes, "cohort": everyone, "round": t, "trains": download is not None}
+        facts["accepted"] = more.get("accepted", (0,) * len(more.get("cohort", everyone)))
+        facts["download"] = "" if download is None else hashlib.sha256(download).hexdigest()
+        facts["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
+        if (more.get("scored", -1) >= 0 or more.get("question") is not None) and "figures" not in more:
+            facts["figures"] = tuple(s.figures for s in self.sites)
+        return Terms(**facts | more)
+
+    def begin(self, t: int, clients: Collection[int] | None = None) -> RogueSession:
+        """Ask some sites, or all, for the first two steps of a session."""
+        return RogueSession(self, t, range(len(self.sites)) if clients is None else clients)
+
+
+class RogueSession:
+    """A session of a dishonest server, after its first two steps.
+
+    Attributes:
+        vectors: masked vectors that sites have sent, each behind a signature.
+        shown: shares that open the counters, by site.
+        told: shares that open the sum, by site.
+    """
+
+    def __init__(self, rogue: RogueServer, t: int, clients: Collection[int]) -> None:
+        self.rogue, self.t, self.nonce = rogue, t, os.urandom(16)
+        here = rogue.sites[min(clients)].site
+        assert here.secure is not None
+        adverts = [self.ask(c, "keys") for c in clients]
+        self.adverts = secure.write_adverts([secure.read_adverts(a)[0] for a in adverts if a is not None])
+        name = secure.session_name(here.secure.digest(here.fingerprint), t, self.nonce)
+        self.session = secure.session_of(name, here.secure.threshold, secure.read_adverts(self.adverts))
+        sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
+        self.sealed = {c: secure.split_parts(m, shares.SEALED_SHARE_BYTES) for c, m in sealed.items() if m is not None}
+        self.vectors = dict[int, bytes]()
+        self.shown, self.has_counters = dict[int, bytes](), False
+        self._counted = set[tuple[int, bytes]]()
+        self.told = dict[int, dict[int, bytes]]()
+
+    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
+        """Ask a site for a step of the session, see `RogueServer.ask`."""
+        return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
+
+    def vector(
+        self,
+        c: int,
+        terms: Terms,
+        download: bytes | None,
+        *models: bytes,
+        peers: Collection[int] | None = None,
+        accepted: int | None = None,
+    ) -> None:
+        """Ask a site for its masked vector."""
+        inbox = {p: s[c] for p, s in self.sealed.items() if p != c and c in s and p in (peers or self.sealed)}
+        arrays = [*([] if download is None else [download]), terms.encode(), secure.join_parts(inbox), *models]
+        base = terms.bases.get(c, 0) if accepted is None else accepted
+        sent_back = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
+        if sent_back is not None:
+            self.vectors[c] = sent_back
+            self.has_counters = has_counters(terms, self.rogue.trainer)
+
+    def count(self, c: int, survivors: Collection[int] | None = None) -> None:
+        """Ask a site for the shares that open the counters of those whose vector came."""
+        sent_back = self.ask(
+            c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors})
+        )
+        if sent_back is not None:
+            self.shown[c] = sent_back
+
+    def counts(self, terms: Terms) -> tuple[int, int]:
+        """Open the sums of the counters."""
+        answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
+        agreed = self.rogue.sites[min(self.vectors)].site.secure
+        assert agreed is not None
+        public = {c: verifying_key(agreed.keys[c], f"client {c}") for c in self.vectors}
+        messages = {c: v[-counters.COUNTERS_BYTES :] for c, v in self.vectors.items()}
+        return counters.open_counters(
+            self.session, self.bound(terms), [*self.sealed], messages, answers, public
+        )[0]  # fmt: skip
+
+    def bound(self, terms: Terms) -> bytes:
+        """Return what the masks of the session are bound to."""
+        return secure.bound_to(self.session, terms.digest, [*self.sealed])
+
+    def open(self, c: int, survivors: Collection[int] | None = None) -> None:
+        """Ask a site for its shares, for the sum of those whose vector came. Before, all of them for the counters.
+
+        With too few shares of the counters there is nothing to ask: no site opens a sum without them.
+        """
+        listed = [*(survivors or self.vectors)]
+        signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
+        if self.has_counters:
+            for s in listed:
+                if (s, signed) not in self._counted:
+                    self._counted.add((s, signed))
+                    self.count(s, survivors)
+            if len(self.shown) < self.session.threshold:
+                return
+            sent = secure.join_parts({s: self.vectors[s][-counters.COUNTERS_BYTES :] for s in listed})
+            sent_back = self.ask(c, "unmask", signed, sent, secure.join_parts(self.shown))
+        else:
+            sent_back = self.ask(c, "unmask", signed)
+        if sent_back is not None:
+            self.told[c] = secure.split_parts(sent_back, secure.KEY_BYTES)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the shares that came are enough to take the masks off."""
+        return len(self.told) >= self.session.threshold
+
+    def total(self, terms: Terms) -> Integers:
+        """Return the sum of the vectors, without masks."""
+        bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
+        secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
+        assert not wrong
+        sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
+        return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
+
+
+def has_counters(terms: Terms, trainer: Trainer) -> bool:
+    """Whether the vectors of a session come with counters."""
+    return terms.question is not None or (terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted)
+
+
+def sum_honestly(
+    rogue: RogueServer,
+    t: int,
+    download: bytes | None,
+    *models: bytes,
+    clients: Collection[int] | None = None,
+    **more: Any,
+) -> RogueSession:
+    """Ask for all steps as an honest server asks."""
+    clients = range(len(rogue.sites)) if clients is None else clients
+    more |= {} if download is not None else {"scored": t, "common": True}
+    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
+    for c in clients:
+        session.vector(c, terms, download, *models)
+    for c in clients:
+        session.open(c)
+    return session

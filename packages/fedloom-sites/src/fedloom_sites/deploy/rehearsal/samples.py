@@ -1,0 +1,341 @@
+"""Attacks on samples: a dishonest server crafts models whose answers, or refusals, show samples of a site."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.data import Federation
+from fedloom.engine.clients.scores import pass_shared
+from fedloom.engine.job import Job
+from fedloom_sites.deploy.noise import deployed, noise_of_site
+from fedloom_sites.deploy.protocol.lengths import absolute
+from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer
+from fedloom_sites.deploy.rehearsal.sums import play
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
+from fedloom_sites.deploy.secure.vectors import UploadVector
+
+QUESTIONS, QUESTION_SECONDS = 24, 90.0
+"""Crafted models that are asked about, and seconds after which no further one is."""
+BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
+"""Settings without a budget, where an attack needs more answers than an agreement allows."""
+READ_ERROR = 0.01
+"""Relative error up to which a sample counts as read."""
+MOST_COMPARED = 2000
+"""Samples that are compared with what was read."""
+MEMORIZED_AUROC = 0.75
+"""Area under the curve of guesses which samples a model was trained on, from which on it memorizes. 0.5 is chance."""
+MOST_TWINS = 8
+"""Samples that are tried in the place of the first one."""
+UNIT_SCALE = 1e-3
+"""Size of crafted weights, so small that the loss is nearly the same for all samples."""
+
+
+class FirstLayer(NamedTuple):
+    """The linear layer that a model begins with, and the next one.
+
+    Attributes:
+        weight, bias, following: names of parameters.
+        units: of the layer.
+    """
+
+    weight: str
+    bias: str
+    following: str
+    units: int
+
+
+def find_first_layer(job: Job, features: int) -> FirstLayer:
+    """Find the first linear layer of a model, if the model begins with one.
+
+    Raises:
+        Inapplicable: it does not, or has one layer only.
+    """
+    layout = job.oracle.layout
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    names = [*shapes]
+    first = shapes[names[0]]
+    units = int(first[0])
+    after = [name for name in names[1:] if len(shapes[name]) == 2 and int(shapes[name][1]) == units]
+    biases = [name for name in names[1:3] if tuple(shapes[name]) == (units,)]
+    if len(first) != 2 or int(first[1]) != features or not after or not biases:
+        raise Inapplicable("the model does not begin with a hidden linear layer, from which this attack reads samples")
+    return FirstLayer(names[0], biases[0], after[0], units)
+
+
+def training_rows(client: Any, fed: Federation) -> Tensor:
+    """Return the training samples of a site as the model receives them, ``[n, features]`` float64."""
+    index = fed.indices("train", client)[:MOST_COMPARED]
+    rows = fed.fetch(index)
+    if not rows.is_floating_point():
+        raise Inapplicable("samples are texts")
+    return rows.reshape(len(index), -1).double()
+
+
+def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
+    """Write a model whose first layer sorts samples into bins along one direction, one unit for each edge.
+
+    The gradient of two neighboring units differs by the samples in between, so a bin with one sample shows it.
+    (L. Fowl et al., "Robbing the fed", ICLR 2022.)
+
+    Args:
+        rogue: the server.
+        layer: the first layer.
+        rows: samples, from which the edges follow. A server knows their distribution from data like them.
+    """
+    job = rogue.trainer.job
+    down, _ = rogue.first_download()
+    tree = {k: part.clone() for k, part in job.oracle.layout.tree(down[0].reshape(1, -1).double()).items()}
+    features = rows.shape[1]
+    direction = torch.randn(features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    direction /= direction.norm() * max(float(rows.abs().max()), 1e-9)
+    places = torch.sort(rows @ direction).values
+    edges = torch.quantile(places, torch.linspace(0, 1, layer.units + 1, dtype=torch.float64)[:-1])
+    edges = edges - 1e-6 * (places[-1] - places[0]).clamp(min=1e-6)
+    tree[layer.weight][0] = UNIT_SCALE * direction
+    tree[layer.bias][0] = -UNIT_SCALE * edges
+    column = torch.linspace(-1, 1, tree[layer.following].shape[1], dtype=torch.float64)
+    tree[layer.following][0] = column[:, None]
+    return rogue.write(job.oracle.layout.flatten(tree)[0])
+
+
+def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
+    """Return the candidates for samples ``[k, features]`` that a change of the crafted model shows."""
+    tree = job.oracle.layout.tree(change.double().reshape(1, -1))
+    weight, bias = tree[layer.weight][0], tree[layer.bias][0]
+    weights = torch.cat([weight, weight[:-1] - weight[1:]])
+    biases = torch.cat([bias, bias[:-1] - bias[1:]])
+    is_moved = biases != 0
+    return weights[is_moved] / biases[is_moved, None]
+
+
+def count_read(candidates: Tensor, rows: Tensor) -> int:
+    """Count the samples of which some candidate is a copy, to a relative error of `READ_ERROR`."""
+    finite = candidates[candidates.isfinite().all(1)]
+    if not len(finite):
+        return 0
+    distance = torch.cdist(rows, finite).min(1).values
+    return int((distance <= READ_ERROR * rows.norm(dim=1).clamp(min=1e-12)).sum())
+
+
+def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
+    """Return the change of the model ``[d]`` that an upload or a sum of uploads has.
+
+    Raises:
+        Inapplicable: uploads of the method are no changes of the model.
+    """
+    for name, kind in job.fields.items():
+        field = fields.get(name)
+        if kind.primary and field is not None and field.numel() == job.oracle.layout.d:
+            if absolute(kind, field.numel(), job.oracle.layout.d) or kind.keeps:
+                break
+            return field.reshape(-1)
+    raise Inapplicable(f"uploads of {type(job.algorithm).__name__} are no changes of the model, which are read here")
+
+
+def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
+    """Ask for one round on a model. Return the change of the model that the server then has, or None if none came."""
+    job = rogue.trainer.job
+    if site.site.secure is not None:
+        session, terms = play(site, rogue, 1, download)
+        if not session.is_open or site.client not in session.vectors:
+            return None
+        vector = UploadVector(job, rogue.trainer.forms.idle)
+        sums, _, _ = vector.decode(session.total(terms)[: vector.length], site.clients, 1.0)
+        return change_of(job, sums)
+    upload = rogue.ask(site.client, "train", download, round=1, weight=1 / site.clients, scored=-1)
+    if upload is None:
+        return None
+    up = rogue.trainer.forms.read_up(upload, site.client, rogue.trainer.forms.read_down(download)).up
+    return change_of(job, up._asdict())
+
+
+def protection_of(site: RehearsedSite) -> str:
+    """Name what hides the upload of a site: masks, noise, or nothing."""
+    trainer = site.copy().trainer
+    if noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
+        return "noise"
+    return "nothing" if site.site.secure is None else "masks"
+
+
+def read_single_upload(site: RehearsedSite) -> AttackOutcome:
+    """Look at the upload of this site alone."""
+    rogue, c = site.rogue(), site.client
+    tried = "the upload of this site alone, and its masked numbers in two sessions"
+    upload = rogue.ask(c, "train", rogue.download(), round=1, weight=1 / site.clients, scored=-1)
+    if site.site.secure is not None:
+        numbers = set[bytes]()
+        for _ in range(2):
+            session, download = rogue.begin(1), rogue.download()
+            session.vector(c, rogue.terms(1, download), download)
+            numbers.add(session.vectors.get(c, b"")[SIGNATURE_BYTES:])
+        is_open = upload is not None or len(numbers) == 1
+        return judge(is_open, tried, "uploads leave under masks, drawn anew in each session", "an upload without masks")
+    tried = "one round with an honest model"
+    if upload is None:
+        return AttackOutcome("stopped", tried, "nothing", f"the site refuses: {rogue.refused[-1]}")
+    learned = f"the whole upload, {len(upload):,} bytes"
+    if protection_of(site) == "noise":
+        return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each upload")
+    return AttackOutcome("OPEN", tried, learned, "no masks and no noise: use secure aggregation, or trust the server")
+
+
+def read_by_bins(site: RehearsedSite) -> AttackOutcome:
+    """Read samples from one answer to a model whose first layer sorts them into bins (R6)."""
+    rogue = site.rogue()
+    rows = training_rows(site.client, site.fed)
+    layer = find_first_layer(rogue.trainer.job, rows.shape[1])
+    change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
+    count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
+    tried = f"one crafted model with {layer.units} bins"
+    learned = f"{count} of {len(rows)} training samples to {READ_ERROR:.0%}"
+    protection = protection_of(site)
+    if count and protection == "masks":
+        remains = "a sum hides whose samples they are, not the samples: add noise (delta), or trust the server"
+        return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
+    rule = "noise (delta)" if protection != "masks" else "training blurs single samples; noise (delta) hides them"
+    return judge(bool(count), tried, rule, learned, "0 samples")
+
+
+def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
+    """Write models that a site might answer only with, or without, a certain sample."""
+    down, _ = rogue.first_download()
+    first, draws = down[0].double(), torch.Generator().manual_seed(1)
+    noise = torch.randn(first.shape, generator=draws, dtype=torch.float64)
+    units = torch.arange(first.numel()).reshape(first.shape)
+    for k in range(QUESTIONS):
+        how, power = k % 6, 10.0 ** (-300 + 600 * k / QUESTIONS)
+        if how == 0:
+            yield rogue.write(noise * power)
+        elif how == 1:
+            yield rogue.write(torch.where(units % (2 + k) == 0, first - 1e3, first))
+        elif how == 2:
+            yield rogue.write(torch.where(noise > 2 - k / 8, noise * 1e6, first))
+        elif how == 3:
+            numbers = (float("nan"), float("inf"), -float("inf"), 1e308, 5e-324)
+            yield rogue.write(torch.where(units == k, torch.full_like(first, numbers[k // 6 % len(numbers)]), first))
+        elif how == 4 or rows is None:
+            yield rogue.write(first + 1e-9 * noise)
+        else:
+            yield _craft_threshold(rogue, rows, float(10 ** (k / 3)))
+
+
+def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
+    """Write a model with one unit that the first sample alone makes live, and that is huge then."""
+    job = rogue.trainer.job
+    layer = find_first_layer(job, rows.shape[1])
+    tree = job.oracle.layout.tree(torch.zeros(1, job.oracle.layout.d, dtype=torch.float64))
+    direction = rows[0] / rows[0].norm().clamp(min=1e-12)
+    farthest = (rows[1:] @ direction).max() if len(rows) > 1 else torch.zeros(())
+    tree[layer.bias][:] = -1.0
+    tree[layer.weight][0, 0] = gain * direction
+    tree[layer.bias][0, 0] = -gain * float(rows[0] @ direction + farthest) / 2
+    tree[layer.following][0, :, 0] = gain
+    return rogue.write(job.oracle.layout.flatten(tree)[0])
+
+
+def change_first_sample(site: RehearsedSite) -> Federation:
+    """Return the site's samples with another first one, and with the same published facts.
+
+    It has the largest value of each feature. If that changes a published fact, it is a copy of another sample.
+
+    Raises:
+        Inapplicable: every other sample changes a published fact.
+    """
+    fed = site.fed
+    rows = torch.cat([fed.indices(part, site.client) for part in ("train", "validation", "test")])
+    figures = site.copy().figures
+    for sample in (fed.data.x[rows].amax(0), *fed.data.x[rows[1:MOST_TWINS]]):
+        x = fed.data.x.clone()
+        x[fed.indices("train", site.client)[0]] = sample
+        changed = replace(fed, data=replace(fed.data, x=x))
+        if site.copy(changed).figures == figures:
+            return changed
+    raise Inapplicable("every other first sample changes a fact that the site publishes")
+
+
+def compare_twins(site: RehearsedSite) -> AttackOutcome:
+    """Ask crafted models of two copies of the site that differ in one sample, and compare all but masked numbers."""
+    if site.site.secure is None and not site.copy().trainer.private:
+        raise Inapplicable("the server gets this site's answers themselves, see the row on single uploads")
+    twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
+    rogues = [site.rogue(twin) for twin in twins]
+    try:
+        rows: Tensor | None = training_rows(site.client, twins[1].trainer.fed)
+        find_first_layer(rogues[0].trainer.job, rows.shape[1] if rows is not None else 0)
+    except Inapplicable:
+        rows = None
+    differing, questions, end = 0, 0, time.monotonic() + QUESTION_SECONDS
+    for download in craft_questions(rogues[0], rows):
+        questions += 1
+        differing += len({_see_answer(site, rogue, download) for rogue in rogues}) > 1
+        if time.monotonic() > end:
+            break
+    return judge(
+        differing > 0,
+        f"{questions} crafted models, to the site with one sample and with another in its place",
+        "a refusal, its sentence and its length depend on the message alone",
+        f"{differing} of {questions} answers tell the two samples apart",
+        f"0 of {questions} answers differ",
+    )
+
+
+def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
+    """Return all that a server sees of the answer to a model before any sum is opened."""
+    before = len(rogue.refused)
+    length = ask_upload(site, rogue, 1, download)
+    return (tuple(rogue.refused[before:]), length)
+
+
+def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
+    """Ask the site alone for its upload of a round, under masks where they are agreed on. Return its bytes, or 0."""
+    c = site.client
+    if site.site.secure is None:
+        return len(rogue.ask(c, "train", download, round=t, weight=1 / site.clients, scored=-1) or b"")
+    session = rogue.begin(t)
+    session.vector(c, rogue.terms(t, download), download)
+    return len(session.vectors.get(c, b""))
+
+
+def guess_members(site: RehearsedSite) -> AttackOutcome:
+    """Guess from the loss of the new model which samples it was trained on (models that memorize)."""
+    rogue = site.rogue()
+    job, (down, _) = rogue.trainer.job, rogue.first_download()
+    change = ask_change(site, rogue, rogue.download())
+    tried = "the loss of the model after one round, of training samples and of held-out samples"
+    if change is None:
+        return AttackOutcome("stopped", tried, "nothing", "the round has no result")
+    model = down[0].reshape(-1) + change.to(down[0])
+    losses = {part: _losses_of(job, model, site.client, part) for part in ("train", "validation", "test")}
+    inside, outside = losses["train"], torch.cat([losses["validation"], losses["test"]])
+    if not len(inside) or not len(outside) or not bool(torch.cat([inside, outside]).isfinite().all()):
+        raise Inapplicable("the site has no held-out samples to compare with, or no losses")
+    ranks = (outside[:, None] > inside[None]).double() + 0.5 * (outside[:, None] == inside[None]).double()
+    area = float(ranks.mean())
+    learned = f"AUROC {area:.2f} (chance: 0.50)"
+    if area >= MEMORIZED_AUROC:
+        return AttackOutcome(
+            "OPEN", tried, learned, "the model memorizes: fewer epochs, a smaller model, or noise (delta)"
+        )
+    return AttackOutcome("remains", tried, learned, "what a model shows of its training; noise (delta) bounds it")
+
+
+def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
+    """Return the losses of one model on a part of the site's samples."""
+    outputs, index, _ = pass_shared(job, model, torch.tensor([client]), part)
+    return job.oracle.task.loss(outputs, job.eval_fed.targets(index)).flatten()[:MOST_COMPARED]
+
+
+SAMPLE_ATTACKS: Sequence[tuple[str, Any]] = (
+    ("single upload", read_single_upload),
+    ("is this row there? (refusals)", compare_twins),
+    ("bins of one row (crafted model)", read_by_bins),
+    ("models that memorize", guess_members),
+)

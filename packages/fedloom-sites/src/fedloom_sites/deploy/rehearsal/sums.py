@@ -1,0 +1,333 @@
+"""Attacks on secure sums: a dishonest server tries to get a sum that is of one site, or mostly of one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
+from fedloom_sites.deploy.rehearsal.copies import RehearsedSite, StandIn
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
+from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
+from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.vectors import ScoreVector
+from fedloom_sites.deploy.settings import Secure
+
+MAX_SAFE_SHARE = float(Secure.model_fields["max_share"].default)
+"""Share of one site in the weight of a sum beyond which the sum tells nearly what this site sends."""
+HEAVY_SHARES = (0.81, 0.9, 0.99)
+"""Shares of the weight that the server claims for the site."""
+SERIES_SECONDS = 120.0
+"""Seconds after which a series of sums ends."""
+NOT_SUMS = "uploads leave this site without masks; see the row on single uploads"
+
+
+def agreed_of(site: RehearsedSite) -> Secure:
+    """Return the agreed settings of secure sums.
+
+    Raises:
+        Inapplicable: there are none.
+    """
+    if site.site.secure is None:
+        raise Inapplicable(NOT_SUMS)
+    return site.site.secure
+
+
+def play(
+    site: RehearsedSite,
+    rogue: RogueServer,
+    t: int,
+    download: bytes | None,
+    *models: bytes,
+    clients: Collection[int] | None = None,
+    survivors: Collection[int] | None = None,
+    **more: Any,
+) -> tuple[RogueSession, Terms]:
+    """Ask for all steps of a session, the rehearsed site first, as its vector shows how long those of the others are.
+
+    Args:
+        site: the rehearsed one.
+        rogue: the server.
+        t: round.
+        download: model to train from. None for scores alone.
+        models: to be scored.
+        clients: the sites that are requests. None for all.
+        survivors: the sites whose vectors the server says have arrived. None for those whose vectors did.
+        more: facts of the terms.
+    """
+    cohort = sorted(range(site.clients) if clients is None else clients)
+    more |= {} if download is not None else {"scored": t, "common": True}
+    session, terms = rogue.begin(t, cohort), rogue.terms(t, download, models, cohort=cohort, **more)
+    for c in sorted(cohort, key=lambda c: c != site.client):
+        session.vector(c, terms, download, *models)
+        if c == site.client and c in session.vectors:
+            resize_stand_ins(rogue, session, c)
+    if survivors is not None:
+        confirm(session, survivors)
+    if not {*(survivors or ())} <= {*session.vectors}:
+        return session, terms
+    for c in sorted({*session.vectors} - {*(survivors or session.vectors)}) if session.has_counters else ():
+        session.count(c, survivors)
+    for c in session.vectors:
+        session.open(c, survivors)
+    return session, terms
+
+
+def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
+    """Give the vectors of stand-ins the length of a site's vector."""
+    end = COUNTERS_BYTES if session.has_counters else 0
+    for other in rogue.sites:
+        if isinstance(other, StandIn):
+            other.length = (len(session.vectors[c]) - SIGNATURE_BYTES - end) // 8
+
+
+def confirm(session: RogueSession, survivors: Collection[int]) -> None:
+    """Ask some sites to sign that the sum is of these sites alone."""
+    listed = secure.join_parts(dict.fromkeys(sorted(survivors), b""))
+    for c in survivors:
+        signature = session.ask(c, "agree", listed) if c in session.vectors else None
+        if signature is not None:
+            session.vectors[c] = signature + session.vectors[c][SIGNATURE_BYTES:]
+
+
+def move_little(row: Tensor, times: int) -> Tensor:
+    """Move each number of a model to one of the next numbers that its type has."""
+    for _ in range(times):
+        row = torch.nextafter(row, torch.full_like(row, torch.inf))
+    return row
+
+
+def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
+    """Control: asked honestly, the site and its stand-ins open a sum. Otherwise the other rows prove little."""
+    agreed_of(site)
+    rogue = site.rogue()
+    session, _ = play(site, rogue, 1, rogue.download())
+    tried = f"one honest round of {site.clients} sites"
+    if session.is_open:
+        return AttackOutcome(
+            "remains", tried, f"the sum of {len(session.vectors)} sites", "the sum of a round is what it is"
+        )
+    reasons = "; ".join(dict.fromkeys(rogue.refused)) or "no reason was given"
+    return AttackOutcome("OPEN", tried, "the round has no sum", f"the study cannot run with these settings: {reasons}")
+
+
+def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
+    """Name a cohort in which this site and fewer than T sites have samples (R5 of the audit of trust)."""
+    agreed, opened = agreed_of(site), list[int]()
+    empty = [0, 0, 0]
+    for full in range(1, agreed.threshold):
+        for scores in (False, True):
+            sizes = {c: site.sizes if k < full - 1 else empty for k, c in enumerate(site.other_clients)}
+            rogue = site.rogue(sizes=sizes)
+            models: tuple[Any, ...] = (None, rogue.model()) if scores else (rogue.download(),)
+            session, _ = play(site, rogue, 1, *models)
+            opened += [full] if session.is_open and site.client in session.vectors else []
+    return judge(
+        bool(opened),
+        f"sums in which 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
+        f"a sum needs {agreed.threshold} sites with samples",
+        f"what this site sends, as sums of {sorted({*opened})} sites were opened",
+    )
+
+
+def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
+    """Say that the vectors of most sites were lost, or tell two lists of the sites whose vectors arrived."""
+    agreed, learned_sums = agreed_of(site), list[str]()
+    for count in range(1, agreed.threshold):
+        rogue = site.rogue()
+        few = sorted([site.client, *site.other_clients[: count - 1]])
+        session, _ = play(site, rogue, 1, rogue.download(), survivors=few)
+        learned_sums += [f"the sum of {count} sites"] if session.is_open else []
+    rogue = site.rogue()
+    session, _ = play(site, rogue, 1, rogue.download())
+    first, session.told, session.shown = session.is_open, {}, {}
+    confirm(session, site.other_clients)
+    for c in site.other_clients:
+        session.open(c, site.other_clients)
+    learned_sums += ["two sums of one round, whose difference is this site's"] if first and session.is_open else []
+    return judge(
+        bool(learned_sums),
+        f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites; two lists",
+        f"a sum needs {agreed.threshold} sites, and a session opens one list",
+        ", ".join(learned_sums),
+    )
+
+
+def dominate_sum(site: RehearsedSite) -> AttackOutcome:
+    """Ask for sums in which this site has nearly all of the weight, of uploads and of scores."""
+    agreed, learned_sums = agreed_of(site), list[float]()
+    count = sum(site.sizes)
+    for share in HEAVY_SHARES:
+        rest = max(1, int(count * (1 - share) / share / max(1, site.clients - 1)))
+        sizes = dict.fromkeys(site.other_clients, (rest, rest, rest))
+        rogue = site.rogue(sizes=sizes)
+        session, terms = play(site, rogue, 1, rogue.download())
+        weights = terms.weights(terms.weighed(rogue.trainer.job, site.site.samples))
+        shares = [column[site.client] / sum(column) for column in zip(*weights.values(), strict=True) if sum(column)]
+        if session.is_open and max(shares, default=0.0) > MAX_SAFE_SHARE:
+            learned_sums.append(max(shares))
+        if site.copy().trainer.scoring != "masked":
+            continue
+        rogue = site.rogue(sizes=sizes)
+        session, terms = play(site, rogue, 1, None, rogue.model())
+        vector = ScoreVector(rogue.trainer.job)
+        heavy = [terms.is_dominated(part, agreed.threshold, MAX_SAFE_SHARE) for part in vector.parts]
+        rows = session.total(terms)[: vector.length].reshape(len(heavy), -1) if session.is_open else np.zeros((0, 4))
+        if any(is_heavy and bool(row.any()) for is_heavy, row in zip(heavy, rows, strict=False)):
+            learned_sums.append(share)
+    return judge(
+        bool(learned_sums),
+        f"sums in which this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
+        f"a site has at most {agreed.max_share:.0%} of a sum (max_share)",
+        f"a sum of which this site is {max(learned_sums, default=0):.0%}",
+    )
+
+
+def repeat_model(site: RehearsedSite) -> AttackOutcome:
+    """Ask for one model again in the next round, without this site."""
+    agreed_of(site)
+    rogue, learned_sums = site.rogue(), list[str]()
+    if rogue.trainer.rounds < 2:
+        raise Inapplicable("the experiment has one round")
+    for what in ("uploads", "scores"):
+        if what == "scores" and rogue.trainer.scoring != "masked":
+            continue
+        models: tuple[Any, ...] = (rogue.download(),) if what == "uploads" else (None, rogue.model())
+        first, _ = play(site, rogue, 1, *models)
+        second, _ = play(site, rogue, 2, *models, clients=site.other_clients)
+        learned_sums += [what] if first.is_open and second.is_open else []
+    return judge(
+        bool(learned_sums),
+        "the same model in the next round, without this site",
+        "sums on one model are of the same sites",
+        f"this site's {' and '.join(learned_sums)}, by subtraction",
+    )
+
+
+def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int]]) -> list[Row]:
+    """Ask for sums of uploads of these sites, one after the other, on models that differ by next to nothing.
+
+    If the rounds of the experiment end, the server begins it again on the same data.
+
+    Args:
+        site: the rehearsed one.
+        name: of the folder of what the site remembers.
+        cohorts: of the sums.
+
+    Returns:
+        The sums that were opened.
+    """
+    rows, memory, end = list[Row](), site.folder / name, time.monotonic() + SERIES_SECONDS
+    rogue = site.later_rogue(0, memory)
+    first, rounds = rogue.first_download()[0][0], rogue.trainer.rounds
+    for k, clients in enumerate(cohorts):
+        if k and k % rounds == 0:
+            rogue = site.later_rogue(k // rounds, memory)
+        session, _ = play(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
+        rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
+        if time.monotonic() > end:
+            break
+    return rows
+
+
+def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
+    """Change a model by next to nothing from round to round, and leave this site out again and again (R7)."""
+    agreed, everyone = agreed_of(site), range(site.clients)
+    cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
+    rows = open_series(site, "neighbors", cohorts)
+    sizes = [len(row) for row in rows]
+    differences = sum(one != other for one, other in itertools.pairwise(sizes))
+    tried = f"{len(cohorts)} rounds with nearly the same model, every second one without this site"
+    rule = f"sums are of the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
+    learned = f"{differences} differences of what this site sends"
+    if (("uploads", site.client),) not in find_isolated(rows, agreed.threshold):
+        return judge(False, tried, rule, learned)
+    if site.copy().trainer.private:
+        return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon counts each round")
+    if max(differences, agreed.changes) <= MAX_CHANGES:
+        return AttackOutcome("remains", tried, learned, f"{rule}; agree on changes = 0 if no site may be away")
+    return judge(True, tried, rule, learned)
+
+
+def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
+    """Leave the others out one after the other, until what remains of a sum is this site's."""
+    agreed, everyone = agreed_of(site), range(site.clients)
+    cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
+    rows = open_series(site, "leaving", cohorts)
+    return judge(
+        (("uploads", site.client),) in find_isolated(rows, agreed.threshold),
+        f"{len(cohorts)} sums with nearly the same model, each without another of the other sites",
+        f"{agreed.steady_sites} sites of every sum have never been away (steady)",
+        "what this site sends, as the rest of all differences",
+    )
+
+
+def begin_again(site: RehearsedSite) -> AttackOutcome:
+    """Begin another experiment on the same data and the same model, without this site (R12)."""
+    agreed_of(site)
+    memory = site.folder / "again"
+    rogue = site.later_rogue(0, memory)
+    download = rogue.download()
+    before, _ = play(site, rogue, 1, download)
+    after, _ = play(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
+    return judge(
+        before.is_open and after.is_open,
+        "another experiment on the same data and model, without this site",
+        f"a site remembers sums by the name of its data ({site.site.data_name!r}), over experiments",
+        "what this site sends, by subtraction",
+    )
+
+
+def change_terms(site: RehearsedSite) -> AttackOutcome:
+    """Ask one session twice with other models or terms, and tell each site another model."""
+    agreed_of(site)
+    rogue, c = site.rogue(), site.client
+    first, second = rogue.download(), rogue.download(0.5)
+    session, learned_sums, vectors = rogue.begin(1), list[str](), set[bytes]()
+    lies = tuple((one[0] + 1, *one[1:]) if k != c else one for k, one in enumerate(rogue.sizes))
+    requests = [(rogue.terms(1, one), one) for one in (first, first, second)] + [
+        (rogue.terms(1, first, sizes=lies), first)
+    ]
+    for terms, download in requests:
+        session.vector(c, terms, download)
+        vectors.add(session.vectors.pop(c, b""))
+    learned_sums += ["two vectors under one mask"] if len(vectors - {b""}) > 1 else []
+    rogue = site.rogue()
+    session = rogue.begin(1)
+    for k in sorted(range(site.clients), key=lambda k: k != c):
+        model = first if k == c else second
+        session.vector(k, rogue.terms(1, model), model)
+        if k == c and c in session.vectors:
+            resize_stand_ins(rogue, session, c)
+    for k in [*session.vectors]:
+        session.open(k)
+    learned_sums += ["a sum of different models"] if session.is_open else []
+    return judge(
+        bool(learned_sums),
+        "two models, and two terms, in one session; a model of its own for each site",
+        "a session has one answer, and masks fit for one model and one list of terms",
+        ", ".join(learned_sums),
+    )
+
+
+SUM_ATTACKS: Sequence[tuple[str, Any]] = (
+    ("honest round (control)", open_honest_sum),
+    ("sites without samples", isolate_by_empty_sites),
+    ("drop-outs", isolate_by_drop_outs),
+    ("a share of nearly all", dominate_sum),
+    ("one model twice", repeat_model),
+    ("neighboring sums", compare_neighbors),
+    ("all others leave", leave_one_by_one),
+    ("the study begun again", begin_again),
+    ("changed terms", change_terms),
+)

@@ -1,0 +1,82 @@
+"""Dates as features: days since another date of the row, or since a fixed date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from fedloom.data.sources.table.cells import Cells, Piece, Problems, is_missing
+from fedloom.data.sources.table.designs import seconds_of
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
+
+SECONDS_PER_DAY = 86400.0
+DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
+"""Day, month and year. Dates with slashes have either order, so fedloom reads none of them."""
+DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
+
+
+def days_of(cell: object) -> float | None:
+    """Return the days since 1970 of a date, a time or its text. None for any other cell.
+
+    >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
+    (1.0, 2.0, 1.0, None)
+    """
+    if isinstance(cell, str) and (dotted := DOTTED_DATE_PATTERN.fullmatch(cell.strip())):
+        cell = "{2}-{1:0>2}-{0:0>2}".format(*dotted.groups())
+    seconds = seconds_of(cell)
+    return None if seconds is None else seconds / SECONDS_PER_DAY
+
+
+def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str) -> None:
+    """Check that every column of dates exists, and that every start is a column or a date.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
+    for column, start in days_since.items():
+        if column not in names:
+            raise ConfigError(f"{where}: days_since: no column {column!r}; {nearest(column, names)}")
+        if start not in names and days_of(start) is None:
+            raise ConfigError(
+                f"{where}: days_since: {start!r} is neither a column nor a date such as 2024-09-01; "
+                f"{nearest(start, names)}"
+            )
+
+
+def replace_dates(
+    cells: Iterator[Piece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
+) -> Iterator[Piece]:
+    """Replace columns of dates by days. Dates may need a column that comes later, so they are yielded last.
+
+    Args:
+        cells: pieces of all columns.
+        days_since: the start of each column of dates: another column, or a date.
+        markers: cells that mean missing.
+        problems: gathers cells that are not dates.
+
+    Yields:
+        The pieces. A missing date, or a missing start, is a missing cell.
+    """
+    held: dict[str, list[object]] = {name: [] for pair in days_since.items() for name in pair}
+    for piece in cells:
+        if piece.column in held:
+            held[piece.column] += piece.cells
+        if piece.column not in days_since:
+            yield piece
+    days = {name: _days(name, column, markers, problems) for name, column in held.items() if column}
+    for column, start in days_since.items():
+        begin = days.get(start) or [days_of(start)] * len(held[column])
+        pairs = zip(days.get(column, ()), begin, strict=True)
+        yield Piece(0, column, [None if day is None or first is None else day - first for day, first in pairs])
+
+
+def _days(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
+    """Return the days since 1970 of a column's cells. Cells that are not dates are a problem."""
+    days = [days_of(cell) for cell in cells]
+    missing = is_missing(cells, markers).tolist()
+    odd = [k for k, day in enumerate(days) if day is None and not missing[k]]
+    if odd:
+        what = f"row {problems.first + odd[0]}, column {name!r}: expected a date, got {cells[odd[0]]!r:.60}"
+        problems.add("date", name, what, [cells[k] for k in odd], DATE_HINT)
+    return [None if gap else day for day, gap in zip(days, missing, strict=True)]

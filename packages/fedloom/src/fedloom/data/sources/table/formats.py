@@ -1,0 +1,225 @@
+"""Tables of other programs, read by libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
+
+from __future__ import annotations
+
+import zipfile
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from fedloom.data.sources._base import locate
+from fedloom.data.sources.archive import DAMAGED_FILE_ERRORS, check_regular, check_size, open_unpacked
+from fedloom.data.sources.table.cells import Piece, Problems, header_names
+from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names
+from fedloom.data.sources.table.reading import Raw, TableSource
+from fedloom.errors import ConfigError, DataError
+from fedloom.hints import nearest
+
+STATISTICS_READERS = {
+    ".sav": "read_sav", ".zsav": "read_sav", ".por": "read_por", ".dta": "read_dta", ".sas7bdat": "read_sas7bdat",
+    ".xpt": "read_xport",
+}  # fmt: skip
+"""Functions of pyreadstat by the ending of a file."""
+MAX_SHOWN_CODES = 4
+"""Most codes of missing answers that a note shows."""
+
+
+class LoadedTable(NamedTuple):
+    """A table as a library gives it.
+
+    Attributes:
+        names: of the columns.
+        pieces: their cells.
+        coded: columns whose cells are levels by their type.
+        notes: sentences for the report.
+        first: number of the first row below the header.
+    """
+
+    names: list[str]
+    pieces: Iterator[Piece]
+    coded: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    first: int = 2
+
+
+class LibraryTable(TableSource):
+    """A table that a library reads."""
+
+    @abstractmethod
+    def read_file(self, place: Path) -> LoadedTable:
+        """Read a file.
+
+        Raises:
+            DataError: the file is damaged, or is not a table.
+            ConfigError: the library is not installed.
+        """
+        ...
+
+    @contextmanager
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+        """Open the table of the file."""
+        place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
+        if place.is_dir():
+            raise DataError(f"{place}: is a folder; give the file of the table")
+        check_regular(place)
+        try:
+            table = self.read_file(place)
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:  # libraries raise errors of their own
+            detail = f"{type(error).__name__}: {error}".rstrip(".")
+            raise DataError(f"{place}: not a readable {place.suffix} file ({detail}); write it again") from error
+        yield Raw(place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes)
+
+
+def library_for(place: Path, name: str) -> Any:
+    """Import the library that reads a file.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{place}: needs {name}; run: pip install 'fedloom[formats]'") from error
+
+
+class Excel(LibraryTable):
+    """A sheet of an Excel file (.xlsx, .xlsm) with a header row."""
+
+    sheet: str | int | None = Field(
+        default=None, description="name of the sheet, or its number from 1 (default: the only one)"
+    )
+    header: bool = Field(default=True, description="whether the first row names the columns")
+    skip: int = Field(default=0, ge=0, description="rows above the header")
+
+    def read_file(self, place: Path) -> LoadedTable:
+        """Read a sheet. Formulas give the values that the file stores."""
+        openpyxl = library_for(place, "openpyxl")
+        try:
+            with zipfile.ZipFile(place) as archive:
+                check_size(str(place), sum(info.file_size for info in archive.infolist()), place.stat().st_size)
+        except DAMAGED_FILE_ERRORS as error:
+            raise DataError(f"{place}: not a readable .xlsx file ({error}); save it again as .xlsx") from error
+        book = openpyxl.load_workbook(place, read_only=True, data_only=True)
+        try:
+            rows = [list(row) for row in islice(self._sheet(book, place).iter_rows(values_only=True), self.skip, None)]
+        finally:
+            book.close()
+        while rows and not any(cell is not None for cell in rows[-1]):
+            rows.pop()
+        width = max((k + 1 for row in rows for k, cell in enumerate(row) if cell is not None), default=0)
+        rows = [[*row[:width], *[None] * (width - len(row))] for row in rows]
+        names = header_names(rows.pop(0) if rows and self.header else None, width)
+        columns = zip(*rows, strict=True) if rows else ([] for _ in names)
+        pieces = (Piece(0, name, cells) for name, cells in zip(names, columns, strict=True))
+        return LoadedTable(names, pieces, first=1 + self.skip + self.header)
+
+    def _sheet(self, book: Any, place: Path) -> Any:
+        names: list[str] = [sheet.title for sheet in book.worksheets]
+        shown = ", ".join(map(repr, names))
+        if self.sheet is None and len(names) != 1:
+            raise DataError(f"{place}: has {len(names)} sheets, {shown}; name one, such as sheet = {names[0]!r}")
+        if isinstance(self.sheet, int) and not 1 <= self.sheet <= len(names):
+            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file has {len(names)} sheets, {shown}")
+        if isinstance(self.sheet, str) and self.sheet not in names:
+            raise ConfigError(f"{place}: no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
+        place_of = names.index(self.sheet) if isinstance(self.sheet, str) else (self.sheet or 1) - 1
+        return book.worksheets[place_of]
+
+
+class Statistics(LibraryTable):
+    """A file of SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt), with its labels and missing codes.
+
+    A column whose values all have labels has these labels as levels. The file's user-missing codes are missing cells,
+    and a note counts them.
+    """
+
+    labels: bool = Field(default=True, description="use value labels as levels")
+    catalog: str | None = Field(default=None, description="file of value labels (.sas7bcat) of a .sas7bdat file")
+    encoding: str | None = Field(default=None, description="encoding of text (default: as the file states)")
+
+    def read_file(self, place: Path) -> LoadedTable:
+        """Read a file, its labels and its user-missing codes."""
+        library = library_for(place, "pyreadstat")
+        reader = STATISTICS_READERS.get(place.suffix.lower())
+        if reader is None:
+            raise DataError(f"{place}: unknown ending; known are {', '.join(STATISTICS_READERS)}")
+        options: dict[str, Any] = {"output_format": "dict"}
+        options |= {} if self.encoding is None else {"encoding": self.encoding}
+        options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
+        if self.catalog is not None:
+            if reader != "read_sas7bdat":
+                raise ConfigError(f"{place}: catalog belongs to a .sas7bdat file; leave it out")
+            catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
+            options |= {"catalog_file": str(catalog)}
+        columns, facts = getattr(library, reader)(str(place), **options)
+        numeric = {self.event, self.label if self.task in ("regression", "survival", "count") else None}
+        coded, notes, pieces = list[str](), list[str](), list[Piece]()
+        for name, cells in columns.items():
+            codes = _missing_codes(facts, name, cells)
+            present: list[Any] = [None if cell == "" or cell in codes else cell for cell in cells]
+            labels: Mapping[Any, str] = facts.variable_value_labels.get(name, {}) if self.labels else {}
+            if counts := {code: cells.count(code) for code in sorted(codes, key=str)}:
+                notes.append(_note(name, counts, facts.variable_value_labels.get(name, {})))
+            if labels and name not in numeric and {cell for cell in present if cell is not None} <= labels.keys():
+                present = [None if cell is None else labels[cell] for cell in present]
+                coded.append(name)
+            pieces.append(Piece(0, name, present))
+        return LoadedTable([*columns], iter(pieces), coded, notes, first=1)
+
+
+def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
+    """Return the cells of a column that the file declares as missing answers."""
+    ranges = [(part["lo"], part["hi"]) for part in facts.missing_ranges.get(name, [])]
+    named = {*facts.missing_user_values.get(name, [])}
+    return {
+        cell
+        for cell in {*cells} - {None}
+        if cell in named or any(type(cell) is type(lo) and lo <= cell <= hi for lo, hi in ranges)
+    }
+
+
+def _note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> str:
+    """Return the note on a column's user-missing codes."""
+    shown = [
+        f"{f'{code:g}' if isinstance(code, float) else code}{f' ({labels[code]})' if code in labels else ''} in {rows}"
+        for code, rows in islice(counts.items(), MAX_SHOWN_CODES)
+    ]
+    return f"column {name!r}: the file declares as missing {', '.join(shown)} of its rows"
+
+
+class JsonLines(LibraryTable):
+    """A file with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
+
+    def read_file(self, place: Path) -> LoadedTable:
+        """Read all lines. A key that a line lacks is a missing cell."""
+        from pyarrow import json as arrow_json  # slow to import
+
+        with open_unpacked(place) as stream:
+            return _arrow_table(arrow_json.read_json(stream), place)
+
+
+class Feather(LibraryTable):
+    """A Feather or Arrow file."""
+
+    def read_file(self, place: Path) -> LoadedTable:
+        """Read all columns."""
+        from pyarrow import feather  # slow to import
+
+        return _arrow_table(feather.read_table(place, memory_map=False), place)
+
+
+def _arrow_table(table: Any, place: Path) -> LoadedTable:
+    from pyarrow import types  # slow to import
+
+    check_size(str(place), table.nbytes, place.stat().st_size)
+    if nested := [field.name for field in table.schema if types.is_nested(field.type)]:
+        raise DataError(f"{place}: column {nested[0]!r} has lists or objects in its cells; write one column per value")
+    return LoadedTable(frame_names(table), frame_cells(table), coded_columns(table))

@@ -1,0 +1,159 @@
+"""Ways in which columns give an outcome away: alone, in order, by one class, at one client, by what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
+
+LEAK_SHARE = 0.995
+"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
+LEAST_CLIENT_ROWS = 20
+"""Rows of a client from which what is missing there is compared with its classes."""
+MAX_CHECKED_CLIENTS = 50
+LEAST_ORDERED_ROWS = 100
+"""Rows from which groups of a target without an overlap are no design, as steps of a load in a test of few parts."""
+LEAST_CLIENTS = 4
+"""Clients from which equal means are no chance."""
+EQUAL_SHARE = 1 - 1e-9
+"""Squared correlation from which two numbers by client are the same but for a unit."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class ReadColumn(NamedTuple):
+    """A column as it was read.
+
+    Attributes:
+        values: ``[N]`` numbers, or codes of levels. NaN where missing.
+        names: of the levels. None for numbers.
+    """
+
+    values: Floats
+    names: tuple[str, ...] = ()
+
+    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
+        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
+        part = self.values[rows]
+        if self.names:
+            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
+        if len(np.unique(part)) > SCORE_BINS:
+            return binned(part), part
+        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
+
+    def counts(self) -> dict[str, int]:
+        """Return the rows of every level that is there."""
+        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
+        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
+
+
+def leaks(
+    features: Mapping[str, ReadColumn], of: str, target: ReadColumn, task: str, users: ReadColumn | None, rows: Ints
+) -> Iterator[str]:
+    """Yield the notes on columns that give an outcome away.
+
+    Args:
+        features: by name.
+        of: name of the outcome.
+        target: the outcome.
+        task: "classification" or "regression".
+        users: of whom each row is. None: no column has it.
+        rows: that are looked at.
+    """
+    from fedloom.data.by_site import score  # which imports scipy.stats, slowly
+
+    y = target.values[rows]
+    for name, column in features.items():
+        figure = score(*column.scored(rows), y, task, LEAK_SHARE)
+        how = figure.text if figure.value >= LEAK_SHARE else ""
+        if not how and task == "regression":
+            how = _ordered(column, y, rows)
+        if not how and task == "classification" and len(target.names) > 2:
+            how = _marks_class(column.values[rows], y, target.names)
+        if how:
+            yield (
+                f"column {name!r} gives {of!r} away by itself ({how}), as facts recorded afterwards do; "
+                "unless it is known beforehand, name it in drop"
+            )
+        elif users is not None:
+            yield from _by_client(name, column, of, target, task, users, rows)
+    if users is not None and task == "classification":
+        figure = score(*users.scored(rows), y, task, LEAK_SHARE)
+        if figure.value >= LEAK_SHARE:
+            yield f"whose row it is gives {of!r} away ({figure.text}): nearly every client has one class only"
+
+
+def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
+    """Return how a column that is a step function of the target, as groups of it are, orders it. "" if it does not."""
+    x = column.values[rows]
+    here = ~np.isnan(x) & ~np.isnan(y)
+    x, y = x[here], y[here]
+    codes, counts = np.unique(x, return_inverse=True, return_counts=True)[1:]
+    if (
+        len(counts) < 2
+        or len(x) < max(LEAST_ORDERED_ROWS, PER_LEVEL * len(counts))
+        or len(np.unique(y)) < MAX_FEW_LEVELS
+    ):
+        return ""
+    order = np.argsort([y[codes == k].mean() for k in range(len(counts))])
+    ends = [(y[codes == k].min(), y[codes == k].max()) for k in order.tolist()]
+    apart = all(before[1] <= after[0] for before, after in pairwise(ends))
+    return "its groups follow each other without an overlap" if apart and np.sort(counts)[-2] >= PER_LEVEL else ""
+
+
+def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
+    """Return which class the rows of one of two levels are exactly. "" if there is no such class."""
+    here = ~np.isnan(x) & ~np.isnan(y)
+    levels = np.unique(x[here])
+    if len(levels) != 2:
+        return ""
+    one = x[here] == levels[1]
+    for code, name in enumerate(names):
+        inside = y[here] == code
+        if PER_LEVEL <= inside.sum() < len(inside) and ((one == inside).all() or (one != inside).all()):
+            return f"it is {'' if (one == inside).all() else 'not '}{levels[1]:g} exactly where that is {name!r}"
+    return ""
+
+
+def _by_client(
+    name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
+) -> Iterator[str]:
+    """Yield notes on what gives an outcome away at one client, and on its mean by client as a feature."""
+    x, y, owner = column.values[rows], target.values[rows], users.values[rows]
+    clients = np.unique(owner[~np.isnan(owner)])
+    if not 2 <= len(clients) <= MAX_CHECKED_CLIENTS:
+        return
+    missing = np.isnan(x)
+    if task == "classification" and missing.any():
+        for client in clients.tolist():
+            here = (owner == client) & ~np.isnan(y)
+            few = np.unique(y[here], return_counts=True)[1]
+            if len(few) > 1 and here.sum() >= LEAST_CLIENT_ROWS and np.sort(few)[0] >= PER_LEVEL / 2:
+                for code in np.unique(y[here]).tolist():
+                    if (missing[here] == (y[here] == code)).all():
+                        yield (
+                            f"column {name!r} is missing at {users.names[int(client)]!r} exactly where {of!r} is "
+                            f"{target.names[int(code)]!r}, and whether it is missing is a feature: name it in drop"
+                        )
+                        return
+    if len(clients) < LEAST_CLIENTS or column.names or missing.any():
+        return
+    first = np.array([x[owner == client][0] for client in clients])
+    if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not first.std() > 0:
+        return
+    whole = ~np.isnan(target.values)
+    for code in range(len(target.names)) if target.names else [None]:
+        numbers = target.values if code is None else (target.values == code).astype(float)
+        means = np.array([numbers[whole & (users.values == c)].mean() for c in clients])
+        if means.std() > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
+            yield (
+                f"column {name!r} is the mean of {of!r} by client, test rows included, so scores are too good: name it "
+                "in drop"
+            )
+            return

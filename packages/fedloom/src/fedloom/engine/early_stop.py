@@ -1,0 +1,78 @@
+"""EarlyStop: the end of a run whose validation metric no longer improves, and the round that is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator
+
+from fedloom.hints import unknown
+from fedloom.metrics import METRICS
+from fedloom.metrics import metric as facts
+from fedloom.values import Value
+
+if TYPE_CHECKING:
+    from fedloom.engine.records import Record, Records
+    from fedloom.engine.state import State
+
+
+class EarlyStop(Value):
+    """Ends a run whose validation metric has not improved in the last evaluations.
+
+    The metric is the mean over clients. With ``keep = "best"``, the result is the best evaluated round instead of the
+    last one. fedloom plays the rounds up to it again, so the run costs up to twice as much. As a callback, it only ends
+    the run.
+    """
+
+    metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
+    model: Literal["global", "personal", "hybrid"] | None = Field(
+        None, description="model that is watched (None: the personal model, or the global model without one)"
+    )
+    part: Literal["validation", "train"] = Field(
+        "validation", description="part of the clients that is watched. Never the test part"
+    )
+    patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
+    least: float = Field(0.0, ge=0, description="smallest improvement that counts")
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if metric.partition("[")[0] not in METRICS:
+            raise unknown("metric", metric, METRICS)
+        return metric
+
+    keep: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
+
+    def __call__(self, state: State) -> str | None:
+        """Return the sentence that ends the run, or None."""
+        model, history = self._history(state.records)
+        if not history or history[-1][0] != state.round:
+            return None
+        last = self._best(history)
+        if len(history) - 1 - last < self.patience:
+            return None
+        what = f"{model} {self.part} {self.metric}"
+        return f"{what} has not improved on {history[last][1]:.4g} since round {history[last][0]}"
+
+    def best_round(self, records: Records) -> int | None:
+        """Return the best evaluated round from 1 on. None if the metric was never measured."""
+        history = [(round, value) for round, value in self._history(records)[1] if round]
+        return history[self._best(history)][0] if history else None
+
+    def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
+        """Return the model that is watched, and its metric by round."""
+        models = {r.model for r in records.items if self._is_mine(r)}
+        model = self.model or ("personal" if "personal" in models else "global")
+        return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
+
+    def _best(self, history: list[tuple[int, float]]) -> int:
+        """Return the place of the best value, the first among values that differ by at most ``least``."""
+        sign = -1.0 if facts(self.metric).higher else 1.0
+        best, last = history[0][1], 0
+        for k, (_, value) in enumerate(history):
+            if sign * value < sign * best - self.least:
+                best, last = value, k
+        return last
+
+    def _is_mine(self, record: Record) -> bool:
+        return record.total and (record.part, record.metric) == (self.part, f"{self.metric}/mean")
