@@ -195,7 +195,10 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
 ) -> None:
     rows = hospitals.patients("Amsel", seed=4, si=True)
     file = hospitals.write(tmp_path / "si.csv", rows)
-    said = call("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
+    words = ("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
+    said = call(*words, code=3)
+    assert "'glucose', 'creatinine': most numbers lie far beyond the training data" in said
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + len(rows)
     for column in ("glucose", "creatinine"):
         assert f"column {column!r}: 100% of the rows lie beyond" in said
         assert said.count(f"column {column!r}: 100%") == 1

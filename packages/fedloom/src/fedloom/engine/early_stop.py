@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field, field_validator
 
@@ -13,7 +13,15 @@ from fedloom.values import Value
 
 if TYPE_CHECKING:
     from fedloom.engine.records import Record, Records
-    from fedloom.engine.state import State
+
+
+class ScoredState(Protocol):
+    """A run's state with its scores (`fedloom.engine.state.State`)."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def records(self) -> Records: ...
 
 
 class EarlyStop(Value):
@@ -43,7 +51,7 @@ class EarlyStop(Value):
 
     keep: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
 
-    def __call__(self, state: State) -> str | None:
+    def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""
         model, history = self._history(state.records)
         if not history or history[-1][0] != state.round:

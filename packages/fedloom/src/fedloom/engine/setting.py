@@ -100,6 +100,7 @@ class Engine(Value):
 
 OF_DATA = (
     "target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
+    "layout",
 )  # fmt: skip
 """Options of `fedloom.Dataset.create` that are taken for choices of a run."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"

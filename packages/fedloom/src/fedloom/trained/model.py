@@ -221,6 +221,11 @@ class Model:
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
+    def find_far(self, x: Tensor) -> list[str]:
+        """Return columns ``[N, p]`` far beyond the training data, see `Table.find_far`."""
+        table = self.recipe.facts.table
+        return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
+
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
         """Compute the metrics on a part of one client, or {} without samples."""
         outputs, y, owner = self._part_outputs(fed, part, client)

@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.samples import FEATURE_TARGET_NAMES
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import has_channels_last, make_dataset, narrow_numbers, noted
+from fedloom.data.sources.array_data import Layout, has_channels_last, make_dataset, narrow_numbers, noted
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
@@ -38,13 +38,16 @@ class _Header(NamedTuple):
 
 
 class _Arrays(SampleSource):
-    task: Literal["classification", "regression", "survival", "count"] | None = Field(
+    task: Literal["classification", "binary", "regression", "survival", "count"] | None = Field(
         default=None, description="task (default: classification if y has whole numbers)"
     )
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if bytes)"
     )
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
+    layout: Layout | None = Field(
+        default=None, description="'sequence' if x is [N, time, features]; arrays [N, height, width] are images"
+    )
     vocabulary: int | None = Field(
         default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
     )
@@ -77,6 +80,7 @@ class Npy(_Arrays):
                 "disk it must be uint8 or float32 in C order: save it so"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
+        options |= {"layout": self.layout}
         data = make_dataset(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
         roles = {role: _mapped(file) for role, file in files.items() if file.exists()}
@@ -127,7 +131,7 @@ class Npz(_Arrays):
         users = beside.pop("users", None)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        options["original_dtype"] = str(headers[x_key].dtype)
+        options |= {"original_dtype": str(headers[x_key].dtype), "layout": self.layout}
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]

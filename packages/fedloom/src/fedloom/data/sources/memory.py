@@ -42,8 +42,9 @@ def as_dataset(
             these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
             and the same when they are read again. A Hugging Face `Dataset` or `DatasetDict`. A pandas
             `DataFrame`, alone or with its targets. A table of pyarrow, or one that Arrow can read (polars).
-        target: targets ``[N]`` or ``[N, k]`` of features that come alone. Or the name of the target's column, None:
-            ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` of features that come alone. Or the name of
+            the target's column, None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table
+            otherwise the last.
         task: what the targets are. None: classification if they are whole numbers, text or booleans.
         test: the official test set, of the same kind as `obj`. Not for tables, whose test rows a column marks
             (``test_column`` or ``test_since``).
@@ -51,10 +52,10 @@ def as_dataset(
         options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
             column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came) and
             ``strata`` (levels whose shares splits keep), which may be entries of dictionaries too, ``features`` (column
-            of the features), ``channels_last``, ``vocabulary`` (names of the tokens, or how many: features are then
-            tokens ``[N, length]``). Of tables, as of a CSV file: ``users``, ``subject``, ``order``, ``strata``,
-            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
-            ``impute``, ``scale``.
+            of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time, features]``), ``vocabulary``
+            (names of the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV file:
+            ``users``, ``subject``, ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``,
+            ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``, ``days_since``.
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.
@@ -79,7 +80,7 @@ def as_dataset(
                 "that marks test rows, and name it in test_column"
             )
         return _table(first, target, task, name, options)
-    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary", *SAMPLE_ROLES)
+    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
     roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}

@@ -130,6 +130,10 @@ def predict(
         file.write(predictions, threshold)
 
 
+FAR_ROWS_EXIT_CODE = 3
+"""Exit code of predictions for rows that lie far beyond the training data."""
+
+
 class PredictionsFile:
     """The CSV file of a command's predictions.
 
@@ -152,6 +156,8 @@ class PredictionsFile:
     def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
         """Write predictions, decided at a threshold of the probability, and print their notes.
 
+        Rows far beyond the training data end the command with `FAR_ROWS_EXIT_CODE`.
+
         Raises:
             ConfigError: the file that is there has other columns.
         """
@@ -165,6 +171,11 @@ class PredictionsFile:
         make_folder(self._path.parent)
         write_atomic(self._path, content)
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
+        if predictions.far:
+            far = ", ".join(map(repr, predictions.far))
+            what = "most numbers lie far beyond the training data, as in another unit; the predictions are written"
+            say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
+            raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
         from fedloom.outputs import FileKind, check_output_file

@@ -60,6 +60,10 @@ def make_oracle(
             rule="augment-needs-images",
             fix="leave {augment} out",
         )
+    if augment is not None and fed.data.each:
+        raise Refused(
+            "augment changes images alone, and these have a label per pixel, which would stay; leave augment out"
+        )
     oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
     if name == "stacked" and _needs_loop(module, fed):
         raise Refused(

@@ -22,11 +22,19 @@ from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_M
 from fedloom.data.sources._base import naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
-from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.table.cells import Cells, Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.designs import DesignOptions, DesignReading
-from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
+from fedloom.data.sources.table.levels import (
+    Agreed,
+    Codes,
+    agreed_columns,
+    factor_of,
+    factors_by_client,
+    level,
+    unapplied,
+)
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
@@ -60,6 +68,10 @@ class TableSource(DesignOptions):
     label: str | None = Field(default=None, description="name of the target column (default: the last column)")
     event: str | None = Field(
         default=None, description="column with 1 for an event and 0 for censoring. The label is then a time"
+    )
+    event_levels: tuple[str, ...] = Field(
+        default=(),
+        description="values of the event column that count as the event; all others are censored (default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
         default="auto",
@@ -259,6 +271,7 @@ class _Reading:
         self.measured = {
             column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
         }
+        self.events_seen = set[str]()
         self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
@@ -294,7 +307,15 @@ class _Reading:
                 if len(texts) <= MOST_TEXTS:
                     texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
         if column in self.measured and self.numeric_label:
+            if column == self.event and self.spec.event_levels:
+                piece = piece._replace(cells=self._events(block))
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
+
+    def _events(self, cells: Cells) -> list[float]:
+        """Return 1 for cells that count as the event, and 0 for all others."""
+        counted = [level(cell) in self.spec.event_levels for cell in cells]
+        self.events_seen.update(level(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
+        return [float(is_event) for is_event in counted]
 
     def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Add the levels of a piece of a column."""
@@ -339,6 +360,12 @@ class _Reading:
         if task == "survival":
             times, events = self._targets.items()
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
+            absent = [text for text in spec.event_levels if text not in self.events_seen]
+            if absent and agreement is None:  # one of several sites may lack the event
+                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}; name values that it has")
+            stated = {*spec.include, *spec.kept} if agreement is None else {*self.features}
+            columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
+            wrong += checks.late_entries(columns, times)
         refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]

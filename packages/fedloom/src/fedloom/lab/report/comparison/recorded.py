@@ -17,7 +17,7 @@ from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models, contenders, reference
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
-from fedloom.lab.report.comparison.plots import Blocks, Labels, client_chart, curve_chart, rank_chart
+from fedloom.lab.report.comparison.plots import Blocks, MethodNames, client_chart, curve_chart, rank_chart
 from fedloom.lab.report.naming import figure, titled, within_line
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.page import write_report
@@ -209,8 +209,8 @@ class RecordedComparison:
         chart = rank_chart(self._runs, self._labels(labels), name or self._lead, over, width, height)
         return cast("LayerChart", look.notebook(chart))
 
-    def _labels(self, labels: Mapping[str, str] | None) -> Labels:
-        return Labels([row for row in contenders(self._runs, self._rows, self.models) if row.algorithm], labels)
+    def _labels(self, labels: Mapping[str, str] | None) -> MethodNames:
+        return MethodNames([row for row in contenders(self._runs, self._rows, self.models) if row.algorithm], labels)
 
     def to_pandas(self) -> Any:
         """`table` as a pandas DataFrame.
