@@ -36,6 +36,28 @@ WORKLOADS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 CLIENTS, SAMPLES = 10, 100
 FORWARD_SHARE = 1 / 3
 """Time of a forward pass relative to a gradient."""
+TERMS = {
+    "clustered-sampling": "distances of all pairs of updates, and their clusters, at the server",
+    "dbe": "a term on the mean representation of every batch",
+    "equitable-fl": "statistics of every parameter for the sparse masks, at the server",
+    "fedamp": "distances of all pairs of models, at the server",
+    "fedas": "alignment of the body to prototypes, and Fisher information",
+    "fedem": "a mixture: gradients and probabilities of three networks",
+    "fedfomo": "losses of the models of peers on validation data",
+    "fedpac": "a term on representations, and the combination of heads at the server",
+    "fedproto": "a term on representations and prototypes",
+    "fedspa": "the search for the mask",
+    "gpfl": "a larger network, and two terms on class embeddings",
+    "heurfedamp": "similarities of all pairs of models, at the server",
+    "knn-per": "a model with a memory, for which the compiled kernels have no form",
+    "lp-proj": "products with a random matrix, in every step",
+    "admm-lp-proj": "products with a random matrix, in every step",
+    "lpgd": "a singular value decomposition of every matrix",
+    "moon": "two more forward passes per step, and a term on representations",
+    "pfedfda": "means and covariances of features by class",
+    "power-of-choice": "losses of candidates before every round",
+}
+"""What costs in the methods above the limit, by their papers."""
 LIMIT = 1.3
 """Ratio above which a method must name the term that costs."""
 
@@ -73,17 +95,20 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "# What a method costs beside its gradients",
         "",
         "Equal gradients are not equal time. This page shows the processor time per gradient of every method, relative "
-        "to FedAvg in the same run (`python benchmarks/methods.py`; `fedloom bench FILE --per-gradient` measures your "
-        f"experiment). {CLIENTS} clients with {SAMPLES} samples, batches of 20, one process.",
+        f"to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} samples each, and batches of 20. "
+        "`python benchmarks/methods.py` measures the table. `fedloom bench FILE --per-gradient` measures your own "
+        "experiment.",
         "",
-        "For each model, the columns show the time relative to FedAvg, the part of it at the server, the samples that "
-        "are passed forward without a gradient (per gradient; each takes about a third of a gradient's time), and the "
-        "oracle. The rest of the time at the clients is arithmetic on parameters, prototypes and statistics.",
+        "For each model, the columns show the time relative to FedAvg and the part of this time at the server. "
+        "`forward` counts the samples per gradient that are passed forward only. Such a sample takes about a third of "
+        "a gradient's time. The last column is the oracle. The rest of the time at the clients is arithmetic on "
+        "parameters, prototypes and statistics.",
         "",
         "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
-        "representations, prototypes and statistics of classes are PyTorch calls, which take longer than the "
-        "arithmetic of such a network. With the convolutional network, FedAvg uses PyTorch, too, and the same methods "
-        "come close to it. The row of FedAvg is FedAvg relative to itself: it shows the noise.",
+        "representations, prototypes and class statistics are PyTorch calls, which take longer than the arithmetic of "
+        "such a network. With the convolutional network, FedAvg uses PyTorch too, and the same methods come close to "
+        "FedAvg. The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
+        "the noise, about 20 %.",
         "",
         f"| method | {' | '.join(f'{title}: time | server | forward | oracle' for title in rows)} |",
         f"|---|{'---|---|---|---|' * len(rows)}",
@@ -99,9 +124,13 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "FedAvg's time.",
         "",
     ]
+    over = set[str]()
     for title, each in rows.items():
         above = [name for name in names if excess(each.get(name)) > LIMIT]
         lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")
+        over |= {*above}
+    lines += ["", "| method | arithmetic beside the gradients |", "|---|---|"]
+    lines += [f"| {name} | {TERMS.get(name, 'none that is known: within the noise')} |" for name in sorted(over)]
     reasons = {n: row["reason"] for each in rows.values() for n, row in each.items() if row.get("reason")}
     lines += ["", "## Without a figure", "", "| method | reason |", "|---|---|"]
     lines += [f"| {name} | {reason.splitlines()[0]} |" for name, reason in sorted(reasons.items())]
