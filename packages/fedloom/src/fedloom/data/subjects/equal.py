@@ -1,4 +1,4 @@
-"""What the parts of a split hold: equal rows in two parts, levels of test rows alone, and rows of a single class."""
+"""Equal rows in two parts of a split, levels that only test rows have, and parts of a single class."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
     notes = []
     for place, column in enumerate(data.prepare.columns):
         if column.levels and column.names:
-            trained, new = (set(np.unique(data.x[rows, place].cpu().numpy()).tolist()) for rows in (parts["train"], tested))
+            trained, new = (
+                set(np.unique(data.x[rows, place].cpu().numpy()).tolist()) for rows in (parts["train"], tested)
+            )
             names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
             if names:
                 notes.append(
