@@ -87,8 +87,8 @@ def bench(
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         if per_gradient:
-            if ignored := [name for name, value in {**elsewhere, "--ranks": ranks, "--workers": workers,
-                                                    "--gradient-engine": gradient_engine}.items() if value is not None]:  # fmt: skip
+            others = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
+            if ignored := [name for name, value in others.items() if value is not None]:
                 raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
             rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
             say_json({"methods": rows}) if as_json else print_rows(rows)
