@@ -21,6 +21,7 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
@@ -58,6 +59,7 @@ class Local:
             else this one takes its place. Scores travel without noise.
         norm_bound: longest difference (L2) of every field that leaves the node, greater than 0. What is longer is
             shortened, whatever the server's document says. None: any length.
+        analyses: analyses by sums that the node answers, with the agreement on its columns. None: it answers none.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class Local:
     subject: str | None = None
     channel: GaussianNoise | Mapping[str, Any] | None = None
     norm_bound: float | None = None
+    analyses: Analyses | None = None
 
     def with_floor(self, setting: Setting) -> Setting:
         """Give a run of the server's document at least the node's own noise.

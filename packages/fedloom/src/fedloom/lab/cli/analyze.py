@@ -72,11 +72,11 @@ def analyze(
             for field in result.table.schema
             if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
         }
-        facts = {name: values[0] for name, values in columns.items() if len(values) > 1 and len({*values}) == 1}
+        facts = {name: of[0] for name, of in columns.items() if len(of) > 1 and len({*of}) == 1}
         shown = [key for key in columns if key not in facts]
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
-            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items()))
+            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
         say(f"{len(result.log)} questions to {count} clients, by sums alone")
 
 
