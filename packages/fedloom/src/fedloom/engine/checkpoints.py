@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedloom.engine.checks.moved import restore_numbers, update_numbers
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Setting
@@ -63,7 +64,9 @@ class RunCheckpoints:
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
         self._job, self._stores = job, job.stores
         self._saves, self.every_round, self._extends = folder is not None, every_round, mark is None
-        self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
+        self._checkpoints = (
+            None if folder is None or job.ranks.rank > 0 else Checkpoints(folder, update_numbers=update_numbers)
+        )
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._numbers = {**job.setting.numbers(), **job.replay.marks()}
         self._saved = time.monotonic()
@@ -108,7 +111,7 @@ class RunCheckpoints:
             RunDirError: something in it depends on the number of rounds, so that the longer run is another one.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
-        before: dict[str, Any] = (meta or {}).get("numbers") or {}
+        before = update_numbers((meta or {}).get("numbers") or {})
         ended = int(before.get("rounds", rounds))
         if meta is None or not meta["stop"] or meta["round"] != ended or ended >= rounds:
             return None
@@ -148,7 +151,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Name the choices of a run whose code reads the number of rounds, as ``weigher.beta``: by what is not given."""
+    """Name the choices of a run, not given, whose code reads the number of rounds, as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
@@ -177,10 +180,11 @@ def fingerprint(job: Job) -> str:
         data.update(job.eval_fed.parts[part].offsets.cpu().numpy().tobytes())
     if job.fed.noise is not None:
         data.update(job.fed.noise.cpu().numpy().tobytes())
+    named = restore_numbers({"engine.gradient_engine": job.oracle.name})
     text = json.dumps(
         {
-            "setting": {**job.setting.numbers(), **job.replay.marks()},
-            "engine": [job.oracle.name, job.chunk],
+            "setting": {**restore_numbers(job.setting.numbers()), **job.replay.marks()},
+            "engine": [*named.values(), job.chunk],
             "data": [job.eval_fed.data.checksum(), data.hexdigest(), job.fed.n],
             **_external_digests(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
@@ -197,13 +201,13 @@ def _external_digests(job: Job) -> dict[str, str]:
     if isinstance(job.setting.devices, Trace):
         trace = Path(job.setting.devices.file).expanduser().read_bytes()
         digests["devices"] = hashlib.blake2b(trace, digest_size=16).hexdigest()
-    if not frozen and job.setting.model.weights is None:
+    if not frozen and job.setting.model.init_from is None:
         return digests
     digest = hashlib.blake2b(digest_size=16)
     for p in frozen:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    if job.setting.model.weights is not None:
-        digest.update(weights_content(job.setting.model.weights))
+    if job.setting.model.init_from is not None:
+        digest.update(weights_content(job.setting.model.init_from))
     return {**digests, "base": digest.hexdigest()}
 
 

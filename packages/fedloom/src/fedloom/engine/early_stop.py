@@ -27,7 +27,7 @@ class ScoredState(Protocol):
 class EarlyStop(Value):
     """Ends a run whose validation metric has not improved in the last evaluations.
 
-    The metric is the mean over clients. With ``keep = "best"``, the result is the best evaluated round instead of the
+    The metric is the mean over clients. With ``result = "best"``, the result is the best evaluated round instead of the
     last one. fedloom plays the rounds up to it again, so the run costs up to twice as much. As a callback, it only ends
     the run.
     """
@@ -40,7 +40,7 @@ class EarlyStop(Value):
         "validation", description="part of the clients that is watched. Never the test part"
     )
     patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
-    least: float = Field(0.0, ge=0, description="smallest improvement that counts")
+    min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
 
     @field_validator("metric")
     @classmethod
@@ -49,7 +49,7 @@ class EarlyStop(Value):
             raise unknown("metric", metric, METRICS)
         return metric
 
-    keep: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
+    result: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
 
     def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""
@@ -78,7 +78,7 @@ class EarlyStop(Value):
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):
-            if sign * value < sign * best - self.least:
+            if sign * value < sign * best - self.min_delta:
                 best, last = value, k
         return last
 

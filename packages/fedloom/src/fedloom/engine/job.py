@@ -108,12 +108,12 @@ class Job(JobFacts):
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
             down = self.algorithm.down(server, kept, ctx)
-        mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
+        mixer = self.setting.personalized_aggregation or (self.algorithm.mixer(round) if self.robust else None)
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
         """Replace the model in a download by every client's mixture, of a part only what travels."""
-        if not mixer.share:
+        if not mixer.mixing_weight:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
         rows, start = getattr(models.read(self.mixed(ctx.ids)), name), getattr(models.template, name)
@@ -129,7 +129,11 @@ class Job(JobFacts):
         mixtures = mixtures.to(shared)
         if mask is not None:
             mixtures = shared.repeat(ctx.m, 1).masked_scatter_(mask, mixtures)
-        mixed = mixtures if mixer.share == 1 else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.share)
+        mixed = (
+            mixtures
+            if mixer.mixing_weight == 1
+            else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.mixing_weight)
+        )
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:

@@ -35,7 +35,7 @@ def notes_of(
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
-    notes += [*setting.weigher.remarks(), *setting.task.remarks()]
+    notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
     notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
@@ -85,36 +85,45 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     """Note shares or a weigher that a mean does not use."""
-    method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
+    method, weigher, aggregator, weights = (
+        setting.method,
+        setting.aggregation_weights,
+        setting.aggregator,
+        setting.client_weights,
+    )
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+        return [f"client_weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
     if explicit and not kinds:
-        return [f"weights = {weights!r} changes nothing in {name}, which uploads nothing"]
+        return [f"client_weights = {weights!r} changes nothing in {name}, which uploads nothing"]
     if method.mixes and method.global_model(server) is None:
         why = "whose server mixes models by what they are"
-        return [f"weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
+        return [f"client_weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
     if aggregator is not None and not aggregator.weighted and kinds:
         if isinstance(weigher, SharesWeigher | UniformWeigher):
-            reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
+            reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
-            reads = f"weigher {weigher.kind!r}"
+            reads = f"aggregation_weights {weigher.kind!r}"
         alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
         return [f"{alike} in what it makes of uploads"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
-    everywhere = "set weights = 'uniform' for clients that count alike in every method"
+    everywhere = "set client_weights = 'uniform' for clients that count alike in every method"
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
-        return [f"weigher 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"] if idle else []
-    place = f"takes the place of weights = {weights!r} in the mean of uploads"
+        return (
+            [f"aggregation_weights 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"]
+            if idle
+            else []
+        )
+    place = f"takes the place of client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
         draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
         return [f"{draws}: the clients of a round count alike"] if explicit else []
     if isinstance(weigher, UniformWeigher):
-        return [f"weigher 'uniform' {place}; {everywhere}"]
-    return [f"weigher {weigher.kind!r} {place}"] if explicit else []
+        return [f"aggregation_weights 'uniform' {place}; {everywhere}"]
+    return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
@@ -129,11 +138,13 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     tracked = any(m.running_mean is not None for m in oracle.normalisers)
     if not tracked or setting.method.global_model(server) is None:
         return notes
-    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[
+        setting.evaluate.batchnorm_stats
+    ]
     return [
         *notes,
         "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
-        f"this model, {origin} (evaluate.statistics)",
+        f"this model, {origin} (evaluate.batchnorm_stats)",
     ]
 
 
@@ -161,7 +172,7 @@ def _note_changed_values(oracle: Network) -> list[str]:
             "random, which every step seeds"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
-        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): oracle 'looped'")
+        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): gradient engine 'loop'")
     if oracle.overwritten:
         notes.append(
             f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of an "
@@ -192,7 +203,14 @@ def _idle(setting: Setting) -> list[str]:
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
     notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
-    parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
+    parts = (
+        setting.sampler,
+        setting.aggregation_weights,
+        setting.aggregator,
+        setting.attack,
+        setting.upload_transform,
+        setting.augment,
+    )
     for value in (method, local, *(part for part in parts if part is not None)):
         for key, beside in value.needs.items():
             other, *values = beside.split()

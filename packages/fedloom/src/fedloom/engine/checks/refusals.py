@@ -21,7 +21,7 @@ from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
-_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bweights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     name = primary_field(type(method)) if upload else ""
     if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
         return
-    for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
+    for what, value, looks in (("aggregation_weights", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
             name = type(method).__name__
             raise Refused(
@@ -106,27 +106,29 @@ def check_together(
             why = "its server adds uploads up over rounds"
         else:
             why = "its server averages single models itself"
-        cure = "leave {weigher} out"
+        cure = "leave {aggregation_weights} out"
         if isinstance(weigher, SamplesWeigher):
-            cure += " (with {weights = 'samples'} every method's clients count by their samples)"
+            cure += " (with {client_weights = 'samples'} every method's clients count by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
-            cure += " (with {weights = 'clusters'} clusters count alike in the method's own shares)"
+            cure += " (with {client_weights = 'clusters'} clusters count alike in the method's own shares)"
         raise Refused(
-            f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}", rule="weigher-without-effect", fix=cure
+            f"aggregation_weights {weigher.kind!r} has nothing to act on in {name}: {why}",
+            rule="weigher-without-effect",
+            fix=cure,
         )
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
-            f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
+            f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, with which aggregator "
             f"{kind_of(aggregator)!r} has no meaning",
             rule="signed-weights-in-a-rule",
-            fix="leave {weigher} out, or leave {aggregator} out",
+            fix="leave {aggregation_weights} out, or leave {aggregator} out",
         )
-    for what, value in (("aggregator", aggregator), ("channel", channel)):
+    for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{what} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
+                f"{table} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
                 rule=f"{what}-without-upload",
-                fix=f"leave {{{what}}} out",
+                fix=f"leave {{{table}}} out",
             )
     if aggregator is not None and not aggregator.linear:
         rule = f"aggregator {kind_of(aggregator)!r}"
@@ -135,7 +137,7 @@ def check_together(
                 f"{rule} cannot be used with {name}: its server adds uploads up over rounds, "
                 "and with them the noise of every round",
                 rule="noise-adds-up",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
@@ -152,9 +154,9 @@ def check_together(
             )
     if channel is not None and algorithm.needs_exact:
         raise Refused(
-            f"channel {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
+            f"upload_transform {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
             rule="channel-on-exact-sums",
-            fix="leave {channel} out",
+            fix="leave {upload_transform} out",
         )
 
 
@@ -164,38 +166,39 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     Raises:
         Refused: the run makes no sense. The message has the reason.
     """
-    name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
+    name, what = type(algorithm).__name__, f"personalized_aggregation {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(
             f"{what} has nothing to mix in {name}: it uploads nothing",
             rule="mixer-without-upload",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     carried = kinds[primary_field(type(algorithm))].carries
     if carried != "model":
         raise Refused(
             f"{what} mixes models, and clients of {name} send {carried} in place of models",
             rule="mixer-without-models",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     if algorithm.mixes:
         raise Refused(
             f"{what} has no place in {name}: its server mixes single models for every client itself",
             rule="mixer-on-mixing",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
             f"{what} sends mixtures of single models, which noise on a mean does not protect",
             rule="mixer-under-central-noise",
-            fix="leave {mixer} out, or leave {aggregator} out and set {channel = 'gaussian-noise'}",
+            fix="leave {personalized_aggregation} out, or leave {aggregator} out and set "
+            "{upload_transform = 'gaussian-noise'}",
         )
     if algorithm.family == "clustered":
         raise Refused(
             f"{what} has no place in {name}: its server has a model for each cluster of clients already",
             rule="mixer-on-clusters",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
@@ -203,14 +206,14 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
             f"{what} has no meaning in {name}: its clients keep duals or controls towards one consensus, which models "
             "of their own would contradict",
             rule="mixer-on-consensus",
-            fix="leave {mixer} out ('flame' and 'fedslr' have both a consensus and personal models)",
+            fix="leave {personalized_aggregation} out ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
             f"{what} has no meaning in {name}: its model comes out of the server's prox, which a mixture of clients' "
             "models does not pass",
             rule="mixer-on-server-prox",
-            fix="leave {mixer} out ('fedslr' and 'lpgd' have regularised personal models)",
+            fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularised personal models)",
         )
 
 
@@ -224,10 +227,10 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         width = down[0].shape[-1]
         sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
         raise Refused(
-            f"a mixer sends models in place of the server's one, but the server of {type(method).__name__} sends "
-            f"{sent}",
+            f"personalized aggregation sends models in place of the server's one, but the server of "
+            f"{type(method).__name__} sends {sent}",
             rule="mixer-needs-one-model",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
 
 
@@ -249,7 +252,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
             "floor need not have a positive sum",
             rule="signed-weights-of-repeats",
-            fix="leave {weigher} out, or leave {sampler} out",
+            fix="leave {aggregation_weights} out, or leave {sampler} out",
         )
 
 
@@ -260,12 +263,16 @@ def check_attack(setting: Setting) -> None:
         Refused: the run makes no sense. The message has the reason.
     """
     attack = setting.attack
-    if attack is not None and attack.disguises and not (setting.weigher.describes or uses_clusters(setting.weights)):
+    if (
+        attack is not None
+        and attack.disguises
+        and not (setting.aggregation_weights.describes or uses_clusters(setting.client_weights))
+    ):
         raise Refused(
             f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
-            "'clusters' or weigher 'equitable' only",
+            "'clusters' or aggregation_weights 'equitable' only",
             rule="attack-without-target",
-            fix="set {weights = 'clusters'}, or leave {attack} out",
+            fix="set {client_weights = 'clusters'}, or leave {attack} out",
         )
 
 

@@ -121,7 +121,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
     work = Work(problem.oracle, fastest, weight, problem.setting.local, seed=problem.setting.seed, steps=steps)
     with attribute_error("method", problem.algorithm, "a first round"):
         upload = first_upload(problem.algorithm, start, problem.ctx(1, fastest), work)
-    sends = problem.setting.channel is None and len(upload) > 0
+    sends = problem.setting.upload_transform is None and len(upload) > 0
     length = int(problem.messages.up(upload).lengths()[0].max()) if sends else 1
     worked = float(work.counts.backward[0] + FORWARD_COST * work.counts.forward[0])
     part = torch.ones_like(sizes) if partial else (sizes / sizes[fastest]).clamp(max=1.0)
@@ -155,7 +155,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
     try:
         penultimate(module)
     except ConfigError:
-        if setting.weigher.describes or uses_clusters(setting.weights):
+        if setting.aggregation_weights.describes or uses_clusters(setting.client_weights):
             raise
     else:
         if data.classed and not data.each:
@@ -182,8 +182,10 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
         work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
         down, rows, up = first_step(method, start, ctx, work)
         method.personal(down, rows, work)
-        if setting.weigher.probes:
-            setting.weigher.probe(down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work)
+        if setting.aggregation_weights.probes:
+            setting.aggregation_weights.probe(
+                down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work
+            )
         kinds = upload_fields(type(method))
         whole = remade(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
         kept = start[2] and remade(start[2], [getattr(up, name)[0] for name in start[2]._fields])

@@ -180,14 +180,18 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
     answer = report = model = residue = sent = None
     if job.asks:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
-        with attribute_error("weigher", job.setting.weigher, f"round {work.round}"):
-            answer = job.setting.weigher.probe(inputs.down, model, work) if job.setting.weigher.probes else None
-            if answer is not None and job.setting.weigher.describes and job.setting.attack is not None:
+        with attribute_error("weigher", job.setting.aggregation_weights, f"round {work.round}"):
+            answer = (
+                job.setting.aggregation_weights.probe(inputs.down, model, work)
+                if job.setting.aggregation_weights.probes
+                else None
+            )
+            if answer is not None and job.setting.aggregation_weights.describes and job.setting.attack is not None:
                 answer = job.setting.attack.disguised(answer, work.ids, job.attackers)
         with attribute_error("sampler", job.setting.sampler, f"round {work.round}"):
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
-    if job.setting.channel is not None:
-        with attribute_error("channel", job.setting.channel, f"round {work.round}"):
+    if job.setting.upload_transform is not None:
+        with attribute_error("channel", job.setting.upload_transform, f"round {work.round}"):
             messages, residue = job.messages, job.residue.read(work.ids)
             base = residue[0].to(upload[0]) if messages.tracks else job.algorithm.received(inputs.down, upload)
             upload = messages.change(upload, base)
@@ -279,10 +283,10 @@ def accept(
 
 def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
     """Apply the channel to a client's upload and return it with the new residue."""
-    assert job.setting.channel is not None
+    assert job.setting.upload_transform is not None
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
-    sent, state = job.setting.channel.apply(state, update, noise)
+    sent, state = job.setting.upload_transform.apply(state, update, noise)
     return job.messages.replace_update(upload, sent), remade(residue, [] if state is None else [state])
 
 

@@ -35,7 +35,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     Raises:
         RunStopped: activations are not finite.
     """
-    period, t = period_of(job.setting.weights), state.round + 1
+    period, t = period_of(job.setting.client_weights), state.round + 1
     job = job.replace_shares(state.shares)
     if state.shares is None or period is None or t == 1 or (t - 1) % period:
         return job, state
@@ -43,7 +43,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     assert model is not None  # or the shares are refused
     answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
     activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
-    shares = equal_clusters(clusters_of(job.setting.weights), activations, job.ctx(t)).to(job.alpha)
+    shares = equal_clusters(clusters_of(job.setting.client_weights), activations, job.ctx(t)).to(job.alpha)
     totals = state.totals.clone()
     totals[: len(counts)] += counts
     state = state.with_(totals=totals)
@@ -71,17 +71,22 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     Raises:
         Refused: the run makes no sense. The message has the reason.
     """
-    method, schedule, aggregator, weights = setting.method, setting.schedule, setting.aggregator, str(setting.weights)
-    name, what, period = type(method).__name__, f"weights = {weights!r}", period_of(weights)
-    if uses_clusters(weights) and accounted(setting.channel, aggregator) is not None:
+    method, schedule, aggregator, weights = (
+        setting.method,
+        setting.schedule,
+        setting.aggregator,
+        str(setting.client_weights),
+    )
+    name, what, period = type(method).__name__, f"client_weights = {weights!r}", period_of(weights)
+    if uses_clusters(weights) and accounted(setting.upload_transform, aggregator) is not None:
         raise Refused(
             f"delta requires epsilon, but with {what} clients send activations without noise, so none holds",
             rule="epsilon-misses-clusters",
-            fix="set {weights = 'samples'}",
+            fix="set {client_weights = 'samples'}",
         )
     if period is None:
         return
-    model, cure = method.global_model(server), f"find clusters once: set {{weights = {weights.split()[0]!r}}}"
+    model, cure = method.global_model(server), f"find clusters once: set {{client_weights = {weights.split()[0]!r}}}"
     if model is None:
         raise Refused(
             f"{what} describes clients by their activations under the global model, and {name} has none",

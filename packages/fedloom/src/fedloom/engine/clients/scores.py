@@ -155,8 +155,8 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
     """Return a function from a part to outputs of clients ``ids [m]``, for one model ``[d]`` or one each ``[m, d]``.
 
-    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it. Lines
-    are those of the objective. Where it has any (`Objective.line`).
+    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.batchnorm_stats` has it.
+    Lines are those of the objective. Where it has any (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
@@ -176,7 +176,7 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
 
 def _uses_own_statistics(job: Job) -> bool:
     """Return whether clients score the global model with statistics of normalisation layers of their own."""
-    return bool(job.oracle.normalisers) and job.setting.evaluate.statistics == "own"
+    return bool(job.oracle.normalisers) and job.setting.evaluate.batchnorm_stats == "own"
 
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:

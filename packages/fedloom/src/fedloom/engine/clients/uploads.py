@@ -244,7 +244,7 @@ class Uploads:
             RunStopped: too few uploads for the aggregator.
         """
         job, combined = self.job, dict[str, Tensor]()
-        if job.setting.weigher.probes:
+        if job.setting.aggregation_weights.probes:
             weights, weigher = weights_of(job, weigher, self.answers("weigher"), ctx)
             self.shares = self.shares * weights
         if job.robust and not job.algorithm.mixes:
@@ -310,9 +310,9 @@ class Uploads:
 
 def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
     """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
-    with attribute_error("weigher", job.setting.weigher, f"round {ctx.round}"):
-        weights, weigher = job.setting.weigher.apply(weigher, info, ctx)
-        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.weigher.signed):
+    with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
+        weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
+        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"
             raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
     return weights, weigher
