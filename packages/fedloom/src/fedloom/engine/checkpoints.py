@@ -151,7 +151,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Name the choices of a run that are not given and read the number of rounds, as ``aggregation_weights.beta``."""
+    """Name the choices of a run not given that read the number of rounds, as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
