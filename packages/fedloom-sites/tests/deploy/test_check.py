@@ -363,9 +363,12 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
 
     [sentence], train = notes("samples", 1)
     assert f"the other sites of every sum need {math.ceil(train / 4)} training samples together" in sentence
-    assert notes("any", 1, {"max_share": 1.0})[0] == []
+    [sentence] = notes("any", 1, {"max_share": 1.0})[0]
+    assert "by max_share = 1 one site may be 100% of a sum" in sentence
+    assert "agree on 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
     assert "this site has 82% of all weight, at most 80% may be" in notes("given", 0, client_weights=given)[0][0]
     assert notes("small", 1, client_weights=given)[0] == []
-    assert notes("more", 0, {"max_share": 0.85}, client_weights=given)[0] == []
+    more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]
+    assert [("max_share = 0.85" in one, "this site has 82%" in one) for one in more] == [(True, False), (False, True)]

@@ -70,6 +70,10 @@ def case_twin(name: str, names: Iterable[str]) -> str | None:
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
+MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
+"""Share of one site in the weight of a sum beyond which the sum tells nearly what this site sends."""
+
+
 class Secure(Value):
     """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
 
@@ -83,7 +87,7 @@ class Secure(Value):
         None, description="largest norm of a difference that a site sends (L2), for every upload field or by field"
     )
     max_share: float = Field(
-        0.8,
+        MAX_SAFE_SHARE,
         gt=0,
         le=1,
         description="largest share of one site in the weight of a sum. A sum with a larger share is not opened",

@@ -1,4 +1,4 @@
-"""EarlyStop: the end of a run whose validation metric no longer improves, and the round that is kept."""
+"""EarlyStop: ends a run whose validation metric no longer improves, and chooses the round to keep."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class EarlyStop(Value):
         return history[self._best(history)][0] if history else None
 
     def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
-        """Return the model that is watched, and its metric by round."""
+        """Return the monitored model, and its metric by round."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
     def _best(self, history: list[tuple[int, float]]) -> int:
-        """Return the place of the best value, the first among values that differ by at most ``least``."""
+        """Return the index of the best value, the first among values that differ by at most ``least``."""
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):

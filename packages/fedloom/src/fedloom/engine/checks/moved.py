@@ -1,4 +1,4 @@
-"""Keys that have become analyses: the sentence on a new file that has one, and recorded documents with the new form."""
+"""Keys that have become analyses: the error for a new file with such a key, and recorded documents in the new form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOVED_KEYS = {
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses by the table and the key that chose them before."""
+"""Kinds of analyses by the table and the key that selected them before."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""Options of the analysis that hold the value of a key."""
+"""Option of the analysis that contains the value of a key."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of a sentence on a key that has become an analysis. Empty for any other key."""
+    """Return the end of a sentence about a key that has become an analysis. Empty for all other keys."""
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
@@ -30,10 +30,10 @@ def find_moved_key(table: str, key: str, value: object) -> str:
 
 
 def check_moved(table: str, options: object) -> None:
-    """Refuse a table with a key that has become an analysis.
+    """Raise if a table contains a key that has become an analysis.
 
     Raises:
-        ConfigError: there is one. The message has the new form.
+        ConfigError: it contains one. The message shows the new form.
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
         if cure := find_moved_key(table, str(key), value):
@@ -43,7 +43,7 @@ def check_moved(table: str, options: object) -> None:
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded document of an experiment with its analyses in their present form.
 
-    Documents of runs, records and studies are read so. A new file with an old key is refused.
+    Documents of runs, records and studies are read in this way. A new file with an old key is rejected.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -78,21 +78,22 @@ def _literal(value: object) -> str:
 def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded document of an experiment with the present names of its keys, values and analyses.
 
-    Documents of run directories, records and held-out federations are read so. A new file with an old name is refused.
+    Documents of run directories, records and held-out federations are read in this way. A new file with an old name is
+    rejected.
     """
     return _translate(move_analyses(document), "", back=False)
 
 
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return a document, or its table at ``place``, with the first names of its keys and values.
+    """Return a document, or its table at ``place``, with the original names of its keys and values.
 
-    Digests of records and fingerprints of checkpoints are of this form, so that a new name leaves them valid.
+    Digests of records and fingerprints of checkpoints use this form, so they remain valid after a renaming.
     """
     return _translate(document, place, back=True)
 
 
 def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys with the first names of keys and values, see `restore_document`."""
+    """Return dotted keys with the original names of keys and values, see `restore_document`."""
     return _translate_dotted(numbers, back=True)
 
 
@@ -102,7 +103,7 @@ def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
-    """Translate a table and the tables in it, to the present names or back to the first ones."""
+    """Translate a table and its subtables to the present names, or back to the original names."""
     kind = table.get("kind", table.get("source"))
     kinds = RENAMED_VALUES.get((place, "kind"), {})
     names = {**RENAMED_KEYS.get(place, {}), **RENAMED_KEYS.get(f"{place} {kinds.get(str(kind), kind)}", {})}
@@ -116,7 +117,7 @@ def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str,
 
 
 def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
-    """Translate what a key holds: a table, a list of tables, dotted keys, or a value that had another name."""
+    """Translate the value of a key: a table, a list of tables, dotted keys, or a renamed value."""
     inner = _place_of(place, name)
     if isinstance(value, Mapping):
         if (place, name) == ("method", "choose"):
@@ -154,7 +155,7 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 
 
 def _place_of(place: str, name: str) -> str | None:
-    """Return the place of the tables that a key holds. None where names of its keys never changed."""
+    """Return the place of the tables that a key contains. None if the names of its keys never changed."""
     if place in ("", "method", "grid") and name in _TABLES:
         return name
     if (place, name) == ("analysis", "rules"):
@@ -163,4 +164,4 @@ def _place_of(place: str, name: str) -> str | None:
 
 
 _TABLES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
-"""Tables of a document in which names of keys have changed."""
+"""Tables of a document in which keys were renamed."""

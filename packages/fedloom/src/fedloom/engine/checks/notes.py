@@ -1,4 +1,4 @@
-"""Note settings without an effect, and known weaknesses of a run."""
+"""Notes on settings without an effect, and on known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fedloom.values import kind_of
 def notes_of(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
-    """Collect what is known of a run before its first round.
+    """Collect the notes on a run before its first round.
 
     Args:
-        setting: the run, presets resolved.
+        setting: the run, with presets resolved.
         oracle: the local problems.
         server: the server's state before the first round.
-        ctx: of all clients, before the first round.
-        fewest: fewest clients of a round. None where that depends on the draws.
-        attackers: ``[b]`` their ids.
+        ctx: context of all clients, before the first round.
+        fewest: smallest number of clients in a round. None if it depends on the draws.
+        attackers: ``[b]`` ids of the attackers.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
@@ -46,7 +46,7 @@ def notes_of(
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without an attacker or without effect, and one that leaves no client to be scored."""
+    """Note an attack without attackers or without effect, and an attack that leaves no client to evaluate."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -71,7 +71,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note a rule on all clients' sums, of whose change a server takes more than the cohort's part."""
+    """Note a rule on the sums of all clients, if the server uses more of their change than the cohort's part."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -127,7 +127,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note the statistics of normalization layers, which are no parameters."""
+    """Note the statistics of normalization layers, which are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -149,7 +149,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note a model that ends with a softmax, if the loss applies its own to the outputs."""
+    """Note a model that ends with a softmax, if the loss applies a softmax to the outputs."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
@@ -187,7 +187,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client drawn twice counts once in kept and accumulating fields, if there are any."""
+    """Note that a client drawn twice counts once in stored and accumulating fields, if there are any."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -198,7 +198,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect beside another choice."""
+    """Note options that have no effect because of another choice."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -226,12 +226,12 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Render a sentence on keys without effect."""
+    """Return a sentence on keys without effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that a mean over all clients moves little if most clients are absent and count as they last were."""
+    """Note that a mean over all clients moves little if most clients are absent and count with their last upload."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Refusals: what does not work together."""
+"""Refusals: combinations that do not work together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights
 
 @contextmanager
 def ruled(rule: str) -> Iterator[None]:
-    """Give the errors of a part's own check a rule, and the end of their message as the fix.
+    """Add a rule to the errors of a part's own check, with the end of their message as the fix.
 
     Raises:
         ConfigError: an error of the part, with the rule.
@@ -42,14 +42,14 @@ def ruled(rule: str) -> Iterator[None]:
 
 
 NOT_EVALUATED = "trained, not evaluated: there is no test row"
-"""What a run without a test part ends with."""
+"""End of a run without a test part."""
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Refuse plug-ins that look at models if what the method uploads is not one.
+    """Raise if a plug-in reads models and the method uploads something else.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = primary_field(type(method)) if upload else ""
     if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
@@ -71,10 +71,10 @@ def check_together(
     aggregator: Aggregator | None = None,
     channel: Channel | None = None,
 ) -> None:
-    """Refuse combinations that make no sense. Which do follows from the kinds of the upload's fields.
+    """Raise if the parts of a run cannot be combined. The kinds of the upload's fields decide this.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
@@ -161,10 +161,10 @@ def check_together(
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
-    """Refuse a mixer where a client cannot do with a model of its own in place of the server's.
+    """Raise if a mixer is used and clients cannot use their own models instead of the server's.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name, what = type(algorithm).__name__, f"personalized_aggregation {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
@@ -218,10 +218,10 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
 
 
 def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
-    """Refuse a mixer if what the server sends, the download ``down``, is not one model.
+    """Raise if a mixer is used and the server's download ``down`` is not a single model.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
@@ -235,10 +235,10 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
-    """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
+    """Raise if a sampler needs something that the method lacks, or makes the weigher's weights wrong.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
@@ -257,10 +257,10 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 
 def check_attack(setting: Setting) -> None:
-    """Refuse forged activations where no client is described by any.
+    """Raise if an attack forges activations and nothing describes clients by them.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     attack = setting.attack
     if (
@@ -277,10 +277,10 @@ def check_attack(setting: Setting) -> None:
 
 
 def check_early_stop(setting: Setting, fed: Federation) -> None:
-    """Refuse early stopping on a part that is not evaluated, or is empty.
+    """Raise if early stopping uses a part that is empty or is not evaluated.
 
     Raises:
-        Refused: the part is missing. The message has the reason.
+        ConfigError: the part is missing. The message states the reason.
     """
     rule = setting.early_stop
     if rule is None:
@@ -295,10 +295,10 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
 
 
 def check_root(aggregator: Aggregator | None, n: int) -> None:
-    """Refuse a rule that trusts a client who is not there.
+    """Raise if a rule trusts a client that does not exist.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
@@ -309,12 +309,12 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Refuse a run that would evaluate nothing though nobody asked for that. The note on a run that was asked to.
+    """Raise if a run would evaluate nothing without being asked to. Return the note for a run that was asked to.
 
-    A test part is empty on purpose where the partition says ``test = 0``, or clients came without any.
+    A test part is empty on purpose if the partition has ``test = 0``, or if the clients came without test rows.
 
     Raises:
-        Refused: no client has a test row.
+        ConfigError: no client has a test row.
     """
     tested = len(fed.parts["test"].index) + (0 if fed.test is None else len(fed.test))
     if tested or "test" not in setting.evaluate.parts:
@@ -329,7 +329,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """Return the states that `Algorithm.init` gives. User code may return others."""
+    """Check the states that `Algorithm.init` returns. User code may return something else."""
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:

@@ -1,4 +1,4 @@
-"""Regroup: clusters of clients that are found again between rounds, and what follows of their new shares."""
+"""Regroup: finds clusters of clients again between rounds, and applies the new shares."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fedloom.values import kind_of
 
 
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
-    """Find the clusters again where a round begins with that.
+    """Find the clusters again if the round starts with it.
 
-    All clients train the global model for a round and send their activations, as before round 1. Where the shares of
-    the clients change. What the server has summed up by shares is summed up by the new ones: of kept rows, and of what
-    clients' uploads have added up to. The new shares are in the server's model from its next step on.
+    All clients train the global model for a round and send their activations, as before round 1. This may change the
+    clients' shares. The server's sums by shares are then computed again with the new shares: sums of stored rows, and
+    of accumulated uploads. The new shares affect the server's model from its next step on.
 
     Returns:
         The run with its present shares, and the state from which the round continues.
@@ -61,15 +61,15 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
 
 
 def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
-    """Refuse shares by clusters that the method, the schedule or accounted noise leaves no place for.
+    """Raise if the method, the schedule or accounted noise does not support shares by clusters.
 
     Args:
-        setting: the run, presets resolved.
+        setting: the run, with presets resolved.
         server: the server's state before the first round.
         ctx: all clients.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     method, schedule, aggregator, weights = (
         setting.method,
