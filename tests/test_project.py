@@ -100,6 +100,26 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+PUBLIC_NAMES = """
+import importlib, inspect, pkgutil
+missing = []
+for package in ("fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"):
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        get = vars(module).get("__getattr__")
+        lazy = inspect.getclosurevars(get).nonlocals.get("places", ()) if get else ()
+        missing += [f"{info.name}.{n}" for n in {*getattr(module, "__all__", ()), *lazy} if not hasattr(module, n)]
+print(*sorted(missing))
+"""
+"""Imports every module, and asks it for every name of its ``__all__`` and of its lazy imports."""
+
+
+def test_every_module_imports_and_has_its_public_names() -> None:
+    assert run(PUBLIC_NAMES) == ""
+
+
 # --- the public face
 
 
