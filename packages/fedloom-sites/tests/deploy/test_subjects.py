@@ -34,6 +34,7 @@ def deployed(folder: Path, monkeypatch: pytest.MonkeyPatch, **agreed: object) ->
     save(folder / "cohort.csv", 0)
     data: dict[str, object] = {"source": "cohort.csv", "label": "y", "subject": "patient"}
     if agreed:
+        pytest.importorskip("fedloom_clinic")
         said = CliRunner().invoke(app, ["init", str(folder / "cohort.csv"), "--target", "y", "--agree"])
         assert said.exit_code == 0, said.output
         document = folder / "cohort.agreement.toml"

@@ -141,6 +141,7 @@ def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
     assert str(refused.value).count("a.toml: ") == (2 if case == "two at the top" else 1)
 
 
+@pytest.mark.needs("fedloom_sites")  # its child processes see every installed package
 def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:
     calls = [["--help"], ["list"], ["list", "partitions"], ["schema"], ["describe", "flam"]]
     calls += [["describe", name] for name in cards.cards()]

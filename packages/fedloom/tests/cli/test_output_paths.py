@@ -108,6 +108,7 @@ def commands(group: Any, *path: str) -> Iterator[tuple[str, click.Command]]:
         yield " ".join(path), group
 
 
+@pytest.mark.needs("fedloom_clinic", "fedloom_sites", "fedloom_studies")
 def test_every_path_of_every_command_is_known_as_read_or_as_written() -> None:
     for name, command in commands(typer.main.get_command(app)):
         paths = {p.name for p in command.params if isinstance(p.type, click.Path) or "Path" in type(p.type).__name__}

@@ -63,6 +63,10 @@ NOMINAL_SETS = {
     "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
     "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
     "digits": Nominal(1797, 0, (1, 8, 8), 10),
+    "fedloom_studies.others.sources:AflAdult": Nominal(32_561, 16_281, (99,), 2, 2),
+    "fedloom_studies.others.sources:AflFashion": Nominal(18_000, 3_000, (784,), 3, 3),
+    "fedloom_studies.others.sources:FlambyBrca": Nominal(866, 222, (39,), 0, 6),
+    "fedloom_studies.others.sources:FlambyHeart": Nominal(486, 254, (13,), 2, 4),
     "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
     "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
     "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
@@ -132,6 +136,11 @@ class Paper(Value):
             "trials and stated budgets. near: the stated protocol, with equal choices for all methods "
             "where it is silent"
         ),
+    )
+    table: str = Field("", description="a table of others, as the page of these tables calls it (empty: of the papers)")
+    gap_limit: float = Field(0.0, ge=0, description="of a table of others: difference that is called close")
+    explained: dict[str, str] = Field(
+        default_factory=dict, description="of a table of others: the cause of a larger difference, by column"
     )
     nearest: str = Field("", description="recipe nearer to the protocol, which counts this recipe's cells")
     rivals: str = Field("", description="recipe with the same experiment whose record has the claims' other methods")

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
-from fedloom.lab.cli import advise, analyze, bench, facts, init, models, runs, tune, watch
+from fedloom.lab.cli import advise, analyze, bench, facts, models, runs, tune, watch
 from fedloom.lab.cli._app import (
     DataDir,
     ExecutorName,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DataDir", "ExecutorName", "FileArgument", "ForceOption", "Join", "KeepOption", "PredictionsFile",
     "ThresholdOption", "Trust", "Words", "about_file", "advise", "algorithms", "analyze", "app", "bench",
-    "choose_analysis", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "say_json",
+    "choose_analysis", "errors", "facts", "main", "models", "offer", "one_of", "runs", "say", "say_json",
     "tune", "watch", "worker_count",
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -48,6 +49,10 @@ def _for_reader() -> Iterator[None]:
 
 HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
 """Groups of commands in the help, in the order in which a newcomer meets them."""
+
+
+COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
+"""Released packages that add commands."""
 
 
 class Words(TyperGroup):
@@ -101,6 +106,9 @@ class Words(TyperGroup):
         except Exception as error:
             if "Did you mean" in getattr(error, "message", "") and hasattr(error, "possibilities"):
                 error.possibilities = None  # click's, which typer has in the message already
+            missing = [name for name in COMMAND_PACKAGES if find_spec(name.replace("-", "_")) is None]
+            if missing and hasattr(error, "message"):
+                error.message += f" More commands come with the packages {' and '.join(missing)}."
             raise
 
 

@@ -20,11 +20,11 @@ import fedloom as fl
 from fedloom.data.site_rows import rows_by_site
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
+from fedloom_clinic.drafts.columns import Survey
 
 N = 240
 RNG = np.random.default_rng(11)

@@ -14,10 +14,7 @@ from fedloom.data.dataset import CLASS_TASKS, Dataset
 from fedloom.data.sources.table.designs import seconds_of
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike
-from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 from fedloom.data.survey.facts import (
     BIRTH_NAME_PATTERN,
     LATER_NAME_PATTERN,
@@ -31,6 +28,9 @@ from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
+from fedloom_clinic.drafts import outcomes
+from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
 """Rows that a federation needs, and a class that is not rare."""

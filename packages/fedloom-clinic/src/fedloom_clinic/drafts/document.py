@@ -10,8 +10,8 @@ import tomli_w
 
 from fedloom.data.by_site import Shift
 from fedloom.data.dataset import CLASS_TASKS
-from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
+from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
 """Rows of the smallest site that takes part. Fewer are too few to scale a column."""

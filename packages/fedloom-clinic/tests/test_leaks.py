@@ -15,9 +15,9 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.data.survey.columns import Survey
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier
+from fedloom_clinic.drafts.columns import Survey
 
 N = 240
 

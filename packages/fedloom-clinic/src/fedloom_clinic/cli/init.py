@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.lab.cli._app import app, errors, say
+from fedloom.lab.cli import app, errors, say
 
 if TYPE_CHECKING:
     from fedloom.data import Dataset
@@ -49,11 +49,11 @@ def init(
     Example: fedloom init patients.csv --by hospital --target died
     """
     with errors():
-        from fedloom.data.survey.columns import Survey
-        from fedloom.data.survey.draft import Draft, unnamed
         from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.outputs import FileKind, check_output_file, never
         from fedloom.storage.files import make_folder, write_atomic
+        from fedloom_clinic.drafts.columns import Survey
+        from fedloom_clinic.drafts.draft import Draft, unnamed
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
