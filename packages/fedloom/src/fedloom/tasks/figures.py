@@ -96,7 +96,8 @@ def class_metrics(
 
     Args:
         wanted: of ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``, ``auroc_ovr``,
-            ``auprc_ovr``, ``brier`` and ``calibration_error``. "recall" and "precision" give one metric per class.
+            ``auprc_ovr``, ``brier``, ``calibration_error`` and ``mean_iou``. "recall", "precision", "dice" and "iou"
+            give one metric per class.
         p: ``[N, C]`` probabilities.
         guess: ``[N]`` predicted classes.
         y: ``[N]`` targets.
@@ -107,9 +108,8 @@ def class_metrics(
     classes = p.shape[1]
     hit = guess == y
     true, guessed, hits = (count_by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
-    recall, precision = hits / true, hits / guessed
     figures: dict[str, Tensor] = {}
-    for name, values in (("recall", recall), ("precision", precision)):
+    for name, values in class_ratios(true, guessed, hits).items():
         if name in wanted:
             figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
     figures |= {name: value for name, value in count_metrics(true, guessed, hits).items() if name in wanted}
@@ -125,6 +125,16 @@ def class_metrics(
     return figures
 
 
+def class_ratios(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
+    """Metrics ``[..., C]`` of single classes, of samples by class ``[..., C]``: true, predicted, and both."""
+    return {
+        "recall": hits / true,
+        "precision": hits / guessed,
+        "dice": 2 * hits / (true + guessed),
+        "iou": hits / (true + guessed - hits),
+    }
+
+
 def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
     """Mean F1 ``[...]`` over the classes that targets have, of samples by class ``[..., C]``."""
     present = true > 0
@@ -136,5 +146,6 @@ def count_metrics(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tens
     return {
         "macro_f1": macro_f1(true, guessed, hits),
         "balanced_accuracy": (hits / true).nanmean(-1),
+        "mean_iou": torch.where(true > 0, hits / (true + guessed - hits), torch.nan).nanmean(-1),
         "macro_precision": torch.where(true > 0, (hits / guessed).nan_to_num(0), torch.nan).nanmean(-1),
     }

@@ -92,6 +92,7 @@ class Classification(TaskKind):
 
     further: ClassVar[tuple[str, ...]] = (
         *("balanced_accuracy", "recall", "precision", "macro_precision", "auroc_ovr", "auprc_ovr"),
+        *("dice", "iou", "mean_iou"),
         *("brier", "calibration_error", "perplexity"),
     )
 
@@ -146,6 +147,7 @@ class Binary(TaskKind):
 
     further: ClassVar[tuple[str, ...]] = (
         *("macro_f1", "balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
+        *("dice", "iou", "mean_iou"),
         *("calibration_slope", "calibration_intercept"),
     )
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import CALIBRATION_BINS, count_metrics, owner_total, wide
+from fedloom.tasks.figures import CALIBRATION_BINS, class_ratios, count_metrics, owner_total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
@@ -106,12 +106,10 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
     classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
-    recall, precision = hits / true, hits / guessed
+    of_class = class_ratios(true, guessed, hits)
     names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
-        class_metric_name(what, name): values[k]
-        for what, values in (("recall", recall), ("precision", precision))
-        for k, name in enumerate(names)
+        class_metric_name(what, name): values[k] for what, values in of_class.items() for k, name in enumerate(names)
     }
     return each | {
         "loss": loss / size,

@@ -23,11 +23,11 @@ def bench(
         list[str] | None,
         typer.Option(help="processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
     ] = None,
-    oracle: Annotated[
+    gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="computation of gradients: fused, stacked or looped. May be repeated (default: all)",
-            autocompletion=offer.one_of("fused", "stacked", "looped"),
+            help="computation of gradients: compiled, vmap or loop. May be repeated (default: all)",
+            autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
@@ -76,10 +76,10 @@ def bench(
             if number is not None and not isfinite(number):
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
-        unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
+        unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
-        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=counts)
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
             places = [Place(r, machines or 1, link) for r in ranks]
@@ -100,7 +100,7 @@ def bench(
         if as_json:
             say_json({"rounds": [_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
             return
-        print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
+        print_rows([_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
@@ -109,7 +109,7 @@ def bench(
 def _row(speed: Speed) -> dict[str, Any]:
     return {
         "method": speed.method,
-        "oracle": speed.way.oracle,
+        "gradient_engine": speed.way.oracle,
         "workers": speed.way.workers,
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,
