@@ -183,7 +183,7 @@ def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
 
 @masks
 def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
-    rules = {"least": 2}
+    rules = {"min_subjects": 2}
     choice = {"kind": "kaplan-meier", "width": 40.0, "until": 160.0, "rules": rules}
     found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
     ends = np.unique(found.time)
@@ -346,11 +346,11 @@ def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path:
 @pytest.mark.parametrize(("changed", "answers"), [(1, False), (4, False), (5, True)])
 def test_a_snapshot_is_answered_if_enough_subjects_differ(tmp_path: Path, changed: int, answers: bool) -> None:
     table = patients()
-    first = glm_site(tmp_path / "first", least=5)
+    first = glm_site(tmp_path / "first", min_subjects=5)
     assert asked(first, MEANS).counters == ANSWERED_COUNTS
     rows = table.index[table.site == 0][:changed]
     table.loc[rows, "age"] += 1
-    later = glm_site(tmp_path / "later", table, least=5)
+    later = glm_site(tmp_path / "later", table, min_subjects=5)
     later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
     counts = asked(later, MEANS).counters
     assert counts == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
@@ -422,3 +422,12 @@ def test_steps_of_a_former_version_are_named(tmp_path: Path) -> None:
     Audit(here.server.audit).write("no Cox regression", reason="why")
     [state] = status_of(here.server)["analyses"]
     assert (state["state"], state["reason"]) == ("none", "why")
+
+
+def test_a_rule_that_is_left_out_has_its_default(tmp_path: Path) -> None:
+    """So an agreement on the number of questions does not give up the least count."""
+    for number, rules in enumerate(({}, {"questions": 3}, {"min_subjects": 7})):
+        choice = {"kind": "glm", **({"rules": rules} if rules else {})}
+        agreed = agreed_of(deployed(tmp_path / f"{number}", "binary", choice, masked=False)).rules
+        assert agreed.min_subjects == rules.get("min_subjects", 5)
+        assert (agreed.questions, agreed.min_clients) == (rules.get("questions", 24), SITES)
