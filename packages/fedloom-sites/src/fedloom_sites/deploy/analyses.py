@@ -68,9 +68,12 @@ class AgreedAnalysis:
 
     @cached_property
     def rules(self) -> Rules:
-        """Return the rules before the number of absent sites is known."""
-        rules = self.analysis.rules or Rules()
-        agreed = rules.model_fields_set
+        """Return the rules before the number of absent sites is known.
+
+        A rule that is as in a simulation was not agreed on, since recorded agreements have every rule filled in.
+        """
+        rules, unchanged = self.analysis.rules or Rules(), Rules()
+        agreed = {name for name in Rules.model_fields if getattr(rules, name) != getattr(unchanged, name)}
         questions = rules.questions if "questions" in agreed else self.analysis.most_questions
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
