@@ -70,6 +70,8 @@ class Attacks:
         "uploads within bounds": 20,
         "bad sites under secure aggregation": 14,
         "a dishonest server": 5,
+        "a server that combines sums": 15,
+        "a rehearsal": 22,
         "messages beyond memory": 13,
         "hostile files": 55,
         "hostile directories": 890,

@@ -128,8 +128,8 @@ def deploy(
         patients().to_csv(folder / "all.csv", index=False)
         agreement = {"task": task, "column": [*COLUMNS], **TARGETS[task]}
         here = scene(
-            folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1}, analysis=[choice],
-            data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+            folder, "fedavg", rounds=1, partition={"kind": "natural"}, evaluate={"every": 1}, analysis=[choice],
+            data={"source": "csv", "path": str(folder / "all.csv"), "client_column": "site", "agreement": agreement},
             local={"lr": 0.001, "batch_size": "full"},
         )  # fmt: skip
         if masked:
@@ -161,7 +161,7 @@ def deploy(
 
 
 def of(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
-    return fl.Dataset.create(frame, label, users="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
+    return fl.Dataset.create(frame, label, client_column="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -93,8 +93,8 @@ def deployed(
     columns.append({"name": "ward", "type": "level", "levels": ["GEN", "ICU", "PED"]})
     agreement = {"task": task, "column": columns, **TARGETS[task]}
     here = scene(
-        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1}, analysis=[analysis],
-        data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+        folder, "fedavg", rounds=1, partition={"kind": "natural"}, evaluate={"every": 1}, analysis=[analysis],
+        data={"source": "csv", "path": str(folder / "all.csv"), "client_column": "site", "agreement": agreement},
         local={"lr": 0.001, "batch_size": "full"}, **changes,
     )  # fmt: skip
     if not masked:
@@ -167,7 +167,10 @@ def design(table: pd.DataFrame) -> np.ndarray:
 @masks
 @pytest.mark.parametrize("task", ["regression", "count", "binary"])
 def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
-    found, table = served(deployed(tmp_path, task, {"kind": "glm", "rules": {"least": 2}}, masked=masked)), patients()
+    found, table = (
+        served(deployed(tmp_path, task, {"kind": "glm", "rules": {"min_subjects": 2}}, masked=masked)),
+        patients(),
+    )
     family = {"regression": families.Gaussian(), "count": families.Poisson(), "binary": families.Binomial()}[task]
     y = {"regression": table.stay.astype(np.float32), "count": table.visits, "binary": table.ill == "yes"}[task]
     pooled = GLM(np.asarray(y, float), design(table), family).fit(tol=1e-14)
@@ -193,7 +196,7 @@ def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: boo
 
 @masks
 def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
-    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"least": 2}}
+    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"min_subjects": 2}}
     found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
     ends, groups = np.unique(found.time), {*found.group}
     ward = table.ward.where(table.ward.isin(groups), "other")
@@ -205,7 +208,7 @@ def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, ma
 
 @masks
 def test_table_one_is_that_of_pooled_rows(tmp_path: Path, masked: bool) -> None:
-    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"least": 2}}
+    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"min_subjects": 2}}
     found, table = served(deployed(tmp_path, "binary", choice, masked=masked)), patients()
     groups = {*found.group}
     ward = table.ward.where(table.ward.isin(groups), "other")
@@ -237,7 +240,7 @@ def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
 @pytest.mark.parametrize("options", [{"stratify": True}, {"width": 40.0, "until": 160.0}], ids=["strata", "bins"])
 def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
     found, table = (
-        served(deployed(tmp_path, "survival", {"kind": "cox", "rules": {"least": 2}, **options}, masked=masked)),
+        served(deployed(tmp_path, "survival", {"kind": "cox", "rules": {"min_subjects": 2}, **options}, masked=masked)),
         patients(),
     )
     if "stratify" in options:
@@ -286,7 +289,9 @@ SPREADS = Question("spreads", {"centre": numbers(0, 0, 0, 0, 0)})
 
 
 def glm_site(folder: Path, table: pd.DataFrame | None = None, client: int = 0, **rules: Any) -> Client:
-    here = deployed(folder, "regression", {"kind": "glm", "rules": {"least": 2, **rules}}, masked=False, table=table)
+    here = deployed(
+        folder, "regression", {"kind": "glm", "rules": {"min_subjects": 2, **rules}}, masked=False, table=table
+    )
     return Client(here.sites[client])
 
 
@@ -315,7 +320,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
 
 def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path) -> None:
     """Two bins whose ends differ by a little would show one patient."""
-    choice = {"kind": "cox", "width": 40.0, "until": 160.0, "rules": {"least": 2}}
+    choice = {"kind": "cox", "width": 40.0, "until": 160.0, "rules": {"min_subjects": 2}}
     client = Client(deployed(tmp_path, "survival", choice, masked=False).sites[0])
     beta = numbers(0, 0, 0, 0)
     for ends in (numbers(40, 80, 120.001, 160), numbers(160), numbers()):
@@ -375,7 +380,7 @@ def test_one_subject_with_many_rows_is_no_cell(tmp_path: Path) -> None:
     column = TableColumn(name="ward", levels=2, names=("GEN", "ICU"))
     schema = Schema("rows", "binary", (column,), ("no", "yes"))
     rows = ClientRows(x, torch.zeros(20, 1).double(), torch.zeros(20).long(), subjects)
-    terms = AnalysisTerms(schema, torch.tensor([20]), Rules(least=5))
+    terms = AnalysisTerms(schema, torch.tensor([20]), Rules(min_subjects=5))
     groups, *cells = TableOne().publish(rows, terms).tolist()
     assert (groups, cells) == (1, [0, 1, 0])
     assert flag_columns(rows, terms).tolist() == [0.0]
@@ -384,7 +389,7 @@ def test_one_subject_with_many_rows_is_no_cell(tmp_path: Path) -> None:
 def test_a_column_that_few_subjects_vary_in_is_left_out(tmp_path: Path) -> None:
     table = patients()
     table["ward"] = np.where(table.index < 2, "PED", np.where(table.ward == "PED", "GEN", table.ward))
-    here = deployed(tmp_path, "regression", {"kind": "glm", "rules": {"least": 2}}, masked=True, table=table)
+    here = deployed(tmp_path, "regression", {"kind": "glm", "rules": {"min_subjects": 2}}, masked=True, table=table)
     found = served(here)
     assert [*found.column] == ["intercept", "age", "glucose", "ward ICU"]
     assert {*found.merged} == {"ward PED"}

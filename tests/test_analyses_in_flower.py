@@ -22,7 +22,7 @@ from tests.flower.app import App
 NODES = 3
 AGREED = Agreement(task="regression", target_range=(-50.0, 50.0), column=(
     {"name": "age", "range": (-10.0, 10.0)}, {"name": "dose", "range": (-10.0, 10.0)}))  # fmt: skip
-GLM_CHOICE = {"kind": "glm", "rules": {"least": 3}}
+GLM_CHOICE = {"kind": "glm", "rules": {"min_subjects": 3}}
 
 
 def samples(node: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,9 @@ def samples(node: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(x), torch.from_numpy((1 + x @ [2, -1] + rng.normal(0, 0.3, len(x))).astype(np.float32))
 
 
-def app(analyses: Any = (GLM_CHOICE, {"kind": "table-1", "rules": {"least": 3}}), rows: int | None = None) -> App:
+def app(
+    analyses: Any = (GLM_CHOICE, {"kind": "table-1", "rules": {"min_subjects": 3}}), rows: int | None = None
+) -> App:
     def local(context: Context) -> ff.Local:
         x, y = samples(k := int(context.node_config["partition-id"]))
         some = slice(rows if k == 0 else None)
@@ -51,11 +53,11 @@ def test_an_app_finds_the_pooled_fit() -> None:
 
 def test_an_app_finds_table_one_and_resumes(tmp_path: Any) -> None:
     here = app()
-    result = ff.analyze(here.grid, {"kind": "table-1", "rules": {"least": 3}}, AGREED, folder=tmp_path)
+    result = ff.analyze(here.grid, {"kind": "table-1", "rules": {"min_subjects": 3}}, AGREED, folder=tmp_path)
     ages = torch.cat([samples(k)[0][:, 0] for k in range(NODES)])
     assert result.table["mean"][0].as_py() == pytest.approx(float(ages.double().mean()), abs=1e-9)
     sent = len(here.grid.sent)
-    again = ff.analyze(here.grid, {"kind": "table-1", "rules": {"least": 3}}, AGREED, folder=tmp_path)
+    again = ff.analyze(here.grid, {"kind": "table-1", "rules": {"min_subjects": 3}}, AGREED, folder=tmp_path)
     assert again.table.equals(result.table)
     assert len(here.grid.sent) == sent + NODES  # the greeting alone
 
@@ -63,12 +65,12 @@ def test_an_app_finds_table_one_and_resumes(tmp_path: Any) -> None:
 def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
     with pytest.raises(DataError, match="1 of 3 nodes have no answer to step 1"):
         ff.analyze(
-            app([{"kind": "ridge", "rules": {"least": 3}}], rows=2).grid,
-            {"kind": "ridge", "rules": {"least": 3}},
+            app([{"kind": "ridge", "rules": {"min_subjects": 3}}], rows=2).grid,
+            {"kind": "ridge", "rules": {"min_subjects": 3}},
             AGREED,
         )
     with pytest.raises(Refused, match="no column has 3 subjects"):
-        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"least": 3, "fewest": 1}}, AGREED)
+        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3, "min_clients": 1}}, AGREED)
 
 
 def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:

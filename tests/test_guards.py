@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,9 @@ def load_guards() -> ModuleType:
 
 guards = load_guards()
 ROWS = guards.guards()
-CLAIMS: dict[str, dict[str, list[str] | str]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())
+Claim = dict[str, Any] | list[str] | str
+"""The attack that tests play, and these tests; tests alone; or a reason why the sentence is no promise."""
+CLAIMS: dict[str, dict[str, Claim]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())
 PROMISE = re.compile(
     r"\b(refuse[sd]?|reject(s|ed)?|never|nothing|cannot|at most|(does|do) not (accept|answer|open|run|use|trust))\b"
 )
@@ -73,10 +76,36 @@ def test_every_promise_has_a_test() -> None:
 def test_claims_are_on_their_page_and_their_tests_are_there() -> None:
     texts = [*sentences()]
     for heading, claims in CLAIMS.items():
-        for words, tests in claims.items():
+        for words, claim in claims.items():
             assert sum(words in text for where, text in texts if where == heading) == 1, (heading, words)
-            for file, _, name in (one.partition("::") for one in tests if not isinstance(tests, str)):
+            for file, _, name in (one.partition("::") for one in tests_of(claim)):
                 assert name in functions_of(file), (words, name)
+
+
+def tests_of(claim: Claim) -> list[str]:
+    return [] if isinstance(claim, str) else claim["tests"] if isinstance(claim, dict) else claim
+
+
+def test_every_claim_on_sites_and_sums_names_the_attack_that_its_tests_play() -> None:
+    """Two claims with other tests have other attacks: the name says what the tests try."""
+    headings = {
+        line.strip("# ")
+        for page in sorted((ROOT / "docs").glob("secur*.md"))
+        for line in page.read_text().splitlines()
+        if line.startswith("#")
+    }
+    attacks = dict[str, set[tuple[str, ...]]]()
+    for heading in headings & {*CLAIMS}:
+        for words, claim in CLAIMS[heading].items():
+            if isinstance(claim, str):
+                continue
+            assert isinstance(claim, dict), (heading, words)
+            assert {*claim} == {"attack", "tests"}, (heading, words)
+            assert len(claim["attack"].split()) > 3, (heading, words)
+            assert claim["tests"], (heading, words)
+            attacks.setdefault(claim["attack"], set()).add(tuple(claim["tests"]))
+    assert len(attacks) > 80
+    assert {attack for attack, tests in attacks.items() if len(tests) > 1} == set()
 
 
 def test_no_two_rows_are_of_one_guard() -> None:

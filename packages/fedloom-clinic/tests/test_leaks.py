@@ -167,7 +167,17 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
     assert "\nsubject =" not in (tmp_path / "t.toml").read_text()
     chosen = CliRunner().invoke(
         app,
-        ["init", str(tmp_path / "t.csv"), "--target", "died", "--by", "hospital", "--subject", "hospital", "--force"],
+        [
+            "init",
+            str(tmp_path / "t.csv"),
+            "--target",
+            "died",
+            "--client-column",
+            "hospital",
+            "--subject",
+            "hospital",
+            "--force",
+        ],
     )
     assert chosen.exit_code != 0
     assert "name two columns" in chosen.output

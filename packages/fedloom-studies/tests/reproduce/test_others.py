@@ -65,7 +65,7 @@ def flamby(folder: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 def test_the_hospitals_are_those_of_flamby(tmp_path: Path) -> None:
     write_hospitals(tmp_path)
     data = sources.FlambyHeart(path=str(tmp_path)).load()
-    federation = fl.partitions.writers(test_from="users", validation=0.0)(data)
+    federation = fl.partitions.natural(test_from="clients", validation=0.0)(data)
     assert federation.sizes().tolist() == [int((~tested).sum()) for _, _, tested in flamby(tmp_path)]
     assert data.x.shape[1] == 13
     for k, (x, y, tested) in enumerate(flamby(tmp_path)):

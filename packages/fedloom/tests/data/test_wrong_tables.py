@@ -125,7 +125,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "column 'died' has levels that are alike: 'A' (13) = 'a' (14); write them in one way",
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
-    "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "users": "ward"}, "column 'ward' has levels"),
+    "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
     "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so nothing is learned from it"),
     "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
     "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
@@ -167,7 +167,7 @@ def test_points_that_may_part_thousands_are_noted(tmp_path_factory: pytest.TempP
         rows = [separator.join((text, "10", str(k % 2))) for k, text in enumerate(writing)]
         path = folder / "t.csv"
         path.write_text("\n".join([separator.join(("count", "ten", "died")), *rows]) + "\n")
-        notes = Csv(path=str(path), label="died", drop=("ten",)).read(None).notes
+        notes = Csv(path=str(path), target="died", drop=("ten",)).read(None).notes
         assert any("column 'count': every fraction has three digits, as " in n for n in notes) == (column == "points")
 
 
@@ -179,7 +179,7 @@ def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv
     names = [name for name in sound if name == column or name != "ward"]
     rows = [",".join(sound[name][k % len(sound[name])] for name in names) for k in range(40)]
     path.write_text("\n".join([",".join(names), *rows]) + "\n", "utf-8")
-    return Csv(path=str(path), label="died", **options)
+    return Csv(path=str(path), target="died", **options)
 
 
 @pytest.mark.parametrize("fault", PLAIN)
@@ -222,7 +222,7 @@ def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_clie
     def high(source: TableSource) -> Tensor:
         return groups_of(keeping(source, ["glucose>=126"]).read(None), ["glucose>=126"])["glucose>=126"]
 
-    users = {"users": "hospital"} if by_client else {}
+    users = {"client_column": "hospital"} if by_client else {}
     sixteenths = [{**row, "glucose": row["glucose"] and row["glucose"] / 16} for row in ROWS]  # exact in binary
     agreed = write(tmp_path / "agreed.csv", ROWS).with_(**users)
     other = write(tmp_path / "other.csv", sixteenths).with_(**users)

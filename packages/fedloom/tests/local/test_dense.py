@@ -62,7 +62,7 @@ def images() -> tuple[Any, Any]:
 
 
 def sites(data: fl.Dataset) -> Any:
-    return fl.partitions.writers(validation=0.2)(data, seed=0)
+    return fl.partitions.natural(validation=0.2)(data, seed=0)
 
 
 OWNERS = np.arange(SAMPLES) % 3
@@ -72,7 +72,7 @@ OWNERS = np.arange(SAMPLES) % 3
 @pytest.mark.parametrize("shape", ["[N, H, W]", "[N, 1, H, W]"])
 def test_a_step_is_that_of_the_mean_loss_over_the_labeled_pixels(task: str, shape: str) -> None:
     x, mask = images()
-    data = fl.Dataset.create((x, mask if shape == "[N, H, W]" else mask[:, None]), task=task, users=OWNERS)
+    data = fl.Dataset.create((x, mask if shape == "[N, H, W]" else mask[:, None]), task=task, clients=OWNERS)
     fed, net = sites(data), UNet(data.outputs)
     local = {"lr": 0.3, "batch_size": "full", "steps": 1}
     got = fl.simulate("fedavg", fed, net, rounds=1, local=local, engine={"dtype": "float64"})
@@ -96,7 +96,7 @@ def test_a_step_is_that_of_the_mean_loss_over_the_labeled_pixels(task: str, shap
 
 def test_a_strangers_unet_learns_with_its_own_loss_and_dice_and_iou_are_those_of_sklearn() -> None:
     x, mask = images()
-    data = fl.Dataset.create((x, mask), task="binary", users=OWNERS)
+    data = fl.Dataset.create((x, mask), task="binary", clients=OWNERS)
     fed = sites(data)
     task = {"loss": soft_dice, "metrics": ["dice", "iou", "mean_iou"]}
     options: Any = {"rounds": 12, "task": task, "local": {"lr": 0.02, "optimizer": "adam", "batch_size": 8}}
@@ -119,7 +119,7 @@ def test_a_strangers_unet_learns_with_its_own_loss_and_dice_and_iou_are_those_of
 def test_single_metrics_of_classes_come_from_any_number_of_workers() -> None:
     """A column of a chunk with one client has one number and any stride."""
     fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
-    options: Any = {"rounds": 1, "task": {"metrics": ["recall"]}, "engine": {"workers": 3, "chunk": 1}}
+    options: Any = {"rounds": 1, "task": {"metrics": ["recall"]}, "engine": {"workers": 3, "clients_per_batch": 1}}
     assert fl.simulate("fedavg", fed, UNetOfDigits, **options).rounds == 1
 
 
@@ -141,7 +141,7 @@ def test_a_strangers_lstm_takes_sequences_that_are_declared(each: bool, tmp_path
     y = (x[:, :, 0].cumsum(1) > 0).astype(int)
     y = y if each else y[:, -1]
     np.savez(tmp_path / "s.npz", x=x, y=y, users=OWNERS)
-    data = fl.Dataset.create((x, y), layout="sequence", users=OWNERS)
+    data = fl.Dataset.create((x, y), layout="sequence", clients=OWNERS)
     loaded = fl.load(tmp_path / "s.npz", layout="sequence")
     assert data.shape == loaded.shape == (STEPS, 3)
     assert torch.equal(data.y, loaded.y)
@@ -165,10 +165,10 @@ def test_what_cannot_be_is_a_sentence_with_a_way_on() -> None:
         fl.Dataset.create((rows, OWNERS), layout="sequences")
     with pytest.raises(DataError, match="needs x"):
         fl.Dataset.create((x[:, 0, 0], OWNERS), layout="sequence")
-    fed = sites(fl.Dataset.create((x, mask), users=OWNERS))
+    fed = sites(fl.Dataset.create((x, mask), clients=OWNERS))
     with pytest.raises(Refused, match="augment changes images alone"):
         fl.simulate("fedavg", fed, UNet(2), rounds=1, augment={"flip": 0.5})
     with pytest.raises(ConfigError, match="gives one output per sample"):
         fl.simulate("fedavg", fed, "softmax", rounds=1)
     with pytest.raises(ConfigError, match="make the data with layout = 'sequence'"):
-        fl.simulate("fedavg", sites(fl.Dataset.create((rows, OWNERS % 2), users=OWNERS)), LSTM(2), rounds=1)
+        fl.simulate("fedavg", sites(fl.Dataset.create((rows, OWNERS % 2), clients=OWNERS)), LSTM(2), rounds=1)

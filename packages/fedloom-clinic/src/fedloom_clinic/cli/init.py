@@ -21,7 +21,9 @@ def init(
         Path,
         typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
     ],
-    by: Annotated[str | None, typer.Option(help="column that names the site of a row. '' for none")] = None,
+    client_column: Annotated[
+        str | None, typer.Option(help="column that names the client of a row, such as a hospital. '' for none")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
         str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for none")
@@ -46,7 +48,7 @@ def init(
     Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
     its questions stand in the file, with the options that answer them.
 
-    Example: fedloom init patients.csv --by hospital --target died
+    Example: fedloom init patients.csv --client-column hospital --target died
     """
     with errors():
         from fedloom.lab.experiment.overrides import apply_overrides
@@ -62,7 +64,7 @@ def init(
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
-        draft = Draft(Survey(table, **options), by, target, event, subject)
+        draft = Draft(Survey(table, **options), client_column, target, event, subject)
         say(*draft.report)
         text = draft.text(place)
         data = None if draft.asks else _try(text, place)

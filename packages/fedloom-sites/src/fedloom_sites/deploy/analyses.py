@@ -70,16 +70,16 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Return the rules before the number of absent sites is known."""
         chosen = self.analysis.rules
-        rules = chosen or Rules(least=DEFAULT_LEAST)
+        rules = chosen or Rules(min_subjects=DEFAULT_LEAST)
         is_agreed = chosen is not None and "questions" in chosen.model_fields_set
         questions = rules.questions if is_agreed else self.analysis.most_questions
         if self.threshold is not None:
-            fewest = max(MIN_SITES, rules.fewest)
-        elif chosen is None or "fewest" not in chosen.model_fields_set:
+            fewest = max(MIN_SITES, rules.min_clients)
+        elif chosen is None or "min_clients" not in chosen.model_fields_set:
             fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
         else:
-            fewest = rules.fewest
-        return rules.with_(questions=questions, fewest=fewest)
+            fewest = rules.min_clients
+        return rules.with_(questions=questions, min_clients=fewest)
 
     @cached_property
     def before(self) -> AnalysisTerms:
@@ -266,7 +266,7 @@ def check_analyses(
     for analysis in experiment.analyses:
         if analysis.by_sums:
             name = name_of(analysis)
-            if accounted(job.setting.channel, job.setting.aggregator) is not None:
+            if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
                     f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site; leave one "
                     "out"

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_va
 
 from fedloom.data import SOURCES
 from fedloom.data.input_spec import InputSpec
+from fedloom.engine.checks.moved import update_document
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage import read_toml
@@ -69,6 +70,10 @@ def case_twin(name: str, names: Iterable[str]) -> str | None:
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
+MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
+"""Share of one site in the weight of a sum beyond which the sum tells nearly what this site sends."""
+
+
 class Secure(Value):
     """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
 
@@ -82,7 +87,7 @@ class Secure(Value):
         None, description="largest norm of a difference that a site sends (L2), for every upload field or by field"
     )
     max_share: float = Field(
-        0.8,
+        MAX_SAFE_SHARE,
         gt=0,
         le=1,
         description="largest share of one site in the weight of a sum. A sum with a larger share is not opened",
@@ -446,6 +451,8 @@ def check_agreed(
 
 def _read(kind: type[V], path: Path, what: str) -> V:
     document = read_toml(path, what)
+    if isinstance(document.get("data"), dict):  # of a site, which may be of an earlier version
+        document = {**document, "data": update_document({"data": document["data"]})["data"]}
     try:
         value = make(kind, document, str(path), fields_of(kind))
     except ConfigError as error:

@@ -281,7 +281,9 @@ class _Node:
         if start or run.key != key:
             model, objective = run.problem.model, run.problem.objective
             setting = setting_of(values["document"], model, values["rounds"], task=objective)
-            setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
+            setting = setting.with_(
+                engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
+            )
             setting = run.local.with_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)

@@ -146,10 +146,10 @@ class Rules(Value):
     questions: int = Field(
         200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
     )
-    least: int = Field(
+    min_subjects: int = Field(
         1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
     )
-    fewest: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
+    min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
     missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
 
 

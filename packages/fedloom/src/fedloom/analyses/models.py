@@ -18,9 +18,9 @@ MODELS_TOGETHER = 32
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield clients and their model, the normalisation statistics set for it. Nothing if there is no such model.
 
-    Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
+    Those of the global model are the cohort's or the client's own, as `Evaluate.batchnorm_stats` has it.
     """
-    oracle, separately = result.job.oracle, result.job.setting.evaluate.statistics == "own"
+    oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
         return
     if model == "global":

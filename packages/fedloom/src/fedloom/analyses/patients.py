@@ -51,7 +51,7 @@ class Groups(Analysis):
     by: tuple[str, ...] = Field(
         min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
     )
-    least: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
+    min_rows: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
 
     @property
     def kept_columns(self) -> Sequence[str]:
@@ -61,7 +61,7 @@ class Groups(Analysis):
         groups_of(fed.data, self.by)
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
-        return group_scores(result, self.by, self.least), ()
+        return group_scores(result, self.by, self.min_rows), ()
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

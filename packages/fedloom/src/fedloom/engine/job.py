@@ -1,4 +1,4 @@
-"""Job: the facts of a run in every process, fixed before the first round."""
+"""Job: facts of a run that every process knows, fixed before the first round."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedloom.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFacts):
-    """A problem with room for the clients' state, and the processes that compute it.
+    """A problem with storage for the clients' state, and the processes that compute it.
 
     Attributes:
         workers: number of processes forked from this one.
-        ranks: processes that go through the run together.
+        ranks: processes that run together.
         clients: state rows of the clients.
-        kept: rows that the server keeps of every client.
-        models: last models of the clients, for a mixer, where `kept` does not have them.
-        summed: what the clients' uploads have added up to (`summed_fields`).
-        residue: what the channel has not sent yet, of every client.
-        optimizer: states of every client's optimisers. Where they are kept.
+        kept: the server's stored rows of every client.
+        models: last models of the clients for a mixer, if `kept` does not contain them.
+        summed: accumulated uploads of every client (`summed_fields`).
+        residue: every client's differences that the channel has not sent.
+        optimizer: states of every client's optimizers, if they are stored.
         locations: the machines that have the latest row of every client.
     """
 
@@ -46,7 +46,7 @@ class Job(JobFacts):
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
-        """Everything that is kept by client."""
+        """All state that is stored by client."""
         return {
             "clients": self.clients,
             "kept": self.kept,
@@ -62,13 +62,13 @@ class Job(JobFacts):
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the run at a server whose clients keep what is theirs."""
+        """Return the run at a server whose clients store their own state."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
     def replace_shares(self, alpha: Tensor | None) -> Job:
-        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. This run when None."""
+        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. None: this run."""
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
@@ -108,12 +108,12 @@ class Job(JobFacts):
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
             down = self.algorithm.down(server, kept, ctx)
-        mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
+        mixer = self.setting.personalized_aggregation or (self.algorithm.mixer(round) if self.robust else None)
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
         """Replace the model in a download by every client's mixture, of a part only what travels."""
-        if not mixer.share:
+        if not mixer.mixing_weight:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
         rows, start = getattr(models.read(self.mixed(ctx.ids)), name), getattr(models.template, name)
@@ -129,7 +129,11 @@ class Job(JobFacts):
         mixtures = mixtures.to(shared)
         if mask is not None:
             mixtures = shared.repeat(ctx.m, 1).masked_scatter_(mask, mixtures)
-        mixed = mixtures if mixer.share == 1 else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.share)
+        mixed = (
+            mixtures
+            if mixer.mixing_weight == 1
+            else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.mixing_weight)
+        )
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:

@@ -58,21 +58,21 @@ def check_privacy(
             raise Refused(
                 f"aggregator 'private-mean' clips differences, but {name} uploads absolute values",
                 rule="noise-needs-differences",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}, which acts on their changes",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which acts on their changes",
             )
         if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
                 "clients",
                 rule="noise-misses-single-uploads",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
     noise = accounted(channel, aggregator)
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
-    table = "channel" if isinstance(noise, GaussianNoise) else "aggregator"
+    table = "upload_transform" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(
             f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
@@ -82,7 +82,7 @@ def check_privacy(
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
-        ("weigher", weigher.kind, weigher.probes),
+        ("aggregation_weights", weigher.kind, weigher.probes),
         ("sampler", sampler.kind, sampler.probes or reports),
     ):
         if asks:

@@ -100,7 +100,7 @@ class JobFacts:
     @property
     def gathers(self) -> bool:
         """Uploads are gathered as rows, not summed chunk by chunk."""
-        return self.setting.weigher.probes or self.robust
+        return self.setting.aggregation_weights.probes or self.robust
 
     @property
     def robust(self) -> bool:
@@ -120,7 +120,7 @@ class JobFacts:
     @property
     def asks(self) -> bool:
         """Clients answer questions about the model that they trained."""
-        return self.setting.weigher.probes or self.setting.sampler.learns
+        return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
     def model_field(self) -> str:
@@ -155,7 +155,7 @@ class JobFacts:
     @property
     def regroups(self) -> bool:
         """Clusters, and with them the clients' shares, are found again between two rounds of this run."""
-        period = period_of(self.setting.weights)
+        period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
@@ -172,7 +172,9 @@ class JobFacts:
     @property
     def has_personal(self) -> bool:
         """Clients have models of their own: the method's personal models, or what a mixer sends them."""
-        return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
+        return (
+            self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
+        )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
         """Personal models ``[m, d]``, of a method without any, the mixtures that clients receive."""
@@ -184,7 +186,7 @@ class JobFacts:
     @property
     def mixes(self) -> bool:
         """Downloads are mixed from what the server keeps of single clients."""
-        return self.setting.mixer is not None or self.algorithm.mixes
+        return self.setting.personalized_aggregation is not None or self.algorithm.mixes
 
     @cached_property
     def train_sizes(self) -> Tensor:
@@ -206,7 +208,7 @@ class JobFacts:
 
     def mixed(self, ids: Tensor) -> Tensor:
         """Clients whose kept rows the download of a cohort is mixed from."""
-        mixer = self.setting.mixer
+        mixer = self.setting.personalized_aggregation
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 
     @cached_property
@@ -218,5 +220,5 @@ class JobFacts:
     @cached_property
     def messages(self) -> Messages:
         """Encoding of downloads and uploads."""
-        oracle, mixed = self.oracle, self.setting.mixer is not None
-        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.channel, mixed=mixed)
+        oracle, mixed = self.oracle, self.setting.personalized_aggregation is not None
+        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.upload_transform, mixed=mixed)

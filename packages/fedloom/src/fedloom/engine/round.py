@@ -33,7 +33,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     cohort, times = drawn.unique(return_counts=True)
     order = longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
-    if not job.setting.weigher.probes:
+    if not job.setting.aggregation_weights.probes:
         shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)

@@ -111,10 +111,10 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
         yield from _upload_records(t, state.clock, job.n, scored)
         if job.fleet is not None:
             yield from _time_records(t, state.clock, job.fleet, scored)
-    noise = accounted(job.setting.channel, job.setting.aggregator)
+    noise = accounted(job.setting.upload_transform, job.setting.aggregator)
     if noise is not None:
         yield Record.make_federation_record(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
-    if uses_clusters(job.setting.weights):
+    if uses_clusters(job.setting.client_weights):
         yield Record.make_client_record(t, "", "", "share", job.alpha[scored, 0])
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):

@@ -47,7 +47,7 @@ class Evaluate(Value):
     clients: int | None = Field(
         None, ge=1, description="most clients to score, the same in every round, drawn once (default: all)"
     )
-    statistics: Literal["averaged", "own"] = Field(
+    batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
         description=(
             "normalization statistics for a client's scores of the global model: averaged over the "
@@ -74,15 +74,23 @@ def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
 class Engine(Value):
     """Way in which a run is computed. Workers change no result. Other options change rounding only."""
 
-    free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
+    free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "state_memory_mib")
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
         description="single-threaded processes on this machine, at most two per core. Under torchrun, its ranks",
         union_mode="left_to_right",
     )
-    oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="computation of gradients")
-    chunk: int | None = Field(None, ge=1, description="most clients of a chunk (default: a fixed rule)")
+    gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
+        "auto",
+        description=(
+            "computation of gradients: compiled loops for linear layers, torch.func.vmap over clients, or one client "
+            "after the other. auto: the first that fits the model"
+        ),
+    )
+    clients_per_batch: int | None = Field(
+        None, ge=1, description="most clients that are computed together (default: a fixed rule)"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
@@ -93,13 +101,13 @@ class Engine(Value):
         ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
-    store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory. Beyond it, files")
+    state_memory_mib: int = Field(1024, ge=0, description="MiB of client state in memory. The rest is in files")
     quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort whose update must be usable")
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
 OF_DATA = (
-    "target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
+    "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
     "layout",
 )  # fmt: skip
 """Options of `fedloom.Dataset.create` that are taken for choices of a run."""
@@ -123,13 +131,13 @@ class Choices(TypedDict, total=False):
     task: Objective | Options
     local: LocalSGD | Options
     sampler: Sampler | str | Options
-    weigher: Weigher | str | Options
-    mixer: Mixer | str | Options
+    aggregation_weights: Weigher | str | Options
+    personalized_aggregation: Mixer | str | Options
     aggregator: Aggregator | str | Options
     attack: Attack | str | Options
-    channel: Channel | str | Options
+    upload_transform: Channel | str | Options
     augment: Augment | Options
-    weights: str | Sequence[float] | None
+    client_weights: str | Sequence[float] | None
     devices: Devices | str | Options
     schedule: Schedule | str | Options
     evaluate: Evaluate | Options
@@ -149,8 +157,8 @@ class Setting(Value):
     """
 
     per_method: ClassVar[tuple[str, ...]] = (
-        "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel", "rounds",
-        "weights", "schedule",
+        "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation", "aggregator", "attack",
+        "upload_transform", "rounds", "client_weights", "schedule",
     )  # fmt: skip
     """Choices that every method of an experiment may have for itself."""
 
@@ -169,11 +177,11 @@ class Setting(Value):
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="selection of the clients of a round"
     )
-    weigher: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
+    aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
         description="weight of a client in the mean of the cohort's uploads: its share, or a rule's weight",
     )
-    mixer: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
+    personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that a client receives (None: the server's model)"
     )
     aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
@@ -182,13 +190,13 @@ class Setting(Value):
     attack: Annotated[Attack | None, SettingTable(Attack, ATTACKS)] = Field(
         None, description="behavior of malicious clients"
     )
-    channel: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
+    upload_transform: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
         None, description="transformation of a client's upload, such as compression or noise"
     )
     augment: Annotated[Augment, SettingTable(Augment)] = Field(
         default_factory=Augment, description="random changes of training images"
     )
-    weights: Shares = Field(
+    client_weights: Shares = Field(
         "samples",
         description=(
             "shares alpha_i of the clients in the objective, used in every mean and local problem: by "
@@ -258,7 +266,7 @@ class Setting(Value):
         method, allowed, tables = chosen.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
         options = {key: chosen.pop(key) for key in [*chosen] if key not in allowed}
         for key, value in options.items():
-            if method is None or not (places.method or key == "settings"):
+            if method is None or not (places.method or key == "defaults"):
                 raise unknown("key", key, places.keys, where, places.hint(key, value))
         if method is not None:
             chosen["algorithm"] = NamedMethod.read(method, options, where, places).value
@@ -343,14 +351,21 @@ class Setting(Value):
         return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
-        """Replace a preset by its method, sampler and weigher.
+        """Replace a preset by its method, sampler and aggregation weights.
 
         A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
         """
         parts, preset = dict[str, Any](), self.algorithm
         if isinstance(preset, PresetMethod):
             sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
-            parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
-        if parts.get("sampler", self.sampler).by_samples and parts.get("weigher", self.weigher).kind == "shares":
-            parts["weigher"] = UniformWeigher()
+            parts = {
+                "algorithm": preset.algorithm,
+                "sampler": sampler,
+                "aggregation_weights": preset.weigher or self.aggregation_weights,
+            }
+        if (
+            parts.get("sampler", self.sampler).by_samples
+            and parts.get("aggregation_weights", self.aggregation_weights).kind == "shares"
+        ):
+            parts["aggregation_weights"] = UniformWeigher()
         return self.with_(**parts) if parts else self

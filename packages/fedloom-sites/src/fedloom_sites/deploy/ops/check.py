@@ -34,7 +34,7 @@ from fedloom_sites.deploy.noise import deployed, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
-from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
@@ -173,14 +173,22 @@ def _data(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Return whether the site may have more of the weight of a secure sum than is agreed on."""
-    if site.secure is None or site.secure.max_share == 1:
+    """Warn of a site that may have too much of the weight of a secure sum, by the agreement or beyond it."""
+    if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
+    if most > MAX_SAFE_SHARE:
+        yield Finding(
+            "note",
+            f"sums: by max_share = {most:g} one site may be {most:.0%} of a sum, which then tells nearly what this "
+            f"site sends; have the coordinator agree on {MAX_SAFE_SHARE:g} or less",
+        )
+    if most == 1:
+        return
     cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
-    if isinstance(setting.weights, list | tuple):
-        share = setting.weights[site.client] / sum(setting.weights)
-        if share > most:
+    if isinstance(setting.client_weights, list | tuple):
+        share = setting.client_weights[site.client] / sum(setting.client_weights)
+        if share > min(most, MAX_SAFE_SHARE):
             yield Finding("note", f"sums: this site has {share:.0%} of all weight, at most {most:.0%} may be; {cure}")
     elif counts_samples(setting.resolved()):
         rest = math.ceil(train * (1 - most) / most)

@@ -261,10 +261,10 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
         raise Inapplicable("the experiment has no analysis by sums")
     rows, small = client_rows(trainer.fed, site.client), list[str]()
     for name, one in agreed.items():
-        rules = one.rules.with_(least=max(DEFAULT_LEAST, one.rules.least))
+        rules = one.rules.with_(least=max(DEFAULT_LEAST, one.rules.min_subjects))
         usual = replace(one, analysis=one.analysis.with_(rules=rules))
         cells = (one.publish(rows) & ~usual.publish(rows)).bit_count() if one.flags else 0
-        cells += one.rules.least <= rows.count < DEFAULT_LEAST
+        cells += one.rules.min_subjects <= rows.count < DEFAULT_LEAST
         small += [f"{cells} of {name}"] if cells else []
     return judge(
         bool(small),

@@ -21,10 +21,8 @@ from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector
-from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 
-MAX_SAFE_SHARE = float(Secure.model_fields["max_share"].default)
-"""Share of one site in the weight of a sum beyond which the sum tells nearly what this site sends."""
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0

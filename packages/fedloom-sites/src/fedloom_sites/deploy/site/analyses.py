@@ -253,7 +253,7 @@ class SiteAnalyses:
             snapshots: list[list[str]] = record["snapshots"]
             for before in snapshots:
                 apart = max(len(here - {*before}), len({*before} - here))
-                if 0 < apart < max(one.rules.least, MIN_APART_SUBJECTS):
+                if 0 < apart < max(one.rules.min_subjects, MIN_APART_SUBJECTS):
                     return False
             if not any({*before} == here for before in snapshots):
                 record["snapshots"] = [*snapshots, [*subjects]][-MAX_SNAPSHOTS:]

@@ -70,7 +70,7 @@ def make_job(
         on_cpu = remade(template, [t.cpu() for t in template])
         path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
         memory = Forked() if workers > 1 else ranks.memory
-        return Store(problem.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
+        return Store(problem.n, on_cpu, path=path, budget=engine.state_memory_mib << 20, memory=memory)
 
     facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
     stores = {name: store(name, template) for name, template in start.templates.items()}
@@ -121,7 +121,7 @@ def make_problem(
         eval_fed=participants.eval_fed,
         attackers=participants.attackers,
         alpha=problems.ctx.weight,
-        chunk=setting.engine.chunk or chunk_limit(problems.oracle),
+        chunk=setting.engine.clients_per_batch or chunk_limit(problems.oracle),
         memory=started.memory,
         notes=tuple(started.notes),
         replay=replay,

@@ -101,7 +101,7 @@ def _closed(weigher: Weigher) -> Weigher:
         return weigher.with_groups(())
     except ConfigError as error:
         what = str(error).partition(";")[0]
-        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+        raise ConfigError(f"{what}; name them in [aggregation_weights], as group = 'sex' or 'age>=75'") from None
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
@@ -111,29 +111,37 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
-    setting = setting.with_(weigher=_closed(setting.weigher))
-    check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
-    check_sampler(setting.method, setting.sampler, setting.weigher)
+    setting = setting.with_(aggregation_weights=_closed(setting.aggregation_weights))
+    check_together(
+        setting.method, setting.local, setting.aggregation_weights, setting.aggregator, setting.upload_transform
+    )
+    check_sampler(setting.method, setting.sampler, setting.aggregation_weights)
     if pooled:
-        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
+        none = dict.fromkeys(("personalized_aggregation", "aggregator", "attack", "upload_transform", "devices"))
         pool = setting.with_(
-            sampler=Uniform(), weigher=SharesWeigher(), weights="samples", schedule=Synchronous(), **none
+            sampler=Uniform(),
+            aggregation_weights=SharesWeigher(),
+            client_weights="samples",
+            schedule=Synchronous(),
+            **none,
         )
         keys = [
             f"[{name}]"
-            for name in ("sampler", "weigher", "schedule", *none)
+            for name in ("sampler", "aggregation_weights", "schedule", *none)
             if getattr(pool, name) != getattr(setting, name)
         ]
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
-    check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
+    check_privacy(
+        setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights
+    )
     with ruled(f"sampler-{setting.sampler.kind}"):
         setting.sampler.check(n)
-    with ruled(f"weigher-{setting.weigher.kind}"):
-        setting.weigher.check(n)
-    if setting.mixer is not None:
-        check_mixer(setting.method, setting.mixer, setting.aggregator)
-        setting.mixer.check(n)
+    with ruled(f"weigher-{setting.aggregation_weights.kind}"):
+        setting.aggregation_weights.check(n)
+    if setting.personalized_aggregation is not None:
+        check_mixer(setting.method, setting.personalized_aggregation, setting.aggregator)
+        setting.personalized_aggregation.check(n)
     check_schedule(setting, n)
     check_attack(setting)
     check_root(setting.aggregator, n)

@@ -69,7 +69,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
             fix="leave {sampler} out",
         )
     fewest = sampler.smallest(n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
-    if setting.mixer is not None:
+    if setting.personalized_aggregation is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     with ruled(f"method-{type(method).__name__.lower()}"):
@@ -89,11 +89,11 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
     Raises:
         Refused: a weigher or a sampler looks at models that are not sent.
     """
-    method, channel = setting.method, setting.channel
-    if channel is None and not (setting.weigher.probes or setting.sampler.learns):
+    method, channel = setting.method, setting.upload_transform
+    if channel is None and not (setting.aggregation_weights.probes or setting.sampler.learns):
         return Nothing()
     sample = idle_upload(method, states, oracle, ctx)
-    check_width(method, sample, setting.weigher, setting.sampler, oracle.layout.d)
+    check_width(method, sample, setting.aggregation_weights, setting.sampler, oracle.layout.d)
     if channel is None:
         return Nothing()
     return _residue(Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype)
@@ -108,7 +108,7 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
         x0: ``[d]`` the initial model.
     """
     _, client, kept = started.states
-    mixes_models = problem.setting.mixer is not None and not problem.fields[problem.primary].keeps
+    mixes_models = problem.setting.personalized_aggregation is not None and not problem.fields[problem.primary].keeps
     return {
         "clients": client,
         "kept": Nothing() if kept is None else kept,
@@ -172,7 +172,7 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
-    return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
+    return memory.of(memory.rows * 0) if local.optimizer_state == "persistent" else None
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:

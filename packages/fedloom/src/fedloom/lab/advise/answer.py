@@ -128,7 +128,9 @@ class Advice(NamedTuple):
         head = {
             Verdict.TOGETHER: f"use {use}",
             Verdict.ALONE: f"{Verdict.ALONE}; the best federated method is {use}",
-            Verdict.UNDECIDED: f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}{self._behind}",
+            Verdict.UNDECIDED: (
+                f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}{self._behind}"
+            ),
         }[self.verdict]
         lines = [f"answer: {head}"]
         for label in self.references:
@@ -149,7 +151,7 @@ class Advice(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Return the answer as plain values, unrounded and unscaled, None where nothing is known."""
         return {
-            "verdict": str(self.verdict), "method": self.method, "settings": self.params, "metric": self.metric,
+            "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
             "racing": list(self.racing),
             "departures": {

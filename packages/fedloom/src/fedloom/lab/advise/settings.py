@@ -105,7 +105,7 @@ class Entries:
         """Name of the metric that decides, and whether more is better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
-        return scored_models(setting, fed, "used", wanted, AVERAGE_METHOD)[1:]
+        return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
         """Choose the settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""

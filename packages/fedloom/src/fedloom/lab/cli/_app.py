@@ -20,12 +20,13 @@ from typer import core
 from typer.core import TyperGroup
 
 from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable
+from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
-MAY_BE_EMPTY = ("--event", "--by", "--subject")
+MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
 """Options whose empty word has a meaning."""
 
 
@@ -69,7 +70,16 @@ class Words(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command."""
         with _for_reader(), errors():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except Exception as error:
+                wrong: Any = error  # click's, which has no public type in typer
+                if new := RENAMED_KEYS["command"].get(str(getattr(error, "option_name", ""))):
+                    wrong.message, wrong.possibilities = (
+                        f"No such option: {wrong.option_name}; its name is now {new}",
+                        None,
+                    )
+                raise
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Return the remaining words for the command."""

@@ -36,7 +36,7 @@ def analyze(
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the clients agree on, as least=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="what the clients agree on, as min_subjects=5; may be repeated")
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -45,7 +45,7 @@ def analyze(
     The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
     the file's [[analysis]] of this kind, changed by --set.
 
-    Example: fedloom analyze table-1 patients.toml --rule least=5
+    Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
     with errors():
         import pyarrow as pa

@@ -26,11 +26,11 @@ def bench(
         list[str] | None,
         typer.Option(help="processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
     ] = None,
-    oracle: Annotated[
+    gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="computation of gradients: fused, stacked or looped. May be repeated (default: all)",
-            autocompletion=offer.one_of("fused", "stacked", "looped"),
+            help="computation of gradients: compiled, vmap or loop. May be repeated (default: all)",
+            autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
@@ -87,16 +87,16 @@ def bench(
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         if per_gradient:
-            if ignored := [name for name, value in {**elsewhere, "--ranks": ranks, "--workers": workers,
-                                                    "--oracle": oracle}.items() if value is not None]:  # fmt: skip
+            only_rates = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
+            if ignored := [name for name, value in only_rates.items() if value is not None]:
                 raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
             rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
             say_json({"methods": rows}) if as_json else print_rows(rows)
             return
-        unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
+        unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
-        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=counts)
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
             places = [Place(r, machines or 1, link) for r in ranks]
@@ -117,7 +117,7 @@ def bench(
         if as_json:
             say_json({"rounds": [_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
             return
-        print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
+        print_rows([_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
@@ -133,7 +133,7 @@ def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: in
     for cost in measure_per_gradient(settings, fed, fedavg, rounds):
         yield {
             "method": cost.method,
-            "oracle": cost.oracle,
+            "gradient engine": cost.oracle,
             "relative to fedavg": cost.ratio,
             "at clients": cost.clients,
             "at server": cost.server,
@@ -146,7 +146,7 @@ def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: in
 def _row(speed: Speed) -> dict[str, Any]:
     return {
         "method": speed.method,
-        "oracle": speed.way.oracle,
+        "gradient_engine": speed.way.oracle,
         "workers": speed.way.workers,
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,

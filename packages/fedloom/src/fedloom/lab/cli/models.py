@@ -35,8 +35,9 @@ ModelOption = Annotated[
 ]
 
 
-KeepOption = Annotated[
-    list[str] | None, typer.Option("--keep", help="column to copy to the predictions, such as an id (may be repeated)")
+IdColumnOption = Annotated[
+    list[str] | None,
+    typer.Option("--id-column", help="column to copy to the predictions, such as an id (may be repeated)"),
 ]
 ThresholdOption = Annotated[
     float | None,
@@ -110,7 +111,7 @@ def predict(
     ] = None,
     model: ModelOption = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
-    keep: KeepOption = None,
+    id_column: IdColumnOption = None,
     threshold: ThresholdOption = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
@@ -126,7 +127,9 @@ def predict(
         from fedloom.lab.experiment import open_run
 
         file = PredictionsFile(out, (data, model), force=force)
-        predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
+        predictions = open_run(run, trust=trust).predict(
+            data, method, seed, client, model, data_dir, tuple(id_column or ())
+        )
         file.write(predictions, threshold)
 
 
