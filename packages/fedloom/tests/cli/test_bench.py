@@ -59,7 +59,10 @@ def experiment(**engine: object) -> Experiment:
 def test_the_time_per_gradient_is_relative_to_fedavg_and_says_where_it_goes(tmp_path: Path) -> None:
     file = tmp_path / "bench.toml"
     names = ("fedavg", "moon", "analytic-fl")
-    network = {"model": {"kind": "mlp", "hidden": [32]}, "partition": {"kind": "iid", "clients": 5, "keep": 100}}
+    network = {
+        "model": {"kind": "mlp", "hidden": [32]},
+        "partition": {"kind": "iid", "clients": 5, "max_train_per_client": 100},
+    }
     methods = [{"algorithm": name} for name in names]
     file.write_text(tomli_w.dumps({"rounds": 2, "data": {"source": "digits"}, **network, "method": methods}))
     found = json.loads(call("bench", file, "--per-gradient", "--rounds", 3, "--json"))["methods"]

@@ -133,7 +133,7 @@ def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: in
     for cost in measure_per_gradient(settings, fed, fedavg, rounds):
         yield {
             "method": cost.method,
-            "gradient engine": cost.oracle,
+            "gradient_engine": cost.oracle,
             "relative to fedavg": cost.ratio,
             "at clients": cost.clients,
             "at server": cost.server,
