@@ -346,11 +346,11 @@ def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path:
 @pytest.mark.parametrize(("changed", "answers"), [(1, False), (4, False), (5, True)])
 def test_a_snapshot_is_answered_if_enough_subjects_differ(tmp_path: Path, changed: int, answers: bool) -> None:
     table = patients()
-    first = glm_site(tmp_path / "first", least=5)
+    first = glm_site(tmp_path / "first", min_subjects=5)
     assert asked(first, MEANS).counters == ANSWERED_COUNTS
     rows = table.index[table.site == 0][:changed]
     table.loc[rows, "age"] += 1
-    later = glm_site(tmp_path / "later", table, least=5)
+    later = glm_site(tmp_path / "later", table, min_subjects=5)
     later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
     counts = asked(later, MEANS).counters
     assert counts == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)

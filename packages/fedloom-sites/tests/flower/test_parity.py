@@ -173,7 +173,7 @@ def test_nodes_score_the_global_model_by_their_own_statistics(
     app = App(local_of(fed, modules.pop), 3)
     strategy = ff.Strategy("fedavg", modules[0], **CHOICES)
     strategy.start(app.grid, ArrayRecord(modules[0].state_dict()), num_rounds=2)
-    assert "the client's own (evaluate.statistics)" in caplog.text
+    assert "the client's own (evaluate.batchnorm_stats)" in caplog.text
     assert "averaged over the round's clients" not in caplog.text
     scored = {"every": 1, "batchnorm_stats": "own"}
     known = fl.simulate("fedavg", fed, model=modules[0], rounds=2, evaluate=scored, **CHOICES)
@@ -238,8 +238,8 @@ def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> 
     [
         ({"norm_bound": 0}, "norm_bound must be a number greater than 0, got 0"),
         ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
-        ({"upload_transform": {"clip": -1}}, "channel.clip: Input should be greater than 0, got -1"),
-        ({"upload_transform": {"kind": "sign"}}, "channel.kind"),
+        ({"upload_transform": {"clip": -1}}, "upload_transform.clip: Input should be greater than 0, got -1"),
+        ({"upload_transform": {"kind": "sign"}}, "upload_transform.kind"),
         ({"upload_transform": "noise"}, "give the node's noise as fl.channels.GaussianNoise"),
     ],
 )
@@ -252,5 +252,5 @@ def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str,
 def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
     local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), upload_transform={"clip": 1.0})
     setting = fl.Setting(algorithm=REGISTRY["fedavg"](), upload_transform=fl.channels.Sign())
-    with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's channel Sign out"):
+    with pytest.raises(Refused, match="an upload passes one transform: leave the strategy's upload_transform Sign out"):
         local.with_floor(setting)

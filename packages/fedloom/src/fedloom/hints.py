@@ -122,6 +122,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if not names:
         return "none are allowed"
+    if new := find_new_name(got, names):
+        return f"its name is now {new!r}"
     equivalent, wanted, folded = ALIAS_NAMES.get(str(got)), str(got).casefold(), {n.casefold(): n for n in names}
     close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
     close = [equivalent] if equivalent in names else close

@@ -500,7 +500,7 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
   finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them
   again after every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
 - With `client_weights = "groups by region"`, every level of that column has the same weight. All rows of a client must
-  have one level. List the column in `data.kept`.
+  have one level. List the column in `data.group_columns`.
 
 ### Mixers
 

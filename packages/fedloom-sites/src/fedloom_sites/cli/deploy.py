@@ -142,7 +142,7 @@ def analyze(
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the sites agree on, as least=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="what the sites agree on, as min_subjects=5; may be repeated")
     ] = None,
     sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,

@@ -45,7 +45,7 @@ class Task(Protocol):
         ...
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` (numbers ``[..., b, k]``)."""
+        """Return the loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` or ``[..., b, k]``."""
         ...
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def choose_analysis(
         experiment: of the file.
         name: of the analysis.
         values: options as ``width=30``.
-        rules: options of the rules, as ``least=5``.
+        rules: options of the rules, as ``min_subjects=5``.
 
     Raises:
         ConfigError: an unknown name, option or rule.
