@@ -26,6 +26,7 @@ from packaging.utils import canonicalize_name
 
 import fedloom as fl
 from fedloom.lab.cli._app import PACKAGES_BY_MODULE as COMMANDS
+from fedloom.models.spec import CONSTRUCTIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -199,6 +200,16 @@ def test_names_without_content_become_fewer() -> None:
     bound += [node.arg for node in nodes if isinstance(node, ast.arg)]
     bound += [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert sum(name.strip("_").lower() in VAGUE for name in bound) <= 20
+
+
+def test_a_construction_of_a_network_is_named_in_its_own_file_alone() -> None:
+    """Its key, its network and its refusals stand together: neither a run nor the base of models asks for its key."""
+    keys = {one.option for one in CONSTRUCTIONS}
+    assert keys == {"mixture", "guided", "memory"}
+    for name in MODULES:
+        model = "self" if name == "models/spec.py" else "setting.model"
+        nodes = [node for node in every(name) if isinstance(node, ast.Attribute)]
+        assert not keys & {node.attr for node in nodes if ast.unparse(node.value) == model}, name
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:

@@ -85,3 +85,36 @@ def test_a_record_that_is_not_of_the_recipe_is_not_extended(tmp_path: Path, chan
     assert decide.can_extend(tiny(), first)
     assert not decide.can_extend(tiny(), replace(first, **change))
     assert not decide.can_extend(tiny(), None)
+
+
+def test_the_command_works_through_the_list_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from fedloom.lab.cli import app
+
+    plain = make_recipe("tiny", {**TINY, "scale": {"laptop": {}}})
+    one = decide.Decision(
+        recipe="tiny", seeds=3, hours=0.1, how="adds a seed", scale="points", looks=(5,), claims=("a",)
+    )
+    monkeypatch.setattr("fedloom_studies.reproduce.recipes", lambda: {"tiny": plain})
+    monkeypatch.setattr(decide, "decisions", lambda: ((one,), ()))
+    where = ["reproduce", "--decide", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
+
+    def call(*more: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*where, *more])
+        return done.exit_code, done.output
+
+    code, text = call("--budget", "1e-9s")
+    assert code == 130
+    assert "stopped at tiny" in text
+    assert call()[0] == 0  # runs the recipe as it stands
+    first = summaries.read_summary(tmp_path / "results", "tiny", "laptop")
+    assert first is not None
+    assert first.seeds == [3, 4]
+    assert call()[0] == 0  # adds the seed that is missing
+    second = summaries.read_summary(tmp_path / "results", "tiny", "laptop")
+    assert second is not None
+    assert second.seeds == [3, 4, 0]
+    code, text = call()
+    assert code == 0
+    assert "adds a seed" not in text.partition("done")[2]

@@ -66,6 +66,7 @@ def records_of(system: Any, federations: list[str]) -> list[dict[str, Any]]:
 
 def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
     """Hold the findings of a page to what scipy and statsmodels make of the records."""
+    records = [record for record in records if record["recipe"] != "system-rules"]
     entry = next((record["numbers"] for record in records if record["recipe"] == "system-entry"), {})
     whole = {s: table for record in records if record["numbers"] is not entry for s, table in record["numbers"].items()}
     left_out = {name for name, one in system.entries(whole, entry).items() if not one.enters}
@@ -210,6 +211,37 @@ def test_the_page_is_that_of_its_records(system: Any) -> None:
     assert text == system.page(records)
     if records:
         check_page(system, records, text)
+    for record in (one for one in records if one["recipe"] == "system-rules"):
+        check_rules(system, text, record["numbers"]["all"])
+
+
+def check_rules(system: Any, text: str, numbers: dict[str, dict[str, float]]) -> None:
+    """Hold the sentences on rules and uploads to scipy."""
+    section = text.split("## Which rule suits which upload\n")[1].split("\n## ")[0]
+    methods = re.findall(r"^\| ([a-z]+) \| .* ± ", section, re.MULTILINE)
+    ends = [
+        [[*numbers[f"{m} + {kind}: global: accuracy"].values()] for kind in ("multi-krum", "median")] for m in methods
+    ]
+    sure = multipletests([float(stats.ttest_rel(*both).pvalue) for both in ends], method="holm")[0]
+    gaps = [float(np.mean(np.subtract(*both))) for both in ends]
+    for start, sign in (("Multi-Krum is clearly better", 1), ("The median is clearly better", -1)):
+        named = re.findall(rf"{start}.*? with uploads of (.*?)\.", section)
+        listed = {name for line in named for name in re.findall("`([a-z]+)`", line)}
+        assert listed == {m for m, gap, clear in zip(methods, gaps, sure, strict=True) if clear and sign * gap > 0}
+    assert len(methods) > 4
+
+
+def test_the_rules_and_uploads_are_compared_method_by_method(system: Any) -> None:
+    recipe, rng = system.rules_recipe(), np.random.default_rng(0)
+    (document,) = recipe.at("full").values()
+    parse(document, "rules")
+    numbers = {}
+    for k, method in enumerate(document["method"]):
+        gain = 0.1 * (k % 4 - 1.5) * (method["aggregator"]["kind"] == "multi-krum")
+        numbers[f"{method['label']}: global: accuracy"] = {str(s): 0.7 + gain + rng.normal(0, 0.01) for s in range(5)}
+    facts = {"choices": {}, "failures": [], "minutes": 1.0, "machine": "a processor"}
+    record = {"recipe": "system-rules", "scale": "full", "numbers": {"all": numbers}, **facts}
+    check_rules(system, system.page([*records_of(system, ["labels"]), record]), numbers)
 
 
 def test_the_table_has_the_variance_over_clients_once_it_is_recorded(system: Any) -> None:

@@ -236,6 +236,15 @@ def test_a_method_that_cannot_work_is_left_out_by_name(tmp_path: Path) -> None:
     assert all(label not in advice.racing for label in advice.left_out)
 
 
+def test_a_setting_that_diverges_ends_no_race(tmp_path: Path) -> None:
+    spaces = {"all": {"local.lr": [1e30, 0.1]}}
+    advice = advise(tmp_path / "race", {**SMALL, "tune": {"space": spaces}}, methods=("fedopt",), budget=8.0)
+    assert advice.params["local.lr"] == 0.1
+    lost = advise(tmp_path / "lost", {**SMALL, "tune": {"space": {"fedslr": {"local.lr": [1e30]}}}}, budget=6.0)
+    assert "fedslr" in lost.departures
+    assert lost.departures["fedslr"][3]
+
+
 def test_settings_are_spread_over_the_space_and_begin_with_the_files_own() -> None:
     space = {"local.lr": Range(low=0.01, high=1.0, log=True), "mu": (0.1, 1.0)}
     tried = spread_settings(space, {"local.lr": 0.1, "mu": 1.0}, 9, "fedprox", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from fedloom.engine.setup import make_job
@@ -17,6 +19,7 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.measure.bench import Bench
 from fedloom.lab.experiment.measure.cost import samples_per_round
 from fedloom.processes import machine_load
+from tests.commands import call
 
 RUNNER = CliRunner()
 FILE = """
@@ -51,6 +54,29 @@ def file(tmp_path: Path) -> Path:
 
 def experiment(**engine: object) -> Experiment:
     return parse({**tomllib.loads(FILE), "engine": engine})
+
+
+def test_the_time_per_gradient_is_relative_to_fedavg_and_says_where_it_goes(tmp_path: Path) -> None:
+    file = tmp_path / "bench.toml"
+    names = ("fedavg", "moon", "analytic-fl")
+    network = {
+        "model": {"kind": "mlp", "hidden": [32]},
+        "partition": {"kind": "iid", "clients": 5, "max_train_per_client": 100},
+    }
+    methods = [{"algorithm": name} for name in names]
+    file.write_text(tomli_w.dumps({"rounds": 2, "data": {"source": "digits"}, **network, "method": methods}))
+    found = json.loads(call("bench", file, "--per-gradient", "--rounds", 3, "--json"))["methods"]
+    rows = {row["method"]: row for row in found}
+    assert list(rows) == list(names)
+    for name in names[:2]:
+        row = rows[name]
+        assert row["relative to fedavg"] == pytest.approx(row["at clients"] + row["at server"])
+        assert min(row["at clients"], row["at server"]) > 0
+    assert 0.3 < rows["fedavg"]["relative to fedavg"] < 3
+    assert [rows[name]["forward/gradient"] for name in names[:2]] == [0, 2]  # its own model before, and the server's
+    assert rows["moon"]["relative to fedavg"] > rows["fedavg"]["relative to fedavg"]
+    assert rows["analytic-fl"]["note"] == "no gradient in these rounds"
+    assert "--workers: not with --per-gradient" in call("bench", file, "--per-gradient", "--workers", 2, code=2)
 
 
 def test_auto_is_the_number_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:

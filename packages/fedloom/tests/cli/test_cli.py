@@ -413,6 +413,7 @@ def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tup
     assert all(len(line.rstrip()) <= max(width, 2 + max(len(n) for n, _ in lines)) for line in shown)
 
 
+@pytest.mark.needs("fedloom_clinic", "fedloom_sites", "fedloom_studies")  # whose groups it expects
 def test_the_help_lists_every_command_in_one_group() -> None:
     text = RUNNER.invoke(app, ["--help"]).output
     assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line != "Options:"] == [*HELP_PANELS]

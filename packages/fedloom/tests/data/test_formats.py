@@ -24,7 +24,7 @@ pyreadstat = pytest.importorskip("pyreadstat")
 
 ROWS = 60
 OPTIONS: dict[str, Any] = {
-    "label": "ill", "categorical": ["sex"], "impute": True, "days_since": {"admitted": "born"}
+    "target": "ill", "categorical": ["sex"], "impute": True, "days_since": {"admitted": "born"}
 }  # fmt: skip
 LABELS = {"sex": {1: "f", 2: "m", 3: "unknown"}, "ill": {0: "no", 1: "yes"}}
 
@@ -128,7 +128,7 @@ def test_value_labels_may_stay_numbers(frame: pd.DataFrame, tmp_path: Path) -> N
 def test_a_text_file_without_a_header_below_a_title_in_another_encoding(frame: pd.DataFrame, tmp_path: Path) -> None:
     expected = fl.Dataset.create(frame, **OPTIONS)
     text = "Größe: 60 Zeilen\n\n" + frame.to_csv(index=False, header=False)
-    options = {"label": "column6", "categorical": ["column3"], "impute": True, "days_since": {"column5": "column4"}}
+    options = {"target": "column6", "categorical": ["column3"], "impute": True, "days_since": {"column5": "column4"}}
     for encoding in ("latin-1", "utf-16", "utf-8"):
         (tmp_path / "t.csv").write_bytes(text.encode(encoding))
         data = fl.load(tmp_path / "t.csv", encoding=encoding, skip=2, header=False, **options)

@@ -52,6 +52,7 @@ def test_nothing_is_begun_after_an_interrupt(at: int, tmp_path: Path) -> None:
     assert {o.status for o in outcomes} == {"done"}
 
 
+@pytest.mark.needs("fedloom_clinic")
 def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tmp_path: Path) -> None:
     def scores() -> bytes:
         document = {**SMALL, "seeds": [0], "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30}}
@@ -67,6 +68,7 @@ def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tm
 
 
 @pytest.mark.parametrize("ended", [1, 3, 4])
+@pytest.mark.needs("fedloom_clinic")
 def test_an_interrupt_loses_the_clients_left_out_of_one_run_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int
 ) -> None:

@@ -152,6 +152,7 @@ def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
 
+@pytest.mark.needs("fedloom_clinic")
 def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
     document = {**SMALL, "analysis": [{"kind": "left-out"}]}
     processes = [start(document, tmp_path / "out") for _ in range(3)]

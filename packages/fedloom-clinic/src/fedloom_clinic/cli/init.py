@@ -53,7 +53,7 @@ def init(
     with errors():
         from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.outputs import FileKind, check_output_file, never
-        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.storage import make_folder, write_atomic
         from fedloom_clinic.drafts.columns import Survey
         from fedloom_clinic.drafts.draft import Draft, unnamed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data import by_site
-from fedloom.data.dataset import CLASS_TASKS, Dataset
+from fedloom.data import Dataset, by_site
+from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.sources.table.designs import seconds_of
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike

@@ -360,6 +360,31 @@ def status(
         print_rows(table(shown), ("site",), width=FILE_COLUMNS)
 
 
+@deploy.command()
+def stop(
+    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="allow the next start")] = False,
+) -> None:
+    """Stop a run after its current round. Nothing is lost, and the run resumes later.
+
+    Example: fedloom deploy stop hospitals
+    """
+    with errors():
+        from fedloom.storage.files import discard, write_atomic
+        from fedloom.storage.locks import is_in_use
+        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.server.run import stop_file
+
+        server = server_of(folder)
+        if undo:
+            discard(stop_file(server))
+            say("the next start resumes the run; start the run's service, or the run, again")
+            return
+        write_atomic(stop_file(server), b"")
+        runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"
+        say(f"{runs}; to resume later: fedloom deploy stop {folder} --undo, then start the run again")
+
+
 @deploy.command("verify-log")
 def verify_log(
     place: Annotated[Path, typer.Argument(help="a log, or the folder of a server or of a site", show_default=False)],

@@ -27,11 +27,11 @@ from fedloom.analyses import (
     Question,
     analysis_of,
     client_rows,
+    require_questions,
     run_questions,
 )
-from fedloom.analyses.form import require_questions
 from fedloom.analyses.registry import name_of
-from fedloom.data.federation import Federation
+from fedloom.data import Federation
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
 from fedloom.rundir import place_of

@@ -186,7 +186,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
         yield from (
-            f"**In a fair test** ({link}), every method searches settings of equal number by validation data.",
+            f"**In a fair test** ({link}), every method searches equally many settings by validation data.",
             "",
         )
     else:

@@ -74,8 +74,8 @@ class Job(JobFacts):
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """Return the local problems of clients in a round, with the replayed batches if they train.
 
-        With ``steps [m]`` they take so many. Where the states of their optimisers are kept, these go on from the round
-        before.
+        With ``steps [m]`` they take that number of steps. Stored states of their optimizers continue from the previous
+        round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
@@ -96,14 +96,14 @@ class Job(JobFacts):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the base of a difference upload, as the server has it, see `Messages.tracks`."""
+        """Return the server's base of a difference upload, see `Messages.tracks`."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
         return row.to(self.oracle.device)
 
     def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
-        """Return the download of a cohort. None stands for all clients."""
+        """Return the download of a cohort. None: all clients."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
@@ -112,7 +112,7 @@ class Job(JobFacts):
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by every client's mixture, of a part only what travels."""
+        """Replace the model in a download by every client's mixture, of a part only the sent coordinates."""
         if not mixer.mixing_weight:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
@@ -137,7 +137,7 @@ class Job(JobFacts):
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """Return the aggregator as a mixer's rule, with too few models, a mixture is the client's own model."""
+        """Return the aggregator as a mixer's rule. With too few models, a mixture is the client's own model."""
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None
 

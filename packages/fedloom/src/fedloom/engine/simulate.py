@@ -1,4 +1,4 @@
-"""simulate: one method on one federation, from the first round to the last."""
+"""simulate: runs one method on one federation, from the first round to the last."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder of the best round's checkpoints, in the run's folder."""
+"""Folder of the best round's checkpoints, inside the run's folder."""
 Progress = Callable[[State], object]
-"""Called after every round, with the state after it. A sentence ends the run (`fedloom.callbacks`)."""
+"""Called after every round, with the state after it. A returned sentence ends the run (`fedloom.callbacks`)."""
 
 
 @undisturbed()
@@ -74,33 +74,34 @@ def simulate(
     """Run a method on a federation.
 
     Args:
-        algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
-        fed: the clients and their data. Or a list of clients, or a mapping by name, as `Federation.create` takes it.
-        model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
-            class or function that makes one (called as in `fedloom.models.Import`). Softmax when None.
-        folder: for checkpoints and client state. Running again with the same arguments resumes from there.
+        algorithm: a method or its name, a preset's result, or a complete `fedloom.Setting`.
+        fed: the clients and their data. Alternatively a list of clients, or a mapping by name, as for
+            `Federation.create`.
+        model: a name in `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
+            class or function that returns one (called as `fedloom.models.Import` does). Softmax when None.
+        folder: folder for checkpoints and client state. Running again with the same arguments resumes from there.
             None keeps everything in memory.
-        callbacks: called after every round. A sentence that one returns ends the run, and an error of one is a warning
+        callbacks: functions called after every round. A returned sentence ends the run, and an error becomes a warning
             (`fedloom.callbacks`).
-        advance: False only reads what the folder holds.
+        advance: False only reads the folder's content.
         pause: round after which the run is evaluated and interrupted. The same call with a later round, or without
             it, resumes.
-        ranks: processes that all make this call, from `fedloom.processes.distributed.joined`. The models are then those
-            of rank 0.
-        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other people's code: they
-            take the place of the run's own draws and are part of what a folder must agree on (`Replay`).
+        ranks: processes, which all make this call, from `fedloom.processes.distributed.joined`. The models are then at
+            rank 0.
+        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other code: they replace the
+            run's own draws, and a folder must agree on them (`Replay`).
         cohorts: client ids of every round.
-        batches: of every client, of every round, of every step the positions in its training part.
-        projection: ``[dim, d]``, the matrix of a method in a subspace.
-        defaults: constants of a method that is given by name: "default", "paper" for the paper's own,
-            or "released" for those of its public code.
+        batches: for every client, every round and every step, the positions in its training part.
+        projection: ``[dim, d]``, the matrix of a subspace method.
+        defaults: default values of a method that is given by name: "default", "paper" for the paper's values, or
+            "released" for its public code's.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
             ``augment``, ``client_weights``, ``devices``, ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None
-            leaves a default.
+            keeps a default.
 
     Returns:
-        Metrics and models. `Result.stop` of a run that diverged or was interrupted has that. One whose training loss is
+        Metrics and models. `Result.stop` of a run that diverged or was interrupted says so. One whose training loss is
         finite, but in three evaluations in a row or in the last one more than ten times its start, has diverged. It
         continues to its end.
 

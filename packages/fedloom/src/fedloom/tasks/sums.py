@@ -1,6 +1,7 @@
-"""Sum over samples so that metrics follow. Several sites' sums add up to their joint samples' sums.
+"""Sums over samples from which metrics follow. The sums of several sites add up to the sums of their joint samples.
 
-Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, do not follow.
+Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, cannot be computed from
+    sums.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from fedloom.tasks.figures import CALIBRATION_BINS, class_ratios, count_metrics,
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""Spread of a target, as a part of its sum of squares, below which it is constant but for rounding."""
+"""A target is constant up to rounding if its spread is below this part of its sum of squares."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
-    """Compute the sums of some samples, float64 ``[S]``. The first is their number.
+    """Compute the sums of some samples, float64 ``[S]``. The first sum is the number of samples.
 
     Args:
-        task: of the run.
+        task: task of the run.
         output: ``[N, k]`` finite outputs.
         y: their targets, ``[N]`` (numbers ``[N, k]``).
     """
@@ -90,7 +91,7 @@ def width(task: Task) -> int:
 
 
 def metric_names(task: Task) -> list[str]:
-    """Names of the metrics of a client, in their order."""
+    """Return the names of a client's metrics, in their order."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 

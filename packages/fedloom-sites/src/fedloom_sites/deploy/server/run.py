@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ Say = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
 """Begin of the line with the reason why a run ended early."""
+STOP_FILE = "stop"
+"""File beside the server's audit log that asks its run to stop after the current round."""
+STOP_HINT = "stopped by 'fedloom deploy stop'; 'fedloom deploy stop FOLDER --undo' allows the next start"
 FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
@@ -88,6 +92,11 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
             return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
+
+
+def stop_file(settings: Server) -> Path:
+    """Return the place of the file that asks a server's run to stop."""
+    return settings.audit.with_name(STOP_FILE)
 
 
 def finished(settings: Server) -> Stop | None:
@@ -223,6 +232,8 @@ class _Run(Hooks):
         """Begin or go on, to the end."""
         self._audit.write("wait", release=__version__)
         try:
+            if self.interrupted():
+                raise RunStopped(Stop.INTERRUPTED, STOP_HINT)
             self._gather()
             end = self._run()
         except RunStopped as error:
@@ -233,11 +244,16 @@ class _Run(Hooks):
             raise
         else:
             _, stop, detail, diverged = end
+            detail = STOP_HINT if stop is Stop.INTERRUPTED and self.interrupted() else detail
         if stop is not Stop.DONE and diverged is None:
             self._say(f"{STOP_PREFIX}{RunStopped(stop, detail)}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._results.summary(stop, detail, self._transport.nodes, diverged)
         return stop
+
+    def interrupted(self) -> bool:
+        """Return whether the operator asks the run to stop."""
+        return stop_file(self._settings).exists()
 
     def _run(self) -> End:
         """Run the rounds that are left."""

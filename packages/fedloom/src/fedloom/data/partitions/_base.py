@@ -26,7 +26,7 @@ from fedloom.data.partitions.deal import (
 from fedloom.data.partitions.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
-from fedloom.data.subjects.equal import equal_rows, untrained_levels
+from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -224,7 +224,11 @@ class Partition(Value):
             cut["test"] = draw.test
         common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
         places = {part: lists.index for part, lists in cut.items()}
-        copies = [*equal_rows(data, places, common), *untrained_levels(data, places, common)]
+        doubts = [
+            *equal_rows(data, places, common),
+            *untrained_levels(data, places, common),
+            *single_classes(data, places, common),
+        ]
         if draw.relabel is not None:
             data = relabelled(data, held, draw.relabel)
         if draw.views is not None:
@@ -256,7 +260,7 @@ class Partition(Value):
                     self._dealt_from(data),
                 ),
                 *_notes(cut, y, names, data.classes, len(data)),
-                *copies,
+                *doubts,
             ),
         )
 

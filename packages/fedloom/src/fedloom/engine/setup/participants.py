@@ -35,9 +35,9 @@ class Participants(NamedTuple):
     """A run whose choices fit each other, and its clients.
 
     Attributes:
-        setting: the choices, presets resolved.
-        fed: the data that clients train on, on the run's device. Poisoned and pooled, if the run does that.
-        eval_fed: the data that models are evaluated on.
+        setting: the choices, with presets resolved.
+        fed: the training data, on the run's device. It is poisoned or pooled if the run does that.
+        eval_fed: the data on which models are evaluated.
         attackers: ``[b]`` ids of the attackers.
         notes: sentences on choices that the run changes or ignores.
     """
@@ -53,7 +53,7 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     """Check everything that needs no model, and move the data to the run's device.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     device, dtype = _place(setting.engine)
     check_declaration(type(setting.resolved().method))
@@ -71,10 +71,10 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
 
 
 def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
-    """Device and type of a run's numbers.
+    """Return device and type of a run's numbers.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device does not exist.
     """
     device: torch.device = torch.device(engine.device)
     if device.type == "cuda":
@@ -95,7 +95,7 @@ def _closed(weigher: Weigher) -> Weigher:
     """Return the weigher, if it needs no further groups.
 
     Raises:
-        ConfigError: it compares two groups of rows, and names none.
+        ConfigError: it compares two groups of rows, and none are given.
     """
     try:
         return weigher.with_groups(())
@@ -105,10 +105,10 @@ def _closed(weigher: Weigher) -> Weigher:
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Resolve presets and check everything that needs no data. Return notes on what pooling leaves out.
+    """Resolve presets and check everything that needs no data. Return notes on options that pooling ignores.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
     setting = setting.with_(aggregation_weights=_closed(setting.aggregation_weights))

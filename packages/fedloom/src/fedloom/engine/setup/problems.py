@@ -23,9 +23,9 @@ class LocalProblems(NamedTuple):
 
     Attributes:
         oracle: computes losses and gradients.
-        ctx: all clients, with their shares.
+        ctx: context of all clients, with their shares.
         x0: ``[d]`` the initial model.
-        spent: ``[7]`` work and traffic of finding the shares (`COUNTS`). None if that took none.
+        spent: ``[7]`` work and traffic for finding the shares (`COUNTS`). None if there was none.
     """
 
     oracle: Network
@@ -39,8 +39,8 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
 
     Args:
         participants: the run and its clients.
-        replay: what takes the place of the run's own draws.
-        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
+        replay: values that replace the run's own draws.
+        finds: True finds clusters for shares by clusters, which trains all clients once. Otherwise shares are uniform.
 
     Raises:
         ConfigError: the model or the shares do not fit the data.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, errors, say, say_json, worker_count
 
 if TYPE_CHECKING:
+    from fedloom.lab.experiment import Experiment
     from fedloom.lab.experiment.measure.bench import Speed
     from fedloom.processes.costs import Costs, Parts, Place
 
@@ -50,6 +53,12 @@ def bench(
     cohort: Annotated[
         int | None, typer.Option(min=1, help="with --ranks: clients of a round (default: the file's)")
     ] = None,
+    per_gradient: Annotated[
+        bool,
+        typer.Option(
+            "--per-gradient", help="measure the processor time per gradient of every method relative to FedAvg instead"
+        ),
+    ] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,
     trust: Trust = False,
@@ -60,7 +69,8 @@ def bench(
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
     used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
-    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50.
+    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50. With
+    --per-gradient, methods are compared with FedAvg, which spends its time at the clients or at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
@@ -76,6 +86,13 @@ def bench(
             if number is not None and not isfinite(number):
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
+        if per_gradient:
+            others = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
+            if ignored := [name for name, value in others.items() if value is not None]:
+                raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
+            rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
+            say_json({"methods": rows}) if as_json else print_rows(rows)
+            return
         unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
@@ -104,6 +121,26 @@ def bench(
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
+
+
+def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the processor time per gradient of every method relative to FedAvg."""
+    from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
+
+    fed = experiment.partition(experiment.source.read(data_dir), experiment.head.seeds[0])
+    fedavg = experiment.common.with_(algorithm="fedavg")
+    settings = [(method.label, method.setting) for method in experiment.methods]
+    for cost in measure_per_gradient(settings, fed, fedavg, rounds):
+        yield {
+            "method": cost.method,
+            "oracle": cost.oracle,
+            "relative to fedavg": cost.ratio,
+            "at clients": cost.clients,
+            "at server": cost.server,
+            "forward/gradient": cost.forward,
+            "microseconds/gradient": 1e6 * cost.seconds,
+            **({"note": cost.reason} if cost.reason else {}),
+        }
 
 
 def _row(speed: Speed) -> dict[str, Any]:
