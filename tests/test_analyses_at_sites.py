@@ -183,7 +183,7 @@ def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
 
 @masks
 def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
-    rules = {"least": 2}
+    rules = {"min_subjects": 2}
     choice = {"kind": "kaplan-meier", "width": 40.0, "until": 160.0, "rules": rules}
     found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
     ends = np.unique(found.time)

@@ -148,7 +148,7 @@ def status(here: Scene) -> tuple[dict[str, Any], str]:
 
 
 def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
-    here = deployed(tmp_path, {"width": 4, "until": 52, "least": 2})
+    here = deployed(tmp_path, {"width": 4, "until": 52, "min_events": 2})
     grid = here.grid()
     assert here.serve(grid) is Stop.DONE, here.audit()
     found = results(here)
@@ -165,7 +165,7 @@ def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> 
 @pytest.mark.parametrize("cox", [{"stratify": True}, {"width": 13, "until": 52}], ids=["strata", "bins"])
 def test_a_ridge_at_sites_is_that_of_their_rows(tmp_path: Path, cox: dict[str, Any], masked: bool) -> None:
     """It is within the bound that is stated, in the plain and under masks."""
-    ridge = {"penalty": "ridge", "strength": 0.05, "least": 2}
+    ridge = {"penalty": "ridge", "strength": 0.05, "min_events": 2}
     here = deployed(tmp_path, {**cox, **ridge}, masked=masked)
     assert here.serve(here.grid()) is Stop.DONE, here.audit()
     found, sites = results(here), sites_of(rossi())
@@ -243,7 +243,7 @@ def test_strata_need_no_bins_and_give_the_stratified_fit(tmp_path: Path, masked:
 
 
 def test_plain_sums_are_the_fit_of_a_simulation_on_the_same_bins(tmp_path: Path) -> None:
-    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=False)
+    here = deployed(tmp_path, {"width": 13, "until": 52, "min_events": 2}, masked=False)
     assert here.serve() is Stop.DONE
     fit = fit_secure_cox(sites_of(rossi()), agreed_terms(13, least=2), NAMES)
     np.testing.assert_allclose(results(here)["coefficient"], fit.fit.beta, rtol=0, atol=1e-12)
@@ -255,7 +255,7 @@ def test_a_site_without_an_event_and_rows_with_gaps_take_part(tmp_path: Path, ma
     table.loc[table["site"] == 4, "arrest"] = 0
     table["age"] = table["age"].astype(float)
     table.loc[3, "age"] = 250.0
-    here = deployed(tmp_path, {"width": 26, "until": 52, "least": 2}, masked=masked, table=table)
+    here = deployed(tmp_path, {"width": 26, "until": 52, "min_events": 2}, masked=masked, table=table)
     assert here.serve() is Stop.DONE, here.audit()
     found = results(here)
     assert found["left_out"][0] == 1
@@ -287,7 +287,7 @@ def test_a_killed_server_goes_on_at_the_step_that_it_had_come_to(tmp_path: Path,
     def kill(_node: int, _message: Message, _reply: Message) -> Message:
         raise KeyboardInterrupt
 
-    cox = {"width": 13, "until": 52, "least": 2}
+    cox = {"width": 13, "until": 52, "min_events": 2}
     whole, here = (deployed(tmp_path / name, cox, masked=masked) for name in ("whole", "killed"))
     assert whole.serve() is Stop.DONE
     for count in (3, 8, 22) if masked else (3, 8):
@@ -299,7 +299,7 @@ def test_a_killed_server_goes_on_at_the_step_that_it_had_come_to(tmp_path: Path,
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_mute_site_stops_the_regression_and_it_goes_on_when_the_site_is_back(tmp_path: Path, masked: bool) -> None:
-    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=masked)
+    here = deployed(tmp_path, {"width": 13, "until": 52, "min_events": 2}, masked=masked)
     mute = Watch(lambda node, _message, reply: None if node == FIRST + 2 else reply, 12)
     state = {"name": "cox", "sums": 0, "reason": ""}
     assert status(here) == ({**state, "state": "waits"}, "analysis cox: after the last round")
@@ -317,7 +317,7 @@ def test_a_mute_site_stops_the_regression_and_it_goes_on_when_the_site_is_back(t
 
 
 def test_another_sum_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2})
+    here = deployed(tmp_path, {"width": 13, "until": 52, "min_events": 2})
     clients = here.clients()
     assert here.serve(here.grid(clients=clients)) is Stop.DONE
     for path in [*(here.server.checkpoints / "cox").glob("sum-*.bin")][1:]:
@@ -451,7 +451,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked: bool) -> None:
-    here = deployed(tmp_path, {"width": 26, "until": 52, "least": 2}, masked=masked)
+    here = deployed(tmp_path, {"width": 26, "until": 52, "min_events": 2}, masked=masked)
 
     def lie(node: int, message: Message, reply: Message) -> Message:
         if node != FIRST or kind_of(message) not in ("tally", "analysis") or reply.content["head"]["status"] != "ok":
@@ -524,7 +524,7 @@ def test_a_step_that_a_site_cannot_answer_is_halved(
 ) -> None:
     """The fit is that of all rows, and the sum without the site's rows is not opened."""
     unable(monkeypatch, [2], {1, 4})
-    here = deployed(tmp_path, {"width": 4, "until": 52, "least": 2}, masked=masked)
+    here = deployed(tmp_path, {"width": 4, "until": 52, "min_events": 2}, masked=masked)
     grid = here.grid()
     assert here.serve(grid) is Stop.DONE, here.audit()
     if masked:
@@ -590,7 +590,9 @@ def patients(folder: Path, here: Scene, changes: Mapping[str, Any]) -> Site:
     return here.sites[0].with_(data=data, state=folder, signing_key=folder / "signing-key")
 
 
-@pytest.mark.parametrize("cox", [{"stratify": True}, {"width": 4, "until": 52, "least": 2}], ids=["strata", "bins"])
+@pytest.mark.parametrize(
+    "cox", [{"stratify": True}, {"width": 4, "until": 52, "min_events": 2}], ids=["strata", "bins"]
+)
 def test_what_a_plain_site_answers_shows_only_in_its_sums(tmp_path: Path, cox: dict[str, Any]) -> None:
     """Status, sentence, length and names of files are those of a site with other rows, whatever is asked."""
     here = deployed(tmp_path / "run", cox, masked=False)

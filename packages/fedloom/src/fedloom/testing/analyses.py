@@ -192,7 +192,7 @@ def resumes(s: AnalysisScene) -> None:
 
 def few_stay_silent(s: AnalysisScene) -> None:
     """Check that a client with fewer subjects than agreed answers zeros, and is counted."""
-    terms = replace(s.terms, rules=s.terms.rules.with_(least=10**6), published=())
+    terms = replace(s.terms, rules=s.terms.rules.with_(min_subjects=10**6), published=())
     terms = replace(terms, published=tuple(s.analysis.publish(client, terms) for client in s.clients))
     question = s.log[0].question
     try:
