@@ -45,7 +45,7 @@ from tests.deploy.scene import FIRST, scene
 from tests.deploy.sessions import arrays_of, kind_of
 
 SIZES = (400, 250, 150, 120, 80)
-RULES = {"least": 5}
+RULES = {"min_subjects": 5}
 COLUMNS = (
     {"name": "age", "range": [0.0, 130.0]}, {"name": "marker", "range": [0.0, 1000.0]},
     {"name": "ward", "type": "level", "levels": ["GEN", "ICU"]},

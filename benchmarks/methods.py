@@ -101,8 +101,8 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "",
         "For each model, the columns show the time relative to FedAvg and the part of this time at the server. "
         "`forward` counts the samples per gradient that are passed forward only. Such a sample takes about a third of "
-        "a gradient's time. The last column is the oracle. The rest of the time at the clients is arithmetic on "
-        "parameters, prototypes and statistics.",
+        "a gradient's time. The last column is the gradient engine. The rest of the time at the clients is arithmetic "
+        "on parameters, prototypes and statistics.",
         "",
         "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
         "representations, prototypes and class statistics are PyTorch calls, which take longer than the arithmetic of "
@@ -110,7 +110,7 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "FedAvg. The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
         "the noise, about 20 %.",
         "",
-        f"| method | {' | '.join(f'{title}: time | server | forward | oracle' for title in rows)} |",
+        f"| method | {' | '.join(f'{title}: time | server | forward | engine' for title in rows)} |",
         f"|---|{'---|---|---|---|' * len(rows)}",
     ]
     for name in names:

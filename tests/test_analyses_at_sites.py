@@ -196,7 +196,13 @@ def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: boo
 
 @masks
 def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
-    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"min_subjects": 2}}
+    choice = {
+        "kind": "kaplan-meier",
+        "width": 80.0,
+        "until": 160.0,
+        "group": "ward",
+        "rules": {"min_subjects": 2, "min_clients": 3},
+    }
     found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
     ends, groups = np.unique(found.time), {*found.group}
     ward = table.ward.where(table.ward.isin(groups), "other")
@@ -422,3 +428,13 @@ def test_steps_of_a_former_version_are_named(tmp_path: Path) -> None:
     Audit(here.server.audit).write("no Cox regression", reason="why")
     [state] = status_of(here.server)["analyses"]
     assert (state["state"], state["reason"]) == ("none", "why")
+
+
+def test_a_rule_that_is_left_out_has_its_default(tmp_path: Path) -> None:
+    """So an agreement on the number of questions does not give up the least count."""
+    for number, rules in enumerate(({}, {"questions": 3}, {"min_subjects": 7})):
+        choice = {"kind": "glm", **({"rules": rules} if rules else {})}
+        agreed = agreed_of(deployed(tmp_path / f"{number}", "binary", choice, masked=False)).rules
+        assert agreed.min_subjects == rules.get("min_subjects", 5)
+        assert agreed.missing == 0
+        assert (agreed.questions, agreed.min_clients) == (rules.get("questions", 24), SITES)

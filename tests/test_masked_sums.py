@@ -72,8 +72,8 @@ ANALYSES: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("ridge", "regression", {"strength": 0.1, "largest": 1e7}, ["coefficient"]),
     ("ridge", "binary", {"largest": 1e7}, ["coefficient"]),
     ("table-1", "binary", {"bins": 10}, ["mean", "deviation"]),
-    ("cox", "survival", {"stratify": True, "least": 2}, ["coefficient"]),
-    ("cox", "survival", {"width": 10.0, "least": 2, "penalty": "ridge", "strength": 0.05}, ["coefficient"]),
+    ("cox", "survival", {"stratify": True, "min_events": 2}, ["coefficient"]),
+    ("cox", "survival", {"width": 10.0, "min_events": 2, "penalty": "ridge", "strength": 0.05}, ["coefficient"]),
 ]  # fmt: skip
 
 

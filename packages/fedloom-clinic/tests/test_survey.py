@@ -199,7 +199,7 @@ def test_the_survey_and_the_reader_have_one_type_for_a_column(cells: list[str], 
     options = {} if parquet else {"separator": ",", "decimal": "."}
     profile = Survey(path).columns["c"]
     kind = Parquet if parquet else Csv
-    read = lambda **more: kind(path=str(path), label="y", impute=True, **options, **more).read(None)  # noqa: E731
+    read = lambda **more: kind(path=str(path), target="y", impute=True, **options, **more).read(None)  # noqa: E731
     missing = [*profile.odd, *profile.extremes]
     if profile.kind in ("number", "empty"):
         np.testing.assert_array_equal(read(missing=missing).x[:, 0].numpy(), profile.values)
@@ -226,7 +226,7 @@ def test_an_empty_name_is_a_name(event: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"task": "regression"}
     if event:
         frame = pd.DataFrame({"a": frame["a"], "t": frame[""], "": RNG.integers(2, size=60)})
-        options = {"label": "t", "event": ""}
+        options = {"target": "t", "event": ""}
     for entrance, data in entrances(frame, tmp_path, **options).items():
         assert data.task == ("survival" if event else "regression"), entrance
         np.testing.assert_allclose(data.y[:, -1].numpy(), frame[""], err_msg=entrance)
@@ -260,45 +260,46 @@ RISK = lambda f: f["age"] * 2.0 + f["bmi"] + np.random.default_rng(5).normal(siz
 TIMES = np.random.default_rng(6).integers(1, 900, N)
 LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
     "index": (sorted_index, {}, "column 'index' numbers the rows"),
-    "numbered": (lambda f: f.assign(seq=COUNT).sort_index(axis=1), {"label": "ill"}, "column 'seq' counts from 0"),
-    "id": (change(patient_id=RNG.permutation(10**6)[:N]), {"label": "ill"}, "column 'patient_id' differs in every row"),
+    "numbered": (lambda f: f.assign(seq=COUNT).sort_index(axis=1), {"target": "ill"}, "column 'seq' counts from 0"),
+    "id": (change(patient_id=RNG.permutation(10**6)[:N]), {"target": "ill"},
+        "column 'patient_id' differs in every row"),
     "visits": (visits, {}, "column 'patient_id': 60 different in 240 rows"),
     "visits by text": (
         lambda f: f.assign(subject=[f"s{k % 60}" for k in range(N)]),
-        {"label": "ill", "categorical": ["subject"]}, "column 'subject': 60 different in 240 rows",
+        {"target": "ill", "categorical": ["subject"]}, "column 'subject': 60 different in 240 rows",
     ),
     "copy of the class": (
-        lambda f: f.assign(code=f["ill"] * 3 + 1), {"label": "ill"}, "column 'code' gives 'ill' away",
+        lambda f: f.assign(code=f["ill"] * 3 + 1), {"target": "ill"}, "column 'code' gives 'ill' away",
     ),
     "class as text": (
         lambda f: f.assign(note=np.where(f["ill"] == 1, "admitted", "well")),
-        {"label": "ill", "categorical": ["note"]}, "column 'note' gives 'ill' away",
+        {"target": "ill", "categorical": ["note"]}, "column 'note' gives 'ill' away",
     ),
     "several codes": (
-        lambda f: f.assign(code=f["ill"] * 5 + COUNT % 5), {"label": "ill"}, "column 'code' gives 'ill' away",
+        lambda f: f.assign(code=f["ill"] * 5 + COUNT % 5), {"target": "ill"}, "column 'code' gives 'ill' away",
     ),
     "filled afterwards": (
         lambda f: f.assign(days=np.where(f["ill"] == 1, RNG.normal(9, 2, N).round(1), np.nan)),
-        {"label": "ill", "impute": True}, "column 'days' gives 'ill' away",
+        {"target": "ill", "impute": True}, "column 'days' gives 'ill' away",
     ),
     "another unit": (
-        lambda f: f.assign(cost=RISK(f), cents=RISK(f) * 100), {"label": "cost", "task": "regression"},
+        lambda f: f.assign(cost=RISK(f), cents=RISK(f) * 100), {"target": "cost", "task": "regression"},
         "column 'cents' gives 'cost' away",
     ),
     "rounded outcome": (
-        lambda f: f.assign(cost=RISK(f), about=RISK(f).round(0)), {"label": "cost", "task": "regression"},
+        lambda f: f.assign(cost=RISK(f), about=RISK(f).round(0)), {"target": "cost", "task": "regression"},
         "column 'about' gives 'cost' away",
     ),
     "logarithm": (
-        lambda f: f.assign(cost=np.exp(RISK(f) / 90), log_cost=RISK(f)), {"label": "cost", "task": "regression"},
+        lambda f: f.assign(cost=np.exp(RISK(f) / 90), log_cost=RISK(f)), {"target": "cost", "task": "regression"},
         "column 'log_cost' gives 'cost' away",
     ),
     "time in months": (
-        lambda f: f.assign(days=TIMES, months=TIMES / 30.4), {"label": "days", "event": "ill"},
+        lambda f: f.assign(days=TIMES, months=TIMES / 30.4), {"target": "days", "event": "ill"},
         "column 'months' gives 'days' away",
     ),
     "event again": (
-        lambda f: f.assign(days=TIMES, dead=f["ill"]), {"label": "days", "event": "ill"},
+        lambda f: f.assign(days=TIMES, dead=f["ill"]), {"target": "days", "event": "ill"},
         "column 'dead' gives 'ill' away",
     ),
     "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are copies"),
@@ -330,39 +331,40 @@ def test_a_planted_leak_is_noted_at_every_entrance(case: str, tmp_path: Path) ->
 SITES = np.repeat(list("abcdef"), N // 6)
 OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
     "rank": (
-        lambda f: f.assign(cost=RISK(f), place=RISK(f).rank()), {"label": "cost", "task": "regression"},
+        lambda f: f.assign(cost=RISK(f), place=RISK(f).rank()), {"target": "cost", "task": "regression"},
         "column 'place' gives 'cost' away",
     ),
     "quartiles": (
         lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 4, labels=False)),
-        {"label": "cost", "task": "regression"}, "column 'band' gives 'cost' away",
+        {"target": "cost", "task": "regression"}, "column 'band' gives 'cost' away",
     ),
     "bands by name": (
         lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 3, labels=["mid", "a", "top"]).astype(str)),
-        {"label": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' gives 'cost' away",
+        {"target": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' gives 'cost' away",
     ),
     "above a limit": (
-        lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"label": "cost", "task": "regression"},
+        lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"target": "cost", "task": "regression"},
         "column 'dear' gives 'cost' away",
     ),
     "with noise": (
         lambda f: f.assign(cost=RISK(f), bill=RISK(f) + RNG.normal(size=N) * 0.5),
-        {"label": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
+        {"target": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
     ),
     "one-hot": (
-        lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"label": "stage"},
+        lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"target": "stage"},
         "column 'is_1' gives 'stage' away",
     ),
     "mean by site": (
         lambda f: f.assign(site=SITES, rate=f.groupby(SITES)["ill"].transform("mean") * 100),
-        {"label": "ill", "users": "site"}, "column 'rate' is the mean of 'ill' by client",
+        {"target": "ill", "client_column": "site"}, "column 'rate' is the mean of 'ill' by client",
     ),
     "missing at one site": (
         lambda f: f.assign(site=SITES, crp=f["crp"].where(~((SITES == "c") & (f["ill"] == 0)))),
-        {"label": "ill", "users": "site", "impute": True}, "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
+        {"target": "ill", "client_column": "site", "impute": True},
+        "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
     ),
     "families": (
-        lambda f: f.assign(family=COUNT % 90), {"label": "ill"}, "column 'family': 90 different in 240 rows",
+        lambda f: f.assign(family=COUNT % 90), {"target": "ill"}, "column 'family': 90 different in 240 rows",
     ),
     "rounded copies": (
         lambda f: pd.concat([noisy_copies(f).head(N // 2), noisy_copies(f).head(N // 2).round(5)]), {},
@@ -424,7 +426,7 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
     )(r.normal(size=N)),
     "survival": lambda r: (
         {"age": r.normal(60, 9, N), "time": r.integers(1, 900, N), "status": r.integers(2, size=N)},
-        {"label": "time", "event": "status"},
+        {"target": "time", "event": "status"},
     ),
     "time series": lambda r: (
         {"level": np.cumsum(r.normal(size=N)), "rain": r.exponential(2, N).round(2), "y": r.integers(2, size=N)}, {},
@@ -500,7 +502,7 @@ def test_numbers_with_a_word_are_no_addresses(texts: Any) -> None:
 def test_a_level_of_test_rows_alone_is_noted() -> None:
     frame = clean().assign(ward=RNG.choice(["a", "b"], N), late=(COUNT >= 200).astype(int))
     frame.loc[frame["late"] == 1, "ward"] = "new"
-    options: dict[str, Any] = {"label": "ill", "categorical": ["ward"]}
+    options: dict[str, Any] = {"target": "ill", "categorical": ["ward"]}
     late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, test_column="late", **options), seed=0)
     assert any("column 'ward': 'new' of test rows is in no training row" in note for note in late.notes)
     mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame.drop(columns="late"), **options), seed=0)

@@ -56,6 +56,7 @@ READ = {
     "reproduce": {"data_dir"},
     "map": {"space", "data_dir"},
     "deploy init": {"file", "data_dir", "home", "programs"},  # the last two are of other machines
+    "deploy analyze": {"file", "data_dir"},
     "deploy check": {"site"},
     "deploy local": {"directory"},
     "deploy status": {"folder"},
@@ -92,6 +93,7 @@ FOLDERS: dict[tuple[str, str], list[str]] = {
     ("map", "out"): ["map", "--scale", "smoke", "--setup", "iid", "--method", "fedavg", "--out", "X"],
     ("map", "results"): ["map", "--scale", "smoke", "--setup", "iid", "--method", "fedavg", "--results", "X"],
     ("deploy init", "out"): ["deploy", "init", "EXPERIMENT", "--out", "X"],
+    ("deploy analyze", "out"): ["deploy", "analyze", "table-1", "EXPERIMENT", "--out", "X"],
     ("deploy models", "out"): ["deploy", "models", "SITE", "--out", "X"],
     ("data", "data_dir"): ["data", "mnist", "--fetch", "--data-dir", "X"],
 }

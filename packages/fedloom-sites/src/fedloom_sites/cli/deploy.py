@@ -174,9 +174,11 @@ def analyze(
 
         from fedloom.analyses import require_questions
         from fedloom.lab.experiment import read
+        from fedloom.outputs import check_output_folder
         from fedloom_sites.deploy.ops.directory import Location
         from fedloom_sites.deploy.ops.plan import plan
 
+        folder = check_output_folder(out or Path(f"{file.stem}-{name.rpartition(':')[2]}"))
         with about_file(file):
             experiment = read(file, trust=trust)
         analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
@@ -187,7 +189,7 @@ def analyze(
             "names": () if names is None else tuple(name.strip() for name in names.split(",")),
             "secure_aggregation": secure_aggregation, "threshold": threshold,
         }  # fmt: skip
-        _write(plan(one, sites, **choice), out or Path(f"{file.stem}-{name}"), Location())
+        _write(plan(one, sites, **choice), folder, Location())
 
 
 def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:

@@ -68,18 +68,21 @@ class AgreedAnalysis:
 
     @cached_property
     def rules(self) -> Rules:
-        """Return the rules before the number of absent sites is known."""
-        chosen = self.analysis.rules
-        rules = chosen or Rules(min_subjects=DEFAULT_LEAST)
-        is_agreed = chosen is not None and "questions" in chosen.model_fields_set
-        questions = rules.questions if is_agreed else self.analysis.most_questions
+        """Return the rules before the number of absent sites is known.
+
+        A rule that is as in a simulation was not agreed on, since recorded agreements have every rule filled in.
+        """
+        rules, unchanged = self.analysis.rules or Rules(), Rules()
+        agreed = {name for name in Rules.model_fields if getattr(rules, name) != getattr(unchanged, name)}
+        questions = rules.questions if "questions" in agreed else self.analysis.most_questions
+        least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.min_clients)
-        elif chosen is None or "min_clients" not in chosen.model_fields_set:
-            fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
-        else:
+        elif "min_clients" in agreed:
             fewest = rules.min_clients
-        return rules.with_(questions=questions, min_clients=fewest)
+        else:
+            fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
+        return rules.with_(questions=questions, min_subjects=least, min_clients=fewest)
 
     @cached_property
     def before(self) -> AnalysisTerms:

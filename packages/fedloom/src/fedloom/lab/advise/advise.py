@@ -33,7 +33,7 @@ def advise(
     tune: Mapping[str, Any] | None = None,
     folder: Path | str | None = None,
     join: bool = False,
-    progress: bool = True,
+    progress_bar: bool = True,
     name: str = "advice",
     **choices: Unpack[Choices],
 ) -> Advice:
@@ -51,7 +51,7 @@ def advise(
         tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
         folder: directory of the race, from which the same call resumes. None: a temporary one.
         join: share the race with other processes that make the same call with the same folder.
-        progress: write a line after every comparison, on standard error.
+        progress_bar: write a line after every comparison, on standard error.
         name: of the experiment that is written.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
             ``seed`` is of the split, and of the first run of every method.
@@ -83,7 +83,7 @@ def advise(
     temporary = None if place is not None else Path(mkdtemp(prefix="fedloom-"))
     out = temporary / "race" if temporary is not None else place
     assert out is not None
-    tell = remark if progress else _be_silent
+    tell = remark if progress_bar else _be_silent
     try:
         advisor = Advisor(
             definition.document, "advise", out, budget=budget, margin=checked_margin(margin), read=definition.read

@@ -128,12 +128,14 @@ class Advice(NamedTuple):
         head = {
             Verdict.TOGETHER: f"use {use}",
             Verdict.ALONE: f"{Verdict.ALONE}; the best federated method is {use}",
-            Verdict.UNDECIDED: f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}",
+            Verdict.UNDECIDED: (
+                f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}{self._behind}"
+            ),
         }[self.verdict]
         lines = [f"answer: {head}"]
         for label in self.references:
             lines.append(f"gain over {label}: {self._gain(label)}")
-        lines.append(f"in the race: {', '.join(self.racing)}{self._left}")
+        lines.append(f"in the race, the best first: {', '.join(self.racing)}{self._left}")
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
@@ -165,6 +167,10 @@ class Advice(NamedTuple):
     @property
     def _title(self) -> str:
         return within_line(figure(self.metric).title) + (" in points" if figure(self.metric).scale == 100 else "")
+
+    @property
+    def _behind(self) -> str:
+        return f", behind {self.racing[0]}" if self.racing[0] != self.method else ""
 
     @property
     def _more(self) -> str:

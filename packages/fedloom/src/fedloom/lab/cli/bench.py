@@ -87,8 +87,8 @@ def bench(
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         if per_gradient:
-            others = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
-            if ignored := [name for name, value in others.items() if value is not None]:
+            only_rates = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
+            if ignored := [name for name, value in only_rates.items() if value is not None]:
                 raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
             rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
             say_json({"methods": rows}) if as_json else print_rows(rows)
@@ -133,7 +133,7 @@ def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: in
     for cost in measure_per_gradient(settings, fed, fedavg, rounds):
         yield {
             "method": cost.method,
-            "oracle": cost.oracle,
+            "gradient_engine": cost.oracle,
             "relative to fedavg": cost.ratio,
             "at clients": cost.clients,
             "at server": cost.server,
