@@ -227,7 +227,7 @@ def test_forgers_of_one_vector_share_a_cluster_and_others_have_one_each(fed: Fed
 @pytest.mark.parametrize("part", [{}, {"aggregation_weights": "fairfed"}])
 def test_forged_activations_are_refused_where_there_are_none(fed: Federation, part: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="attack 'forged-activations' has nothing to forge"):
-        run(fed, FedAvg(), **{"weights": "uniform", "attack": "forged-activations", **part})
+        run(fed, FedAvg(), **{"client_weights": "uniform", "attack": "forged-activations", **part})
 
 
 # --- clusters that are found again
