@@ -41,8 +41,8 @@ def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("\n".join(["site,p,q,r,days,died,fold", *lines]))
     text = f'[data]\nsource = "{tmp_path}/t.csv"\nclient_column = "site"\n{{}}\n[partition]\nkind = "natural"\n'
     text += '[[method]]\nalgorithm = "fedavg"\n'
-    (tmp_path / "t.toml").write_text(text.format('label = "days"\nevent = "died"'))
-    (tmp_path / "g.toml").write_text(text.format('label = "died"\ndrop = ["fold", "days"]'))
+    (tmp_path / "t.toml").write_text(text.format('target = "days"\nevent = "died"'))
+    (tmp_path / "g.toml").write_text(text.format('target = "died"\ndrop = ["fold", "days"]'))
     train = np.arange(N) % 4 > 0
     sites = [
         SurvivalSite(X[keep], TIME[keep], EVENT[keep]) for keep in (train & (names == "a"), train & (names == "b"))

@@ -157,7 +157,7 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
     said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "died", "--agree"])
     assert said.exit_code == 0, said.output
     text = (tmp_path / "t.toml").read_text()
-    assert 'users = "hospital"' in text
+    assert 'client_column = "hospital"' in text
     assert '# order = "admitted"' in text
     assert '\norder = "' not in text
     assert 'subject = "subject_id"' in (tmp_path / "t.agreement.toml").read_text()
