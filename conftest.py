@@ -103,7 +103,7 @@ class Attacks:
 
 
 PACKAGES = {
-    "fedloom_clinic": {"cox", "glm", "left-out", "references"},
+    "fedloom_clinic": {"cox", "glm", "init", "left-out", "references"},
     "fedloom_sites": {"deploy"},
     "fedloom_studies": {"appendices", "map", "reproduce"},
 }
@@ -128,8 +128,9 @@ class Hidden:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-            words = re.split(r"[\s\[\]]", item.name.partition("[")[2])
-            needed |= {name for name, commands in PACKAGES.items() if commands & {*words}}
+            words = {*re.findall(r"[\w-]+", repr(getattr(item, "callspec", item).__dict__.get("params", "")))}
+            words -= {"init"} if "deploy" in words else set()
+            needed |= {name for name, commands in PACKAGES.items() if commands & words}
             if hidden := needed & {*self.names}:
                 item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(sorted(hidden))}"))
 

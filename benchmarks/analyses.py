@@ -2,48 +2,75 @@
 
     python benchmarks/analyses.py
 
-Five sites, no network. "rounded" has each number of an answer rounded to its step, as masked integers are. "bits" has
-the most that any number of the sum of five sites takes; a ring of 64 bits has room for 63. Cells of a table are float32
-in a data set, so the columns here are multiples of 1/8.
+Five sites in this process, no network. "simulation" is `fl.analyze`. "sites" and "masked" are deployments that read the
+same rows from a file, "returned" is a masked one in which a site is lost after some messages, and is back at the next
+start. "bits" has the most that any number of the sum of five sites takes. A number of more than 62 travels in parts.
+Cells of a table are float32 in a data set, so the columns here are multiples of 1/8.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from flwr.app import Message
 from lifelines import CoxPHFitter, KaplanMeierFitter
 from lifelines.statistics import multivariate_logrank_test
 from scipy import stats
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression
 from statsmodels.discrete.discrete_model import Logit
+from statsmodels.genmod import families
+from statsmodels.genmod.generalized_linear_model import GLM
 
 import fedloom as fl
-from fedloom.analyses import Analysis, AnalysisTerms, analysis_of, answer_question, run_questions, sum_answers
+from fedloom.analyses import Analysis, AnalysisTerms, Rules, analysis_of, answer_question, run_questions, sum_answers
 from fedloom.analyses.run import clients_of
+from fedloom.errors import Stop
+from fedloom.rundir import analysis_file
 from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_sites.deploy.settings import Secure
+from tests.deploy.scene import FIRST, scene
+from tests.deploy.sessions import arrays_of, kind_of
 
 SIZES = (400, 250, 150, 120, 80)
+RULES = {"least": 5}
+COLUMNS = (
+    {"name": "age", "range": [0.0, 130.0]}, {"name": "marker", "range": [0.0, 1000.0]},
+    {"name": "ward", "type": "level", "levels": ["GEN", "ICU"]},
+)  # fmt: skip
+TARGETS: dict[str, dict[str, Any]] = {
+    "survival": {"target": "days", "event": "event", "target_range": [0.0, 2000.0]},
+    "binary": {"target": "died", "classes": ["0", "1"]},
+    "regression": {"target": "stay", "target_range": [-50.0, 90.0]},
+    "count": {"target": "visits", "target_range": [0.0, 200.0]},
+}  # fmt: skip
 
 
 class Row(NamedTuple):
-    """One analysis: how far it is from a library, in process and rounded, and what it costs."""
+    """One analysis: how far it is from a library in a simulation and at sites, and what it costs."""
 
     analysis: str
     library: str
-    difference: float
-    rounded: float
+    simulation: float
+    sites: float
+    masked: float
+    returned: float
     bits: int
     questions: int
     kilobytes: float
-    seconds: float
+    minutes: float
 
 
 def patients(seed: int = 0) -> pd.DataFrame:
@@ -57,86 +84,129 @@ def patients(seed: int = 0) -> pd.DataFrame:
     days, end = rng.exponential(60 * np.exp(-eta)), rng.exponential(90, rows)
     frame["days"], frame["event"] = np.minimum(days, end).round(), (days <= end) * 1
     frame["died"] = (rng.random(rows) < 1 / (1 + np.exp(-eta))).astype(int)
-    frame["stay"] = (10 + 3 * eta + rng.normal(0, 2, rows)).round(2)
+    frame["stay"] = ((10 + 3 * eta + rng.normal(0, 2, rows)) * 8).round() / 8
+    frame["visits"] = rng.poisson(np.exp(0.5 + eta))
     return frame
 
 
-def measure(name: str, library: str, data: fl.Dataset, options: dict[str, object], gap: Callable) -> Row:  # type: ignore[type-arg]
-    """Run an analysis as it is and with rounded answers, and compare the tables by ``gap(table, model)``."""
+def measure(
+    name: str, library: str, task: str, data: fl.Dataset, options: dict[str, object],
+    gap: Callable[[pd.DataFrame], float],
+) -> Row:  # fmt: skip
+    """Run an analysis in process and at sites, and compare the tables by ``gap``."""
     analysis: Analysis = analysis_of(name, options)
     schema, rows, _ = clients_of(data, analysis)
     members = list(rows.values())
-    terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]))
+    terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))
-    found, numbers, bits, start = [], 0, 0, time.perf_counter()
-    for rounds in (False, True):
+    bits = 0
 
-        def ask(question: object, bounds: object, rounds: bool = rounds) -> object:
-            nonlocal numbers, bits
-            answers = [answer_question(analysis, question, c, terms, bounds, "a site") for c in members]  # type: ignore[arg-type]
-            if rounds:
-                step = bounds.step  # type: ignore[attr-defined]
-                answers = [a._replace(values=(a.values / step).round() * step) for a in answers]
-                numbers += len(step)
-                reach = torch.maximum(bounds.low.abs(), bounds.high.abs()) / step * len(members)  # type: ignore[attr-defined]
-                bits = max(bits, 1 + math.ceil(math.log2(max(float(reach.max()), 1.0))))
-            return sum_answers(answers)
+    def ask(question: Any, bounds: Any) -> Any:
+        nonlocal bits
+        reach = torch.maximum(bounds.low.abs(), bounds.high.abs()) / bounds.step * len(members)
+        bits = max(bits, 1 + math.ceil(math.log2(max(float(reach.max()), 1.0))))
+        return sum_answers([answer_question(analysis, question, c, terms, bounds, "a site") for c in members])
 
-        state, log = run_questions(analysis, terms, ask)  # type: ignore[arg-type]
-        found.append(gap(analysis.result(state), analysis.model(state)))
-        if not rounds:
-            seconds = time.perf_counter() - start
-    return Row(name, library, found[0], found[1], bits, len(log), 8 * numbers / 1000, seconds)
+    state, log = run_questions(analysis, terms, ask)
+    simulated = gap(analysis.result(state).to_pandas())
+    ends = [
+        deploy(task, {"kind": name, **options, "rules": RULES}, gap, masked=masked, loses=loses)
+        for masked, loses in ((False, False), (True, False), (True, True))
+    ]
+    size, seconds = ends[1][1:]
+    return Row(
+        name, library, simulated, *(end[0] for end in ends), bits, len(log), size / 1000 / len(SIZES), seconds / 60
+    )
+
+
+def deploy(
+    task: str, choice: dict[str, object], gap: Callable[[pd.DataFrame], float], *, masked: bool, loses: bool
+) -> tuple[float, int, float]:
+    """Return the distance of a deployment's result, the bytes of its messages and replies, and its seconds."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        patients().to_csv(folder / "all.csv", index=False)
+        agreement = {"task": task, "column": [*COLUMNS], **TARGETS[task]}
+        here = scene(
+            folder, "fedavg", rounds=1, partition={"kind": "natural"}, evaluate={"every": 1}, analysis=[choice],
+            data={"source": "csv", "path": str(folder / "all.csv"), "client_column": "site", "agreement": agreement},
+            local={"lr": 0.001, "batch_size": "full"},
+        )  # fmt: skip
+        if masked:
+            agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
+            here = here._replace(
+                server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
+            )
+        size, asked, began = 0, 0, 0.0
+
+        def count(node: int, message: Message, reply: Message) -> Message | None:
+            nonlocal size, asked, began
+            asked += kind_of(message) == "analysis" or (
+                kind_of(message) == "tally" and b'"question":{' in arrays_of(message)[0]
+            )
+            if asked:
+                began = began or time.perf_counter()
+                size += sum(map(len, arrays_of(message))) + sum(map(len, arrays_of(reply)))
+            return None if loses and asked > 4 and node == FIRST + 1 else reply
+
+        stop = here.serve(here.grid(count))
+        if loses:
+            assert stop is Stop.TOO_FEW or asked <= len(SIZES), stop
+            stop = here.serve()
+        seconds = time.perf_counter() - began
+        assert stop is Stop.DONE, stop
+        assert not here.audit("no result"), here.audit("no result")
+        table: pa.Table = pq.read_table(here.server.results / analysis_file(str(choice["kind"])))
+        return gap(table.to_pandas()), size, seconds
 
 
 def of(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
-    return fl.Dataset.create(frame, label, users="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
+    return fl.Dataset.create(frame, label, client_column="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     frame = patients()
     design = np.column_stack([frame.age, frame.marker, frame.ward == "ICU"]).astype(float)
-    names = ["age", "marker", "icu"]
-    survival = of(frame, "days", ("died", "stay"), event="event")
-    binary, number = (
-        of(frame, "died", ("days", "event", "stay")),
-        of(frame, "stay", ("days", "event", "died"), task="regression"),
-    )
-    table = pd.DataFrame(design, columns=names).assign(T=frame.days, E=frame.event)
-    n = len(frame)
+    names, others = ["age", "marker", "icu"], {"days", "event", "died", "stay", "visits"}
+    survival, binary, number, count = (
+        of(frame, label, tuple(others - {label, "event"} if label == "days" else others - {label}), **more)
+        for label, more in (
+            ("days", {"event": "event"}), ("died", {}), ("stay", {"task": "regression"}), ("visits", {"task": "count"})
+        )
+    )  # fmt: skip
+    table = pd.DataFrame(design, columns=names).assign(T=frame.days, E=frame.event, site=frame.site)
+    n, ones = len(frame), np.column_stack([np.ones(len(frame)), design])
 
     def largest(*pairs: tuple[object, object]) -> float:
         return max(float(np.abs(np.asarray(a, float) - np.asarray(b, float)).max()) for a, b in pairs)
 
-    def coefficients(want: object, se: object) -> Callable:  # type: ignore[type-arg]
-        return lambda t, m: largest((t["coefficient"].to_numpy()[-3:], want), (t["standard_error"].to_numpy()[-3:], se))
+    def coefficients(want: object, se: object) -> Callable[[pd.DataFrame], float]:
+        return lambda t: largest((t.coefficient[-3:], want), (t.standard_error[-3:], se))
 
-    precise = {"precision": 1e-12}
-    cox, ridge_cox = (
-        CoxPHFitter(penalizer=p).fit(table, "T", "E", fit_options=precise) for p in (0.0, 0.1 * (n - 1) / n)
+    strata, ridge_strata = (
+        CoxPHFitter(penalizer=p).fit(table, "T", "E", strata=["site"], fit_options={"precision": 1e-12})
+        for p in (0.0, 0.1 * (n - 1) / n)
     )
-    ends = np.arange(1, 16) * 20.0
-    place = np.searchsorted(ends, frame.days)
-    binned, event = ends[place.clip(max=14)], frame.event * (place < 15)
-    binned_cox = CoxPHFitter().fit(table.assign(T=binned, E=event), "T", "E", fit_options=precise)
-    logit = Logit(frame.died, np.column_stack([np.ones(n), design])).fit(disp=0, method="newton", tol=1e-13)
+    logit = Logit(frame.died, ones).fit(disp=0, method="newton", tol=1e-13)
+    poisson = GLM(frame.visits, ones, families.Poisson()).fit(tol=1e-14)
+    gaussian = GLM(frame.stay, ones, families.Gaussian()).fit(tol=1e-14)
     scaled = (design - design.mean(0)) / design.std(0)
     ridge_logit = LogisticRegression(C=1 / (n * 0.1), tol=1e-12, solver="newton-cholesky").fit(scaled, frame.died)
-    hot = np.column_stack([frame.age, frame.marker, frame.ward == "GEN", frame.ward == "ICU"]).astype(float)
-    linear = Ridge(alpha=0.01 * n).fit((hot - hot.mean(0)) / hot.std(0), frame.stay)
 
-    def curve(t: object, m: object) -> float:
-        t = t.to_pandas()  # type: ignore[attr-defined]
-        gaps = []
+    def curve(t: pd.DataFrame) -> float:
+        ends = np.unique(t.time)
+        place = np.searchsorted(ends, frame.days)
+        binned, event = ends[place.clip(max=len(ends) - 1)], frame.event * (place < len(ends))
+        gaps = [abs(t.p[0] - multivariate_logrank_test(binned, frame.ward, event).p_value)]
         for ward in ("GEN", "ICU"):
             some, rows = frame.ward == ward, t[t.group == ward]
             fit = KaplanMeierFitter().fit(binned[some], event[some])
             gaps.append(largest((rows.survival, fit.survival_function_at_times(rows.time))))
-        return max(*gaps, abs(t.p[0] - multivariate_logrank_test(binned, frame.ward, event).p_value))
+        return max(gaps)
 
-    def first_table(t: object, m: object) -> float:
-        t = t.to_pandas()  # type: ignore[attr-defined]
+    def first_table(t: pd.DataFrame) -> float:
         gaps = []
         for column in ("age", "marker"):
             for ward in ("GEN", "ICU"):
@@ -147,19 +217,20 @@ def main() -> None:
             gaps.append(abs(row.p_clients - stats.f_oneway(*(p for _, p in frame.groupby("site")[column])).pvalue))
         return max(gaps)
 
+    ridge = {"penalty": "ridge", "strength": 0.1}
     rows = [
-        measure("table-1", "pandas, SciPy", number, {"group": "ward"}, first_table),
-        measure("kaplan-meier", "lifelines, binned", survival, {"group": "ward", "width": 20, "until": 300}, curve),
-        measure("cox", "lifelines", survival, {}, coefficients(cox.params_, cox.standard_errors_)),
-        measure("cox", "lifelines, binned", survival, {"width": 20, "until": 300, "least": 1},
-                coefficients(binned_cox.params_, binned_cox.standard_errors_)),
-        measure("cox", "lifelines, ridge", survival, {"penalty": "ridge", "strength": 0.1},
-                coefficients(ridge_cox.params_, ridge_cox.standard_errors_)),
-        measure("glm", "statsmodels", binary, {}, coefficients(logit.params[1:], logit.bse[1:])),
-        measure("glm", "scikit-learn, ridge", binary, {"penalty": "ridge", "strength": 0.1},
-                lambda t, m: largest((t["coefficient"].to_numpy()[1:] * design.std(0), ridge_logit.coef_[0]))),
-        measure("ridge", "scikit-learn", number, {"strength": 0.01},
-                lambda t, m: largest((m.weight.detach().numpy()[0] * hot.std(0), linear.coef_))),
+        measure("table-1", "pandas, SciPy", "regression", number, {"group": "ward"}, first_table),
+        measure("kaplan-meier", "lifelines", "survival", survival, {"group": "ward", "width": 20, "until": 300}, curve),
+        measure("cox", "lifelines, strata", "survival", survival, {"stratify": True},
+                coefficients(strata.params_, strata.standard_errors_)),
+        measure("cox", "lifelines, strata, ridge", "survival", survival, {"stratify": True, **ridge},
+                coefficients(ridge_strata.params_, ridge_strata.standard_errors_)),
+        measure("glm", "statsmodels, gaussian", "regression", number, {},
+                coefficients(gaussian.params[1:], gaussian.bse[1:])),
+        measure("glm", "statsmodels, binomial", "binary", binary, {}, coefficients(logit.params[1:], logit.bse[1:])),
+        measure("glm", "statsmodels, poisson", "count", count, {}, coefficients(poisson.params[1:], poisson.bse[1:])),
+        measure("glm", "scikit-learn, ridge", "binary", binary, ridge,
+                lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), ridge_logit.coef_[0]))),
     ]  # fmt: skip
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.2g}"))
     _firth(frame, design)

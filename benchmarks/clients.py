@@ -101,11 +101,11 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
         "local": LocalSGD(lr=0.1, batch_size=10),
         "sampler": Uniform(clients=min(1000, fed.n)),
         "evaluate": Evaluate(every=given.rounds, clients=scored, parts=("train", "test")),
-        "engine": Engine(store_budget=16, workers=given.workers),
+        "engine": Engine(state_memory_mib=16, workers=given.workers),
     }
     with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
         watch, start = Watch(clock), clock()
-        simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, progress=[watch], **settings)
+        simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, callbacks=[watch], **settings)
         ended, rounds = clock(), np.diff(watch.ends)
         simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
         resumed = clock()

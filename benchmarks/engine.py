@@ -40,7 +40,7 @@ from fedloom.processes.machine_load import MAX_FOREIGN_CORES, wait_for_quiet, wa
 WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
 
-VARIANTS = ("plain", "fused", "stacked", "looped", *WORKERS)
+VARIANTS = ("plain", "compiled", "vmap", "loop", *WORKERS)
 METHODS = ("fedavg", "ditto", "flame", "scaffold")
 
 
@@ -89,7 +89,7 @@ class Simulation:
             "local": LocalSGD(lr=RATE, batch_size=workload.batch),
             "sampler": Uniform(fraction=workload.cohort / workload.clients),
             "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # the clients have none
-            "engine": Engine(workers=WORKERS[variant], chunk=chunk, precision=precision),
+            "engine": Engine(workers=WORKERS[variant], clients_per_batch=chunk, precision=precision),
         }
 
     def __call__(self, first: int, rounds: int, clock: Clock) -> float:
@@ -121,7 +121,7 @@ def applies(variant: str, workload: Workload) -> bool:
     convolves = not isinstance(workload.model, MLP | Softmax)
     if variant.startswith("bf16"):
         return convolves and has_bf16(torch.device("cpu"))
-    return variant != "fused" or not convolves
+    return variant != "compiled" or not convolves
 
 
 def make(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:

@@ -120,7 +120,7 @@ class Captured(Measured):
             graph.replay()
 
 
-WAYS = {"fused": Measured, "stacked": Measured, "captured": Captured, "looped": Measured}
+WAYS = {"compiled": Measured, "vmap": Measured, "captured": Captured, "loop": Measured}
 
 
 def seconds(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
@@ -130,7 +130,7 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
         torch.cuda.reset_peak_memory_stats()
     try:
         with make_repeatable(torch.device(given.device), PRECISIONS[precision]):
-            measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
+            measured = WAYS[way](name, clients, "vmap" if way == "captured" else way, precision, given)
             found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
         print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -159,7 +159,7 @@ def main() -> str | int:
     for name in given.workload or MODELS:
         for clients in given.clients or CLIENTS:
             for precision in given.precision or ("float32",):
-                ways = [way for way in WAYS if way != "fused" or name in ("softmax", "mlp")]
+                ways = [way for way in WAYS if way != "compiled" or name in ("softmax", "mlp")]
                 with watch_others() as others:
                     found = {way: seconds(name, clients, way, precision, given) for way in ways}
                 cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]

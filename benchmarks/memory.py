@@ -117,7 +117,7 @@ def main() -> int:
             local=LocalSGD(lr=0.01, batch_size=10),
             sampler=Uniform(),
             evaluate=Evaluate(every=given.rounds, parts=("validation", "test")),
-            engine=Engine(store_budget=64, workers=given.workers),
+            engine=Engine(state_memory_mib=64, workers=given.workers),
             folder=folder,
         )
         assert result.job.clients.in_files

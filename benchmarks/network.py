@@ -184,7 +184,7 @@ def rank(method: str, workload: str, rounds: int, out: Path) -> None:
 
     with join_ranks() as ranks:
         result = simulate(
-            setting(method, workload, rounds), WORKLOADS[workload].federation(), progress=[look], ranks=ranks
+            setting(method, workload, rounds), WORKLOADS[workload].federation(), callbacks=[look], ranks=ranks
         )
         if ranks.rank == 0:
             out.write_text(json.dumps({"seconds": list(result.seconds), "carried": carried}))

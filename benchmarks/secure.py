@@ -72,7 +72,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
 
     changes: dict[str, Any] = {
         "rounds": rounds,
-        "partition": {"kind": "iid", "clients": sites, "keep": 24},
+        "partition": {"kind": "iid", "clients": sites, "max_train_per_client": 24},
         "model": {"kind": "mlp", "hidden": [round(d / MLP)]},
         "engine": {"dtype": "float32"},
         "evaluate": {"every": 10 * rounds},

@@ -21,9 +21,11 @@ from fedloom.formats import fixed, interval, pair
 from fedloom.lab.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
-    "amounts that differ": fl.partitions.quantity(clients=10, beta=1.0, min_size=30),
-    "three labels each": fl.partitions.shards(clients=10, labels_per_client=3, min_size=30, keep=60),
-    "two groups that mean other things": fl.partitions.concept(clients=10, groups=2, min_size=30, keep=60),
+    "amounts that differ": fl.partitions.quantity_skew(clients=10, alpha=1.0, min_size=30),
+    "three labels each": fl.partitions.shards(clients=10, labels_per_client=3, min_size=30, max_train_per_client=60),
+    "two groups that mean other things": fl.partitions.label_swap(
+        clients=10, groups=2, min_size=30, max_train_per_client=60
+    ),
 }
 """Federations by what is special about their clients; none of them has fewer than 20 training samples."""
 RATES = {
@@ -47,7 +49,7 @@ def compared(place: int, what: str, folder: Path) -> Any:
     model, evaluate = fl.models.MLP(hidden=(32,)), {"every": 30}
     return fl.compare(
         methods, "digits", model, partition=PARTS[what], seeds=SEEDS, rounds=30, evaluate=evaluate,
-        models="personal", folder=folder / f"federation-{place + 1}", progress=False, name=what,
+        compare_model="personal", folder=folder / f"federation-{place + 1}", progress_bar=False, name=what,
         engine={"workers": min(2, os.cpu_count() or 1)},
     )  # fmt: skip
 
@@ -56,7 +58,7 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
     """A row per method of a federation: its mean accuracy in percent, its interval, and how it stands to the best."""
     table = comparison.table().to_pylist()
     best = max(table, key=lambda row: row["accuracy"])["method"]
-    tests = {row["method"]: row for row in comparison.significance(against=best).to_pylist()}
+    tests = {row["method"]: row for row in comparison.significance(baseline=best).to_pylist()}
     rows = []
     for row in table:
         mean, half = 100 * row["accuracy"], 100 * (row["accuracy_ci95"] or 0.0)
@@ -139,7 +141,7 @@ def main(folder: Path) -> None:
         print(f"{what}: {sentence(found)}", flush=True)
         print(f"  report: {comparison.report()}", flush=True)
         rows += found
-        beside = {row["method"]: row["verdict"] for row in comparison.significance(against="local").to_pylist()}
+        beside = {row["method"]: row["verdict"] for row in comparison.significance(baseline="local").to_pylist()}
         sharing[what] = beside["fedavg"]
     title = overall(rows, sharing)
     for name, dark in (("demo.svg", False), ("demo-dark.svg", True)):

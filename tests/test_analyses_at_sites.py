@@ -23,14 +23,25 @@ from statsmodels.genmod import families
 from statsmodels.genmod.generalized_linear_model import GLM
 
 import fedloom as fl
-from fedloom.analyses import AnalysisTerms
+from fedloom.analyses import AnalysisTerms, ClientRows, Question, Rules, Schema
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
 from fedloom.data.groups import keeping
-from fedloom.errors import Stop
+from fedloom.data.tables import TableColumn
+from fedloom.errors import ConfigError, Stop
 from fedloom.rundir import analysis_file
-from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses
+from fedloom_clinic.columns import flag_columns
+from fedloom_clinic.table_one import TableOne
+from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses, check_analyses, schema_of_samples
+from fedloom_sites.deploy.audit import Audit
+from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.protocol.public import PublicReason
+from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, NEUTRAL_COUNTS
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.site.analyses import SiteAnswer
+from fedloom_sites.deploy.site.client import Client
+from fedloom_sites.deploy.site.local_data import part_sizes
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import Scene, scene
 
@@ -82,8 +93,8 @@ def deployed(
     columns.append({"name": "ward", "type": "level", "levels": ["GEN", "ICU", "PED"]})
     agreement = {"task": task, "column": columns, **TARGETS[task]}
     here = scene(
-        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1}, analysis=[analysis],
-        data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+        folder, "fedavg", rounds=1, partition={"kind": "natural"}, evaluate={"every": 1}, analysis=[analysis],
+        data={"source": "csv", "path": str(folder / "all.csv"), "client_column": "site", "agreement": agreement},
         local={"lr": 0.001, "batch_size": "full"}, **changes,
     )  # fmt: skip
     if not masked:
@@ -156,7 +167,10 @@ def design(table: pd.DataFrame) -> np.ndarray:
 @masks
 @pytest.mark.parametrize("task", ["regression", "count", "binary"])
 def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
-    found, table = served(deployed(tmp_path, task, {"kind": "glm", "rules": {"least": 2}}, masked=masked)), patients()
+    found, table = (
+        served(deployed(tmp_path, task, {"kind": "glm", "rules": {"min_subjects": 2}}, masked=masked)),
+        patients(),
+    )
     family = {"regression": families.Gaussian(), "count": families.Poisson(), "binary": families.Binomial()}[task]
     y = {"regression": table.stay.astype(np.float32), "count": table.visits, "binary": table.ill == "yes"}[task]
     pooled = GLM(np.asarray(y, float), design(table), family).fit(tol=1e-14)
@@ -182,7 +196,7 @@ def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: boo
 
 @masks
 def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
-    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"least": 2}}
+    choice = {"kind": "kaplan-meier", "width": 80.0, "until": 160.0, "group": "ward", "rules": {"min_subjects": 2}}
     found, table = served(deployed(tmp_path, "survival", choice, masked=masked)), patients()
     ends, groups = np.unique(found.time), {*found.group}
     ward = table.ward.where(table.ward.isin(groups), "other")
@@ -194,7 +208,7 @@ def test_the_log_rank_test_is_that_of_the_pooled_binned_times(tmp_path: Path, ma
 
 @masks
 def test_table_one_is_that_of_pooled_rows(tmp_path: Path, masked: bool) -> None:
-    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"least": 2}}
+    choice = {"kind": "table-1", "group": "ward", "bins": 10, "rules": {"min_subjects": 2}}
     found, table = served(deployed(tmp_path, "binary", choice, masked=masked)), patients()
     groups = {*found.group}
     ward = table.ward.where(table.ward.isin(groups), "other")
@@ -226,7 +240,7 @@ def test_ridge_is_the_pooled_fit(tmp_path: Path, masked: bool) -> None:
 @pytest.mark.parametrize("options", [{"stratify": True}, {"width": 40.0, "until": 160.0}], ids=["strata", "bins"])
 def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: bool) -> None:
     found, table = (
-        served(deployed(tmp_path, "survival", {"kind": "cox", "rules": {"least": 2}, **options}, masked=masked)),
+        served(deployed(tmp_path, "survival", {"kind": "cox", "rules": {"min_subjects": 2}, **options}, masked=masked)),
         patients(),
     )
     if "stratify" in options:
@@ -249,3 +263,162 @@ def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, mas
     result = fl.simulate(here.experiment.methods[0].setting, fed)
     want = fl.analyze("conformal", result, bins=50).table.to_pandas()
     pd.testing.assert_frame_equal(found, want, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- crafted questions
+
+
+def asked(client: Client, question: Question, step: int = 0, **changes: Any) -> SiteAnswer:
+    """What a site answers to a question, by terms in which all sites are as it is."""
+    n, own = client.site.clients, client.answers.figures
+    sizes = (tuple(part_sizes(client.trainer.fed, client.site.client)),) * n
+    [name] = client.answers._analyses.agreed
+    terms = Terms(
+        round=1, trains=False, sizes=sizes, cohort=(*range(n),), accepted=(0,) * n, figures=(own,) * n,
+        question=AnalysisStep.of(name, step, question.encode()),
+    )  # fmt: skip
+    return client.answers._analyses.answer(terms.with_(**changes))
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+MEANS = Question("means")
+SPREADS = Question("spreads", {"centre": numbers(0, 0, 0, 0, 0)})
+
+
+def glm_site(folder: Path, table: pd.DataFrame | None = None, client: int = 0, **rules: Any) -> Client:
+    here = deployed(
+        folder, "regression", {"kind": "glm", "rules": {"min_subjects": 2, **rules}}, masked=False, table=table
+    )
+    return Client(here.sites[client])
+
+
+def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_path: Path) -> None:
+    client = glm_site(tmp_path, questions=3)
+    step = Question("step", {"beta": numbers(0, 0, 0, 0, 0), "centre": numbers(*[0] * 5), "spread": numbers(*[1] * 5)})
+    assert asked(client, MEANS).counters == ANSWERED_COUNTS
+    for place, question, sentence in (
+        (1, MEANS, "asks 'spreads', got 'means'"), (2, SPREADS, "asks 'step', got 'spreads'"),
+        (3, step, "3 steps at most"), (0, SPREADS, "asks 'means'"),
+        (1, Question("spreads", {"centre": numbers(0, 0)}), "5 numbers, got 2"),
+        (1, Question("spreads", {"centre": numbers(0, 0, 0, 0, float("nan"))}), "no question"),
+        (2, replace(step, values={**step.values, "spread": numbers(1, 1, 0, 1, 1)}), "above 0"),
+    ):  # fmt: skip
+        with pytest.raises(PublicReason, match=sentence):
+            asked(client, question, place)
+    with pytest.raises(PublicReason, match="other terms: sites, sizes or cells have changed"):
+        asked(client, SPREADS, 1, sizes=((9, 9, 9),) * SITES)
+    with pytest.raises(PublicReason, match="reads no models"):
+        client.answers._analyses.answer(Terms(
+            round=1, trains=False, sizes=((9, 9, 9),) * SITES, cohort=(*range(SITES),), accepted=(0,) * SITES,
+            figures=(client.answers.figures,) * SITES, question=AnalysisStep.of("glm", 1, SPREADS.encode()),
+        ), [b"a model"])  # fmt: skip
+    assert asked(client, SPREADS, 1).counters == ANSWERED_COUNTS
+
+
+def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path) -> None:
+    """Two bins whose ends differ by a little would show one patient."""
+    choice = {"kind": "cox", "width": 40.0, "until": 160.0, "rules": {"min_subjects": 2}}
+    client = Client(deployed(tmp_path, "survival", choice, masked=False).sites[0])
+    beta = numbers(0, 0, 0, 0)
+    for ends in (numbers(40, 80, 120.001, 160), numbers(160), numbers()):
+        with pytest.raises(PublicReason, match="agreed on and merged, and no others"):
+            asked(client, Question("step", {"beta": beta, "ends": ends}))
+    ends = numbers(40, 80, 120, 160)
+    assert asked(client, Question("step", {"beta": beta, "ends": ends})).counters == ANSWERED_COUNTS
+
+
+def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path: Path) -> None:
+    """Four experiments ask an analysis over the same data, and a snapshot with one other subject is no answer."""
+    client = glm_site(tmp_path)
+    for k in range(4):
+        other = Client(client.site.with_(fingerprint=f"{k:064x}"))
+        other.trainer.__dict__["experiment"] = client.trainer.experiment
+        assert asked(other, MEANS).counters == ANSWERED_COUNTS
+    other = Client(client.site.with_(fingerprint=f"{4:064x}"))
+    other.trainer.__dict__["experiment"] = client.trainer.experiment
+    with pytest.raises(PublicReason, match="4 experiments have asked the analysis glm over the data 'data'"):
+        asked(other, MEANS)
+
+
+@pytest.mark.parametrize(("changed", "answers"), [(1, False), (4, False), (5, True)])
+def test_a_snapshot_is_answered_if_enough_subjects_differ(tmp_path: Path, changed: int, answers: bool) -> None:
+    table = patients()
+    first = glm_site(tmp_path / "first", min_subjects=5)
+    assert asked(first, MEANS).counters == ANSWERED_COUNTS
+    rows = table.index[table.site == 0][:changed]
+    table.loc[rows, "age"] += 1
+    later = glm_site(tmp_path / "later", table, min_subjects=5)
+    later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
+    counts = asked(later, MEANS).counters
+    assert counts == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
+
+
+def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:
+    """Even where people have signed it: fewer subjects than the least count have a part in the sums."""
+    table = patients()
+    table["age"] = np.where(table.index == 0, 110.0, table.age.clip(upper=100))
+    client = glm_site(tmp_path, table)
+    agreement = client.trainer.experiment.source.agreement
+    columns = tuple(c.with_(range=(105.0, 115.0)) if c.name == "age" else c for c in agreement.column)
+    experiment = client.trainer.experiment
+    source = experiment.source.with_(agreement=agreement.with_(column=columns))
+    one = client.answers._analyses.agreed["glm"]
+    schema = schema_of_samples(replace(experiment, source=source), client.site.samples)
+    client.answers._analyses.__dict__["agreed"] = {"glm": replace(one, schema=schema)}
+    answer = asked(client, MEANS, figures=("ffff",) * SITES)
+    assert answer.counters == NEUTRAL_COUNTS
+    assert not answer.vector.any()
+
+
+def test_one_subject_with_many_rows_is_no_cell(tmp_path: Path) -> None:
+    """Least counts are of subjects: ten rows of one patient reach no cell of five."""
+    x = torch.cat([torch.zeros(10, 1), torch.ones(10, 1)]).double()
+    subjects = torch.cat([torch.zeros(10), torch.arange(1, 11)]).long()
+    column = TableColumn(name="ward", levels=2, names=("GEN", "ICU"))
+    schema = Schema("rows", "binary", (column,), ("no", "yes"))
+    rows = ClientRows(x, torch.zeros(20, 1).double(), torch.zeros(20).long(), subjects)
+    terms = AnalysisTerms(schema, torch.tensor([20]), Rules(min_subjects=5))
+    groups, *cells = TableOne().publish(rows, terms).tolist()
+    assert (groups, cells) == (1, [0, 1, 0])
+    assert flag_columns(rows, terms).tolist() == [0.0]
+
+
+def test_a_column_that_few_subjects_vary_in_is_left_out(tmp_path: Path) -> None:
+    table = patients()
+    table["ward"] = np.where(table.index < 2, "PED", np.where(table.ward == "PED", "GEN", table.ward))
+    here = deployed(tmp_path, "regression", {"kind": "glm", "rules": {"min_subjects": 2}}, masked=True, table=table)
+    found = served(here)
+    assert [*found.column] == ["intercept", "age", "glucose", "ward ICU"]
+    assert {*found.merged} == {"ward PED"}
+
+
+def test_figures_of_single_clients_and_unagreed_ranges_are_refused_beforehand(tmp_path: Path) -> None:
+    for task, choice, masked, sentence in (
+        ("binary", {"kind": "table-1", "group": "client"}, True, "shows figures of single clients"),
+        ("survival", {"kind": "cox"}, True, "agree on time bins"), ("survival", {"kind": "cox"}, False, "time bins"),
+    ):  # fmt: skip
+        here = deployed(tmp_path / f"{choice['kind']}-{masked}", task, choice, masked=masked)
+        with pytest.raises(ConfigError, match=sentence):
+            check_analyses(
+                Client(here.sites[0]).trainer.job, here.experiment, here.server.samples, SITES, here.server.survivors, 0
+            )
+
+
+def test_steps_of_a_former_version_are_named(tmp_path: Path) -> None:
+    """A recorded deployment is read by status, and its unfinished steps are not mixed with others."""
+    here = deployed(tmp_path, "survival", {"kind": "cox", "stratify": True}, masked=False)
+    here.server.checkpoints.mkdir(parents=True)
+    (here.server.checkpoints / "cox-0.json").write_text("{}")
+    [state] = status_of(here.server)["analyses"]
+    assert (state["state"], state["sums"]) == ("begun", 1)
+    assert here.serve() is Stop.DONE
+    assert "recorded by an earlier version" in here.audit("no result")[0]["reason"]
+    Audit(here.server.audit).write("cox", rows=400, events=3, lost={})
+    [state] = status_of(here.server)["analyses"]
+    assert (state["state"], state["rows"]) == ("done", 400)
+    Audit(here.server.audit).write("no Cox regression", reason="why")
+    [state] = status_of(here.server)["analyses"]
+    assert (state["state"], state["reason"]) == ("none", "why")

@@ -79,9 +79,9 @@ def deployed(folder: Path, cox: dict[str, Any], *, masked: bool = True, table: p
     columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
     agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
     here = scene(
-        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1},
+        folder, "fedavg", rounds=1, partition={"kind": "natural"}, evaluate={"every": 1},
         analysis=[{"kind": "cox", **cox}],
-        data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+        data={"source": "csv", "path": str(folder / "all.csv"), "client_column": "site", "agreement": agreement},
         local={"lr": 0.01, "batch_size": "full"}, **changes,
     )  # fmt: skip
     if not masked:
@@ -213,9 +213,9 @@ def test_over_real_processes_it_is_the_pooled_fit(tmp_path: Path) -> None:
     agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
     experiment = {
         "name": "rossi", "rounds": 1, "seeds": [0], "method": [{"algorithm": "fedavg"}],
-        "data": {"source": str(tmp_path / "rossi.csv"), "users": "site", "agreement": agreement},
-        "partition": {"kind": "writers"}, "local": {"lr": 0.01, "batch_size": "full"},
-        "analysis": [{"kind": "cox", "width": 4, "until": 52, "least": 2}],
+        "data": {"source": str(tmp_path / "rossi.csv"), "client_column": "site", "agreement": agreement},
+        "partition": {"kind": "natural"}, "local": {"lr": 0.01, "batch_size": "full"},
+        "analysis": [{"kind": "cox", "width": 4, "until": 52, "min_events": 2}],
     }  # fmt: skip
     (tmp_path / "rossi.toml").write_text(tomli_w.dumps(experiment))
     made = tmp_path / "made"
@@ -436,7 +436,7 @@ def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path, monkeypatch: pyte
 
 def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
     """By `init`, and by a site that has an epsilon of its own."""
-    noise = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+    noise = {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
     for name, changes, limit in (("delta", noise, None), ("epsilon", {}, 1.0)):
         here = deployed(tmp_path / name, {"stratify": True}, masked=False, **changes)
         site = here.sites[0].with_(epsilon=limit)

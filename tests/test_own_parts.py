@@ -23,18 +23,18 @@ from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "column": {"column": "site"},
-    "few": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
+    "by-column": {"column": "site"},
+    "femnist-fedprox": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
 }
 VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     *((kind, OPTIONS.get(kind, {}), ()) for kind in PARTITIONS),
-    ("writers", {"test_from": "users"}, ()),
+    ("natural", {"test_from": "clients"}, ()),
     ("iid", {"test_from": "ratio", "test_count": 50}, ()),
     ("iid", {"pool": True, "clients": 3}, ()),
     ("dirichlet", {"folds": 4}, ()),
-    ("quality", {"reading": "std", "draws": "anew"}, ()),
-    ("quantity", {"keep": 5, "min_size": 9}, ()),
-    ("hybrid", {"overlap": True}, ("disjoint", "tested_apart")),
+    ("feature-noise", {"sigma_unit": "std", "noise_draws": "per-batch"}, ()),
+    ("quantity-skew", {"max_train_per_client": 5, "min_size": 9}, ()),
+    ("mixed", {"overlap": True}, ("disjoint", "tested_apart")),
 ]
 
 
@@ -420,7 +420,7 @@ def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'knowledge'"):
         check_attack(ALIE(), without=["knowlege"])
     with pytest.raises(ConfigError, match=r"no column 'hospital'.*give data="):
-        check_partition(fl.partitions.column(column="hospital"))
+        check_partition(fl.partitions.by_column(column="hospital"))
     with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
         check_aggregator(fl.aggregators.Krum(f=20))
 
@@ -434,7 +434,7 @@ def table(rows: int = 400, sites: int = 4) -> fl.Dataset:
     y = (x[:, 0] - 5 + (x[:, 1] - 50) / 10 + 0.5 * rng.normal(size=rows) > 0).astype(int)
     columns = {"age": x[:, 0], "dose": x[:, 1], "weight": x[:, 2], "ill": y}
     frame = pd.DataFrame({**columns, "site": [f"s{i % sites}" for i in range(rows)]})
-    return fl.Dataset.create(frame, target="ill", users="site")
+    return fl.Dataset.create(frame, target="ill", client_column="site")
 
 
 class LaterAtSites(Partition):
@@ -484,7 +484,7 @@ def test_a_temporal_split_scores_as_clients_that_were_prepared_by_hand() -> None
 def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
     fed = LaterAtSites(start=300)(table(), seed=0)
     assert fed.data.ready is None
-    some = fl.partitions.writers(clients=2, per_client=1)(table(), seed=0)
+    some = fl.partitions.natural(clients=2, per_client=1)(table(), seed=0)
     bare = int((~some.data.ready).nonzero()[0, 0])
     assert torch.isnan(some.data.x[bare]).all()
     parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
@@ -528,7 +528,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
 def test_samples_of_a_test_part_belong_to_their_clients() -> None:
     x, y = torch.rand(8, 3), torch.arange(8) % 2
     assert not [note for note in fl.Federation.create([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
-    some = fl.partitions.writers(clients=2, per_client=1)(table())
+    some = fl.partitions.natural(clients=2, per_client=1)(table())
     assert [note for note in some.notes if "200 of 400 samples belong to no client" in note]
 
 

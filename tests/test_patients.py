@@ -44,14 +44,14 @@ rounds = 3
 seeds = [0, 1]
 [data]
 source = "{table}"
-label = "died"
-users = "hospital"
+target = "died"
+client_column = "hospital"
 categorical = ["ward", "sex"]
 drop = ["patient_id", "hours_to_death", "troponin_hs", "sex"]
 missing = ["-9"]
 impute = true
 [partition]
-kind = "writers"
+kind = "natural"
 validation = 0.2
 folds = 2
 [model]
@@ -150,9 +150,9 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
     import pandas as pd
 
     table = pd.DataFrame([row for site in SITES for row in patients(site, si=False)])
-    options = {"users": "hospital", "categorical": ["ward", "sex"], "impute": True, "missing": ["-9"],
+    options = {"client_column": "hospital", "categorical": ["ward", "sex"], "impute": True, "missing": ["-9"],
                "drop": ["patient_id", "hours_to_death", "troponin_hs"]}  # fmt: skip
-    cut = fl.partitions.writers(test=0.0, validation=0.0)
+    cut = fl.partitions.natural(test=0.0, validation=0.0)
     whole, others = (fl.Dataset.create(rows, "died", **options) for rows in (table, table[table.hospital != "Celle"]))
     fed = cut(whole, seed=0)
     choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
@@ -261,7 +261,7 @@ def test_groups_take_columns_and_bounds() -> None:
     table = pd.DataFrame(
         {"age": [70, 75, None, 80], "sex": ["f", "m", "m", None], "x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]}
     )
-    data = fl.Dataset.create(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+    data = fl.Dataset.create(table, "y", group_columns=["age", "sex"], drop=["age", "sex"])
     assert data.shape == (1,)
     groups = {name: inside.tolist() for name, inside in groups_of(data, ["sex", "age >= 75"]).items()}
     assert groups == {
@@ -269,7 +269,7 @@ def test_groups_take_columns_and_bounds() -> None:
         "age>=75": [False, True, False, True], "age<75": [True, False, False, False],
     }  # fmt: skip
     for choice, sentence in (("race", "race"), ("sex>=3", "is no number"), ("wide", "give a bound")):
-        wide = fl.Dataset.create(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+        wide = fl.Dataset.create(table, "y", group_columns=["age", "sex"], drop=["age", "sex"])
         wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
         with pytest.raises(ConfigError, match=sentence):
             groups_of(wide, [choice])
@@ -286,8 +286,8 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
     table = pd.DataFrame(
         {"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "level": level, "y": y, "site": rng.choice(["n", "s"], 400)}
     )
-    data = fl.Dataset.create(table, "y", task="regression", users="site", categorical=["level"], drop=["c"])
-    fed = fl.partitions.writers(test=0.5)(data, seed=0)
+    data = fl.Dataset.create(table, "y", task="regression", client_column="site", categorical=["level"], drop=["c"])
+    fed = fl.partitions.natural(test=0.5)(data, seed=0)
     result = fl.simulate("fedavg", fed, rounds=30, local=fl.LocalSGD(lr=0.1, batch_size=32))
     found = importance(result).to_pylist()
     for client in (0, 1):
@@ -309,8 +309,8 @@ def test_reference_models_are_scikit_learns(run: Path) -> None:
 
     table = pd.DataFrame([row for site in ("Amsel", "Birke") for row in patients(site, si=False)])
     drop = ["patient_id", "hours_to_death", "troponin_hs", "glucose", "ward", "sex", "systolic"]
-    data = fl.Dataset.create(table, "died", users="hospital", drop=drop)
-    fed = fl.partitions.writers(test=0.4)(data, seed=0)
+    data = fl.Dataset.create(table, "died", client_column="hospital", drop=drop)
+    fed = fl.partitions.natural(test=0.4)(data, seed=0)
     found = references(fl.simulate("local", fed, rounds=1)).to_pylist()
     assert {(line["client"], line["model"]) for line in found} == {
         (client, model) for client in (0, 1) for model in ("logistic regression", "forest")

@@ -26,6 +26,7 @@ from packaging.utils import canonicalize_name
 
 import fedloom as fl
 from fedloom.lab.cli._app import PACKAGES_BY_MODULE as COMMANDS
+from fedloom.models.spec import CONSTRUCTIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -98,6 +99,26 @@ def run(code: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+PUBLIC_NAMES = """
+import importlib, inspect, pkgutil
+missing = []
+for package in ("fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"):
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        get = vars(module).get("__getattr__")
+        lazy = inspect.getclosurevars(get).nonlocals.get("places", ()) if get else ()
+        missing += [f"{info.name}.{n}" for n in {*getattr(module, "__all__", ()), *lazy} if not hasattr(module, n)]
+print(*sorted(missing))
+"""
+"""Imports every module, and asks it for every name of its ``__all__`` and of its lazy imports."""
+
+
+def test_every_module_imports_and_has_its_public_names() -> None:
+    assert run(PUBLIC_NAMES) == ""
 
 
 # --- the public face
@@ -181,10 +202,24 @@ def test_names_without_content_become_fewer() -> None:
     assert sum(name.strip("_").lower() in VAGUE for name in bound) <= 20
 
 
+def test_a_construction_of_a_network_is_named_in_its_own_file_alone() -> None:
+    """Its key, its network and its refusals stand together: neither a run nor the base of models asks for its key."""
+    keys = {one.option for one in CONSTRUCTIONS}
+    assert keys == {"mixture", "guided", "memory"}
+    for name in MODULES:
+        model = "self" if name == "models/spec.py" else "setting.model"
+        nodes = [node for node in every(name) if isinstance(node, ast.Attribute)]
+        assert not keys & {node.attr for node in nodes if ast.unparse(node.value) == model}, name
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     classes = ({node.name for node in every(name) if isinstance(node, ast.ClassDef)} for name in MODULES)
     homes = Counter(name for names in classes for name in names if not name.startswith("_"))
     assert {name for name, count in homes.items() if count > 1} <= SHARED
+
+
+OLD_KEY_MODULES = ("engine/checks/moved.py", "hints.py")
+"""Modules that know the keys of old files."""
 
 
 def test_library_lab_and_sites_name_no_clinical_analysis() -> None:
@@ -192,9 +227,7 @@ def test_library_lab_and_sites_name_no_clinical_analysis() -> None:
     kinds = ("id", "attr", "name", "arg", "module", "asname")
     named = set[str]()
     for name in MODULES:
-        if (
-            name.startswith(("fedloom_clinic", "fedloom_studies")) or name == "engine/checks/moved.py"
-        ):  # keys of old files
+        if name.startswith(("fedloom_clinic", "fedloom_studies")) or name in OLD_KEY_MODULES:
             continue
         nodes = [*every(name)]
         texts = {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.attack("a rehearsal")
 def test_a_least_count_of_one_turns_its_row_red(tmp_path: Path, masked: bool) -> None:
     verdicts = {}
     for least in (None, 1):
-        rules = {} if least is None else {"rules": {"least": least}}
+        rules = {} if least is None else {"rules": {"min_subjects": least}}
         here = deployed(tmp_path / str(least), "binary", {"kind": "table-1", **rules}, masked=masked)
         (tmp_path / f"copies-{least}").mkdir()
         site = RehearsedSite(here.sites[1], tmp_path / f"copies-{least}")

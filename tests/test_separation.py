@@ -191,7 +191,7 @@ def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:
         lines.append(f"{'ns'[k % 2]},{age:.1f},{int(marker)},{int(died)}")
     (tmp_path / "t.csv").write_text("\n".join(lines))
     text = (
-        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\n[partition]\nkind = "writers"\n'
+        f'[data]\nsource = "{tmp_path}/t.csv"\ntarget = "died"\nclient_column = "site"\n[partition]\nkind = "natural"\n'
         '[[method]]\nalgorithm = "fedavg"\n'
     )
     (tmp_path / "t.toml").write_text(text)

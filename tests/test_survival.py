@@ -124,7 +124,7 @@ def test_fedavg_with_full_batches_reaches_the_stratified_cox_fit() -> None:
     result = fl.simulate(
         "fedavg", fed, rounds=120, model="softmax", evaluate={"every": 120},
         local=fl.LocalSGD(lr=2.0, batch_size="full", epochs=1),
-        weigher="samples", engine={"dtype": "float64"},
+        aggregation_weights="samples", engine={"dtype": "float64"},
     )  # fmt: skip
     row = result.models.model("global").row[:2].numpy()
     fit = fit_cox([SurvivalSite(*site) for site in clients], "efron", stratify=True)
@@ -194,8 +194,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     methods = "".join(f'[[method]]\nalgorithm = "{m}"\n' for m in ("local", "fedavg", "fedavg-ft", "ditto", "flame"))
     (folder / "rossi.toml").write_text(
-        f'rounds = 2\n[data]\nsource = "{folder}/rossi.csv"\nlabel = "week"\nevent = "arrest"\nusers = "site"\n'
-        '[partition]\nkind = "writers"\nvalidation = 0.2\n[model]\nkind = "mlp"\nhidden = [4]\n'
+        f'rounds = 2\n[data]\nsource = "{folder}/rossi.csv"\ntarget = "week"\nevent = "arrest"\n'
+        'client_column = "site"\n'
+        '[partition]\nkind = "natural"\nvalidation = 0.2\n[model]\nkind = "mlp"\nhidden = [4]\n'
         '[[analysis]]\nkind = "cox"\nstratify = true\n'
         f'[local]\nlr = 0.2\nbatch_size = "full"\nepochs = 3\n[task]\nhorizon = 40\n{methods}'
     )
@@ -208,7 +209,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
 
     opened = fl.open_run(run / "run")
     table = pd.read_csv(run / "rossi.csv")
-    data = fl.Dataset.create(table, "week", event="arrest", users="site")
+    data = fl.Dataset.create(table, "week", event="arrest", client_column="site")
     for method in ("local", "fedavg", "fedavg-ft", "ditto", "flame"):
         models = opened[method, 0].models
         kind = "global" if method == "fedavg" else "personal"
@@ -234,7 +235,7 @@ def test_every_site_has_the_figures_of_lifelines(run: Path) -> None:
     import pandas as pd
 
     opened, table = fl.open_run(run / "run"), pd.read_csv(run / "rossi.csv")
-    fed = fl.partitions.writers(validation=0.2)(opened.read(run / "rossi.csv"), seed=0)
+    fed = fl.partitions.natural(validation=0.2)(opened.read(run / "rossi.csv"), seed=0)
     for recorded in opened:
         for kind in recorded.models.kinds():
             risks = opened.predict(run / "rossi.csv", recorded.method, kind=kind).scores[:, 0]
@@ -299,7 +300,7 @@ def test_times_and_horizons_are_checked() -> None:
     with pytest.raises(DataError, match=r"column 'week': times must be at least 0, got -1 \(1 such"):
         fl.Dataset.create(table, "week", event="arrest")
     with pytest.raises(ValueError, match="one column is predicted, got week, arrest"):
-        Csv(path="rossi.csv", label=["week", "arrest"])
+        Csv(path="rossi.csv", target=["week", "arrest"])
     with pytest.raises(ConfigError, match=r"task\.horizon is of survival tasks only"):
         task_of(fl.load("digits"), Objective(horizon=3.0))
     with pytest.raises(DataError, match="counts must be one whole number"):

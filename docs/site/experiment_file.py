@@ -61,9 +61,10 @@ METHOD = """Each method has [a page](../packages/fedloom/src/fedloom/algorithms/
 | `algorithm` | name of the method, required |
 | `label` | name in tables and charts, unique in the file; default: the name of the method |
 | `rounds` | number of rounds of this method |
-| `weights` | client weighting of this method |
+| `client_weights` | client weighting of this method |
 | `local` | keys of `[local]` for this method; other keys keep the shared value |
-| `sampler`, `weigher`, `mixer`, `aggregator`, `attack`, `channel`, `schedule` | replaces the shared table |
+| `sampler`, `aggregation_weights`, `personalized_aggregation` | replaces the shared table |
+| `aggregator`, `attack`, `upload_transform`, `schedule` | replaces the shared table |
 
 For example, this method uses a robust aggregator and its own learning rate:
 
@@ -135,7 +136,7 @@ PAGES = [
         "partition",
         "[partition]",
         "How fedloom splits the samples into clients. See also [Clients and non-IID splits](../data-clients.md).",
-        '[partition]\nkind = "dirichlet"\nclients = 20\nbeta = 0.3\nvalidation = 0.2',
+        '[partition]\nkind = "dirichlet"\nclients = 20\nalpha = 0.3\nvalidation = 0.2',
         PARTITIONS,
         {"Options of every kind": Partition},
     ),
@@ -175,17 +176,17 @@ PAGES = [
         SAMPLERS,
     ),
     Page(
-        "weigher",
-        "[weigher]",
+        "aggregation_weights",
+        "[aggregation_weights]",
         "How much a client counts in the mean of a round, computed during the run.",
-        '[weigher]\nkind = "fairfed"',
+        '[aggregation_weights]\nkind = "fairfed"',
         WEIGHERS,
     ),
     Page(
-        "mixer",
-        "[mixer]",
+        "personalized_aggregation",
+        "[personalized_aggregation]",
         "A mixture of the clients' last models for each client, instead of the server's model.",
-        '[mixer]\nkind = "attention"',
+        '[personalized_aggregation]\nkind = "attention"',
         MIXERS,
     ),
     Page(
@@ -203,11 +204,11 @@ PAGES = [
         ATTACKS,
     ),
     Page(
-        "channel",
-        "[channel]",
+        "upload_transform",
+        "[upload_transform]",
         "A change to every upload: clipping, noise for [differential "
         "privacy](../differential-privacy.md), or compression.",
-        '[channel]\nkind = "top-k"',
+        '[upload_transform]\nkind = "top-k"',
         CHANNELS,
     ),
     Page(
@@ -245,7 +246,7 @@ PAGES = [
         "[early_stop]",
         "When a run ends early. Without this table, all rounds are trained. See also [Follow and stop "
         "runs](../track-runs.md).",
-        '[early_stop]\npatience = 5\nkeep = "best"',
+        '[early_stop]\npatience = 5\nresult = "best"',
         {},
         {"Options": EarlyStop},
     ),

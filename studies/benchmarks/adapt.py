@@ -27,7 +27,7 @@ METHODS: dict[str, Algorithm] = {
 }
 SPLITS = {
     "two labels per client": fl.partitions.shards(clients=30, labels_per_client=2),
-    "Dirichlet 0.5": fl.partitions.dirichlet(clients=30, beta=0.5, min_size=20),
+    "Dirichlet 0.5": fl.partitions.dirichlet(clients=30, alpha=0.5, min_size=20),
 }
 HELD_OUT = 10
 ADAPTED = (1, 5, 20)

@@ -164,7 +164,7 @@ def main() -> None:
         ("sparse logistic regression", SparseLogistic(penalty=0.02), L1, "s+s"),
         ("low-rank regression", LowRank(), Nuclear, "lr+lr"),
     ):
-        fed = fl.partitions.writers(validation=0.0, test=0.0)(source.load(), seed=0)
+        fed = fl.partitions.natural(validation=0.0, test=0.0)(source.load(), seed=0)
         clients = fed.n
         problems[problem] = rows_of(fed, penalty, source.penalty, shared, options.rounds)
         print("\n".join(["", finding(problem, problems[problem]), "", *table(problems[problem])]))
@@ -189,7 +189,7 @@ def rows_of(fed: Federation, penalty: Penalty, weight: float, shared: str, round
         for lr in STEPS:
             method = methods(lambda c: penalty(c=c), fed.n, lr, weight, shared)[name]
             local = fl.LocalSGD(lr=lr, batch_size="full", steps=5)
-            run = fl.simulate(method, fed, linear(fed), rounds=rounds, local=local, weights="uniform",
+            run = fl.simulate(method, fed, linear(fed), rounds=rounds, local=local, client_weights="uniform",
                               evaluate=fl.Evaluate(every=rounds), engine=fl.Engine(dtype="float64"))  # fmt: skip
             if composite is None:
                 layout, x, y = run.job.oracle.layout, fed.data.x.double(), fed.data.y.double()

@@ -66,8 +66,8 @@ class Case(NamedTuple):
 
 def users() -> Federation:
     """15 users with linear models of their own (FedProx's synthetic data)."""
-    data = load("synthetic", alpha=1.0, beta=1.0, users=15, seed=3)
-    return fl.partitions.writers(validation=0.25)(data, seed=3)
+    data = load("synthetic", alpha=1.0, beta=1.0, clients=15, seed=3)
+    return fl.partitions.natural(validation=0.25)(data, seed=3)
 
 
 def figures() -> Federation:
@@ -75,7 +75,7 @@ def figures() -> Federation:
     data = load("mnist")
     chosen = torch.from_numpy(np.random.default_rng(3).permutation(len(data))[:1500])
     part = fl.Dataset.of(data.x[chosen].numpy(), data.y[chosen].numpy())
-    return fl.partitions.dirichlet(clients=15, beta=0.2, min_size=15, validation=0.25)(part, seed=3)
+    return fl.partitions.dirichlet(clients=15, alpha=0.2, min_size=15, validation=0.25)(part, seed=3)
 
 
 def table() -> Federation:
@@ -87,12 +87,12 @@ def table() -> Federation:
     x = x + rng.normal(0, 1, (8, 20))[owner]
     x = (x - x.mean(0)) / x.std(0)
     data = fl.Dataset.of(x.astype(np.float32), y, users=owner)
-    return fl.partitions.writers(validation=0.25)(data, seed=3)
+    return fl.partitions.natural(validation=0.25)(data, seed=3)
 
 
 def schooling() -> Federation:
     """Adult's census by education: 16 clients of at most 100 training samples."""
-    return fl.partitions.column(column="education", keep=100, validation=0.25)(load("adult"), seed=3)
+    return fl.partitions.by_column(column="education", max_train_per_client=100, validation=0.25)(load("adult"), seed=3)
 
 
 CASES = {
@@ -112,7 +112,7 @@ def federation(make: Callable[[], Federation]) -> Federation:
 def setting(case: Case, method: Any) -> Setting:
     local = {"lr": case.lr, "batch_size": 20}
     model = MLP(hidden=case.hidden) if case.hidden else "softmax"
-    made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local, weights="uniform")
+    made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local, client_weights="uniform")
     return for_scoring(made, 3, every=case.rounds)
 
 

@@ -44,7 +44,7 @@ CASES = {
 def accuracies(name: str, method: str, seed: int, precision: Precision, folder: Path | None) -> dict[str, float]:
     """Mean over clients by model."""
     case = CASES[name]
-    fed = fl.partitions.dirichlet(clients=20, beta=0.5, min_size=100, keep=100)(
+    fed = fl.partitions.dirichlet(clients=20, alpha=0.5, min_size=100, max_train_per_client=100)(
         fl.load(name, data_dir=folder), seed=seed
     )
     result = fl.simulate(

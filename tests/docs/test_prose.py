@@ -39,7 +39,10 @@ FINDINGS_PER_1000_WORDS = 3.0
 PAGE_WORDS = 2500
 PARAGRAPH_WORDS = 80
 CODE_COLUMNS = 84
-GENERATED = {"experiment-file.md", "map.md", "papers.md", "gallery.md", "combinations.md", "architecture.md"}
+GENERATED = {
+    *("experiment-file.md", "map.md", "papers.md", "others.md"),
+    *("gallery.md", "combinations.md", "architecture.md"),
+}
 """Pages that a program writes from records, and the page for contributors."""
 PAGES = [
     *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in GENERATED),

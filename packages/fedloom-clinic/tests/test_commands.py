@@ -39,7 +39,7 @@ def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
     rows = zip(names, *X.T, TIME, EVENT, strict=True)
     lines = [",".join([*map(str, row), "test" if k % 4 == 0 else "train"]) for k, row in enumerate(rows)]
     (tmp_path / "t.csv").write_text("\n".join(["site,p,q,r,days,died,fold", *lines]))
-    text = f'[data]\nsource = "{tmp_path}/t.csv"\nusers = "site"\n{{}}\n[partition]\nkind = "writers"\n'
+    text = f'[data]\nsource = "{tmp_path}/t.csv"\nclient_column = "site"\n{{}}\n[partition]\nkind = "natural"\n'
     text += '[[method]]\nalgorithm = "fedavg"\n'
     (tmp_path / "t.toml").write_text(text.format('label = "days"\nevent = "died"'))
     (tmp_path / "g.toml").write_text(text.format('label = "died"\ndrop = ["fold", "days"]'))

@@ -18,7 +18,7 @@ from fedloom_clinic.conformal import EVERY_CLASS, Conformal, prediction_sets
 @pytest.fixture(scope="module")
 def trained() -> Result:
     """A weak model, so that sets are not of one class."""
-    fed = fl.partitions.dirichlet(clients=5, beta=0.5, test=0.6)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=5, alpha=0.5, test=0.6)(fl.load("digits"), seed=0)
     return fl.simulate("fedavg-ft", fed, rounds=2, local=fl.LocalSGD(lr=0.02))
 
 
@@ -32,7 +32,9 @@ def scores(result: Result, client: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_thresholds_are_the_exact_quantiles_but_for_a_bin(trained: Result) -> None:
     """Over all test rows but one in 1e9, whose order statistic NumPy has."""
-    table = fl.analyze("conformal", trained, share=1 - 1e-9, bins=10_000, by_client=True).table.to_pandas()
+    table = fl.analyze(
+        "conformal", trained, calibration_fraction=1 - 1e-9, bins=10_000, by_client=True
+    ).table.to_pandas()
     for client in range(5):
         score, label = scores(trained, client)
         own = np.sort(score[np.arange(len(label)), label])
@@ -60,7 +62,7 @@ def test_mean_coverage_is_the_theorems(trained: Result, by_client: bool, model: 
 
 
 def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None:
-    table = fl.analyze("conformal", trained, share=1e-6 + 0.5).table.to_pandas()
+    table = fl.analyze("conformal", trained, calibration_fraction=1e-6 + 0.5).table.to_pandas()
     sizes, covered, rows = 0, 0, 0
     for client in range(5):
         score, label = scores(trained, client)

@@ -122,8 +122,8 @@ def test_the_command_fits_a_table_of_sites(tmp_path: Path) -> None:
                 kept[name].append([round(x[0], 3), round(x[1]), float(ward == "ICU"), days, died])
     (tmp_path / "t.csv").write_text("\n".join(lines))
     (tmp_path / "t.toml").write_text(
-        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward"]\n'
-        'drop = ["pid", "days"]\n[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+        f'[data]\nsource = "{tmp_path}/t.csv"\ntarget = "died"\nclient_column = "site"\ncategorical = ["ward"]\n'
+        'drop = ["pid", "days"]\n[partition]\nkind = "natural"\n[[method]]\nalgorithm = "fedavg"\n'
     )
     tables = [np.array(rows) for rows in kept.values()]
     whole = [SurvivalSite(rows[:, :3], rows[:, 3], rows[:, 4]) for rows in tables]

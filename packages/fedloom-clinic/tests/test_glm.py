@@ -80,8 +80,8 @@ def test_the_command_names_columns_and_levels(tmp_path: Path) -> None:
             kept.append([1, round(x[0], 3), round(x[1]), float(ward == "ICU"), y])
     (tmp_path / "t.csv").write_text("\n".join(lines))
     (tmp_path / "t.toml").write_text(
-        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward"]\n'
-        '[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+        f'[data]\nsource = "{tmp_path}/t.csv"\ntarget = "died"\nclient_column = "site"\ncategorical = ["ward"]\n'
+        '[partition]\nkind = "natural"\n[[method]]\nalgorithm = "fedavg"\n'
     )
     said = call("glm", tmp_path / "t.toml")
     table = np.array(kept)
@@ -92,4 +92,4 @@ def test_the_command_names_columns_and_levels(tmp_path: Path) -> None:
         assert f"{se:.4g}" in line
         assert f"{np.exp(beta):.4g}" in line
     assert "logistic regression of '1': 200 rows of 2 sites" in said
-    assert "intercept s" in call("glm", tmp_path / "t.toml", "--by-site")
+    assert "intercept s" in call("glm", tmp_path / "t.toml", "--by-client")

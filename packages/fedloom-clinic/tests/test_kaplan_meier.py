@@ -92,7 +92,7 @@ def test_cells_of_too_few_clients_are_merged_and_none_is_lost() -> None:
     data = patients()
     free = fl.analyze("kaplan-meier", data, width=12.0, until=UNTIL, group="arm").table.to_pandas()
     kept = fl.analyze(
-        "kaplan-meier", data, width=12.0, until=UNTIL, group="arm", rules={"fewest": 3, "least": 3}
+        "kaplan-meier", data, width=12.0, until=UNTIL, group="arm", rules={"min_clients": 3, "min_subjects": 3}
     ).table.to_pandas()
     assert set(free.group) == {"A", "B", "C"}
     assert set(kept.group) in ({"A", "other"}, {"B", "other"})  # C alone would be the difference to all
@@ -108,4 +108,4 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="group"):
         fl.analyze("kaplan-meier", patients(), width=1.0, group="ward")
     with pytest.raises(Refused, match="no bin has 50 rows"):
-        fl.analyze("kaplan-meier", patients(), width=30.0, group="arm", rules={"fewest": 3, "least": 50})
+        fl.analyze("kaplan-meier", patients(), width=30.0, group="arm", rules={"min_clients": 3, "min_subjects": 50})

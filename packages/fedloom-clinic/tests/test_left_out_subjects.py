@@ -18,7 +18,7 @@ def test_nobody_who_was_trained_on_is_scored_as_a_new_patient() -> None:
         "patient_id": patient, "hospital": hospital, "age": rng.normal(60, 9, 240).round(1),
         "crp": rng.exponential(9, 240).round(2), "died": rng.integers(2, size=240),
     })  # fmt: skip
-    fed = fl.partitions.writers()(fl.Dataset.create(frame, "died", users="hospital", subject="patient_id"), 0)
+    fed = fl.partitions.natural()(fl.Dataset.create(frame, "died", client_column="hospital", subject="patient_id"), 0)
     result = fl.simulate("fedavg", remove_client(fed, 0), rounds=1)
     scored = scores_of_new(result, fed, 0).to_pylist()
     (rows,) = {row["value"] for row in scored if row["metric"] == "samples"}

@@ -62,7 +62,7 @@ def survival(tied: bool) -> fl.Dataset:
 @pytest.mark.parametrize("ties", ["efron", "breslow"])
 def test_cox_is_the_pooled_fit(ties: str, tied: bool, strata: bool) -> None:
     data = survival(tied)
-    table = fl.analyze("cox", data, ties=ties, stratify=strata, least=1).table
+    table = fl.analyze("cox", data, ties=ties, stratify=strata, min_events=1).table
     pooled = pooled_cox(data, ties, strata)
     np.testing.assert_allclose(table["coefficient"].to_numpy(), pooled.params, atol=1e-8)
     np.testing.assert_allclose(table["standard_error"].to_numpy(), pooled.bse, atol=1e-8)
@@ -84,7 +84,7 @@ def test_binned_cox_is_the_fit_of_masked_sums_bit_by_bit() -> None:
     parts = [(data.x[data.users == k].numpy(), data.y[data.users == k].numpy()) for k in range(3)]
     sites = [SurvivalSite(x, *y.T) for x, y in parts]
     want = fit_secure_cox(sites, agreement_on(sites, 4.0, 3, "efron")).fit
-    table = fl.analyze("cox", data, width=4.0, least=3).table
+    table = fl.analyze("cox", data, width=4.0, min_events=3).table
     assert table["coefficient"].to_pylist() == want.beta.tolist()
     assert table["standard_error"].to_pylist() == want.se.tolist()
 
@@ -116,7 +116,7 @@ def targets(task: str) -> fl.Dataset:
 @pytest.mark.parametrize("task", ["regression", "binary", "count"])
 def test_glm_is_the_pooled_fit(task: str, by_site: bool) -> None:
     data = targets(task)
-    table = fl.analyze("glm", data, by_site=by_site).table
+    table = fl.analyze("glm", data, by_client=by_site).table
     x, y = data.x.numpy(), data.y.numpy().ravel()
     ones = np.eye(3)[data.users] if by_site else np.ones((len(x), 1))
     design = np.hstack([ones, x])
@@ -152,8 +152,8 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
 
 def test_bins_are_merged_until_enough_clients_have_events_in_each() -> None:
     data = survival(tied=False)
-    free = fl.analyze("cox", data, width=2.0, least=3)
-    merged = fl.analyze("cox", data, width=2.0, least=3, rules={"fewest": 3})
+    free = fl.analyze("cox", data, width=2.0, min_events=3)
+    merged = fl.analyze("cox", data, width=2.0, min_events=3, rules={"min_clients": 3})
     assert merged.table["bins"][0].as_py() < free.table["bins"][0].as_py()
     assert merged.table["events"][0].as_py() >= free.table["events"][0].as_py()
 

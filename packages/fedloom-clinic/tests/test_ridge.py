@@ -59,7 +59,7 @@ def test_coefficients_are_scikit_learns(task: str, strength: float) -> None:
 
 def test_the_predictor_takes_the_inputs_of_a_federation() -> None:
     """Only training rows count, and the test rows are predicted better than by the largest class."""
-    fed = fl.partitions.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=6, alpha=0.3)(fl.load("digits"), seed=0)
     result = fl.analyze("ridge", fed, strength=0.01)
     train, test = (torch.cat([fed.indices(part, k) for k in range(6)]) for part in ("train", "test"))
     x, y = fed.fetch(train).flatten(1).double().numpy(), fed.data.y[train]
@@ -80,7 +80,7 @@ def test_codes_have_a_number_for_each_level() -> None:
         {"dose": rng.normal(size=90), "ward": rng.choice(["GEN", "ICU"], 90), "site": ["a", "b", "c"] * 30}
     )
     frame["y"] = frame.dose + 2.0 * (frame.ward == "ICU")
-    data = fl.Dataset.create(frame, "y", users="site", categorical=("ward",), task="regression")
+    data = fl.Dataset.create(frame, "y", client_column="site", categorical=("ward",), task="regression")
     table = fl.analyze("ridge", data, strength=1e-9).table.to_pandas().set_index("input").coefficient
     assert [*table.index] == ["dose", "ward GEN", "ward ICU", "intercept"]
     assert table["dose"] == pytest.approx(1, abs=1e-5)
@@ -98,4 +98,4 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
             "ridge", fl.Dataset.create(np.zeros((4, 1)), np.array([[1, 1], [2, 0], [3, 1], [4, 1.0]]), task="survival")
         )
     with pytest.raises(DataError, match="outside their bounds"):
-        fl.analyze("ridge", rows("regression"), largest=100.0)
+        fl.analyze("ridge", rows("regression"), max_input=100.0)

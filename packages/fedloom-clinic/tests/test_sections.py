@@ -25,8 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sections")
     (folder / "t.csv").write_text(TABLE)
     document = {
-        "rounds": 1, "partition": {"kind": "writers", "test": 0.2}, "method": [{"algorithm": "local"}],
-        "data": {"source": str(folder / "t.csv"), "label": "days", "event": "died", "users": "site"},
+        "rounds": 1, "partition": {"kind": "natural", "test": 0.2}, "method": [{"algorithm": "local"}],
+        "data": {"source": str(folder / "t.csv"), "target": "days", "event": "died", "client_column": "site"},
         "analysis": [{"kind": "cox"}, {"kind": "table-1"}],
     }  # fmt: skip
     fl.experiment.Plan(fl.experiment.parse(document), folder / "run").run()

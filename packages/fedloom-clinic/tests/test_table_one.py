@@ -32,7 +32,9 @@ def patients(seed: int = 0, unit: float = 1.0) -> tuple[fl.Dataset, pd.DataFrame
         "ward": rng.choice(["GEN", "ICU", "REHAB"], rows, p=[0.7, 0.28, 0.02]), "arm": arm,
         "died": rng.integers(0, 2, rows),
     })  # fmt: skip
-    data = fl.Dataset.create(frame, "died", users="site", categorical=("ward", "arm"), impute=True, kept=("arm",))
+    data = fl.Dataset.create(
+        frame, "died", client_column="site", categorical=("ward", "arm"), impute=True, group_columns=("arm",)
+    )
     return data, frame
 
 
@@ -101,7 +103,7 @@ def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
 
 def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
     data, frame = patients()
-    table = fl.analyze("table-1", data, rules={"least": 3, "fewest": 3}).table.to_pandas()
+    table = fl.analyze("table-1", data, rules={"min_subjects": 3, "min_clients": 3}).table.to_pandas()
     ward = table[table.column == "ward"]
     assert "REHAB" not in set(ward.level)
     assert "other" in set(ward.level)
@@ -116,8 +118,8 @@ def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
     _, frame = patients()
     frame.to_csv(tmp_path / "t.csv", index=False)
     (tmp_path / "t.toml").write_text(
-        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward", "arm"]\n'
-        '[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+        f'[data]\nsource = "{tmp_path}/t.csv"\ntarget = "died"\nclient_column = "site"\ncategorical = ["ward", "arm"]\n'
+        '[partition]\nkind = "natural"\n[[method]]\nalgorithm = "fedavg"\n'
     )
     said = CliRunner().invoke(app, ["analyze", "table-1", str(tmp_path / "t.toml"), "--set", "group=arm"])
     assert said.exit_code == 0, said.output

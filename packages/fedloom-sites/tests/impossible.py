@@ -101,7 +101,7 @@ class Row:
             reasons |= dict.fromkeys(("Flower", "deploy"), "an attack is for simulation")
         if "task" in tables:
             reasons["Flower"] = "the loss and the metrics are those of the nodes"
-        if str(self.choices.get("weights", "")).startswith("clusters"):
+        if str(self.choices.get("client_weights", "")).startswith("clusters"):
             reasons |= dict.fromkeys(("Flower", "deploy"), "clusters are found where all samples are in one place")
         return reasons
 
@@ -133,28 +133,31 @@ def _rows() -> list[Row]:
         Row(
             "a cosine that ends before the run",
             "step-size-vanishes",
-            choices={"local": {**LOCAL, "schedule": "cosine", "horizon": 2}, "rounds": 3},
+            choices={"local": {**LOCAL, "schedule": "cosine", "decay_rounds": 2}, "rounds": 3},
         ),
         Row("FedBN without normalisation", "method-fedbn", "fedbn"),
         # weighers, aggregators, channels, mixers
-        Row("a weigher in FedDyn", "weigher-without-effect", "feddyn", {"weigher": equitable}),
-        Row("a weigher in local training", "weigher-without-effect", "local", {"weigher": equitable}),
+        Row("a weigher in FedDyn", "weigher-without-effect", "feddyn", {"aggregation_weights": equitable}),
+        Row("a weigher in local training", "weigher-without-effect", "local", {"aggregation_weights": equitable}),
         Row("a median in local training", "aggregator-without-upload", "local", {"aggregator": {"kind": "median"}}),
-        Row("a channel in local training", "channel-without-upload", "local", {"channel": {"kind": "sign"}}),
+        Row("a channel in local training", "channel-without-upload", "local", {"upload_transform": {"kind": "sign"}}),
         Row("central noise on sums", "noise-adds-up", "feddyn", {"aggregator": private}),
         Row("a median where models are mixed", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
         Row("a median in CFL", "aggregator-on-single-models", "cfl", {"aggregator": {"kind": "median"}}),
-        Row("signs of FedProto", "channel-on-exact-sums", "fedproto", {"channel": {"kind": "sign"}}),
-        Row("a mixer in local training", "mixer-without-upload", "local", {"mixer": mixer}),
-        Row("a mixer in FedAMP", "mixer-on-mixing", "fedamp", {"mixer": mixer}),
+        Row("signs of FedProto", "channel-on-exact-sums", "fedproto", {"upload_transform": {"kind": "sign"}}),
+        Row("a mixer in local training", "mixer-without-upload", "local", {"personalized_aggregation": mixer}),
+        Row("a mixer in FedAMP", "mixer-on-mixing", "fedamp", {"personalized_aggregation": mixer}),
         Row(
-            "a mixer under central noise", "mixer-under-central-noise", choices={"mixer": mixer, "aggregator": private}
+            "a mixer under central noise", "mixer-under-central-noise",
+            choices={"personalized_aggregation": mixer, "aggregator": private},
         ),
-        Row("a mixer in IFCA", "mixer-on-clusters", "ifca", {"mixer": mixer}),
-        Row("a mixer in FedDyn", "mixer-on-consensus", "feddyn", {"mixer": mixer}),
-        Row("a mixer in FedMiD", "mixer-on-server-prox", "fedmid", {"mixer": mixer}),
-        Row("a mixer in FedProto", "mixer-needs-one-model", "fedproto", {"mixer": mixer}),
-        Row("more clusters than clients", "mixer-clusters", choices={"mixer": {"kind": "clusters", "clusters": 9}}),
+        Row("a mixer in IFCA", "mixer-on-clusters", "ifca", {"personalized_aggregation": mixer}),
+        Row("a mixer in FedDyn", "mixer-on-consensus", "feddyn", {"personalized_aggregation": mixer}),
+        Row("a mixer in FedMiD", "mixer-on-server-prox", "fedmid", {"personalized_aggregation": mixer}),
+        Row("a mixer in FedProto", "mixer-needs-one-model", "fedproto", {"personalized_aggregation": mixer}),
+        Row("more clusters than clients", "mixer-clusters", choices={
+            "personalized_aggregation": {"kind": "clusters", "clusters": 9}
+        }),
         Row(
             "noise on absolute values", "noise-needs-differences", "feddr", {"aggregator": private},
         ),
@@ -242,13 +245,13 @@ def _rows() -> list[Row]:
         }),
         # shares and attacks
         Row("clusters without a global model", "clusters-need-a-global-model", "fedrep", {
-            "weights": "clusters-2 every 1"
+            "client_weights": "clusters-2 every 1"
         }),
         Row("clusters in a stream", "clusters-need-rounds", choices={
-            "weights": "clusters-2 every 1", "schedule": {"kind": "buffered", "buffer": 2}, **timed
+            "client_weights": "clusters-2 every 1", "schedule": {"kind": "buffered", "buffer": 2}, **timed
         }),
-        Row("shares of groups that are not there", "shares-need-groups", choices={"weights": "groups"}),
-        Row("shares of other clients", "shares-of-other-clients", choices={"weights": [1.0, 2.0]}),
+        Row("shares of groups that are not there", "shares-need-groups", choices={"client_weights": "groups"}),
+        Row("shares of other clients", "shares-of-other-clients", choices={"client_weights": [1.0, 2.0]}),
         Row("forged activations that nobody reads", "attack-without-target", choices={
             "attack": {"kind": "forged-activations", "fraction": 0.2}
         }),
@@ -273,17 +276,17 @@ def _rows() -> list[Row]:
         # how it is computed
         Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},
             not_at={"Flower": "a node names its own device"}),
-        Row("fused loops of a branching model", "oracle-fused", choices={"engine": {"oracle": "fused"}},
+        Row("fused loops of a branching model", "oracle-fused", choices={"engine": {"gradient_engine": "compiled"}},
             model="Branching"),
-        Row("a model that vmap rejects", "oracle-stacked", choices={"engine": {"oracle": "stacked"}},
+        Row("a model that vmap rejects", "oracle-stacked", choices={"engine": {"gradient_engine": "vmap"}},
             model="Branching"),
         Row("TF32 without a GPU", "precision-missing", choices={"engine": {"precision": "tf32", "dtype": "float32"}}),
         # privacy
         Row("epsilon beside exact counts", "epsilon-misses-fields", "ifca", {
-            "channel": {"kind": "gaussian-noise", "delta": 1e-5}
+            "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}
         }),
         Row("epsilon beside answers", "epsilon-misses-answers", choices={
-            "channel": {"kind": "gaussian-noise", "delta": 1e-5}, "weigher": equitable
+            "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}, "aggregation_weights": equitable
         }),
     ]  # fmt: skip
     return rows

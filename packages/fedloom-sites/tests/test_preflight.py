@@ -79,7 +79,7 @@ def compare(row: Row, folder: Path) -> object:
     cut = fl.partitions.iid(clients=CLIENTS, validation=0.2, test=0.3)
     data = (x.numpy(), y.reshape(-1).numpy())
     choices = {"rounds": 3, **row.choices}
-    return fl.compare([method_of(row)], data, model_of(row), partition=cut, seeds=[0], progress=False, **choices)
+    return fl.compare([method_of(row)], data, model_of(row), partition=cut, seeds=[0], progress_bar=False, **choices)
 
 
 def run(row: Row, folder: Path) -> object:
@@ -245,7 +245,7 @@ def followed(fix: str, row: Row) -> tuple[dict[str, Any], dict[str, Any]] | None
         name = key or table
         if value is None:
             place.pop(name, None)
-        elif key is None and table not in ("weights", "rounds"):
+        elif key is None and table not in ("client_weights", "rounds"):
             given = ast.literal_eval(value)
             place[name] = given if isinstance(given, dict) else {"kind": given}
         else:
@@ -284,7 +284,7 @@ AT_REAL_CLIENTS: dict[str, tuple[str, Row]] = {
     "a deadline": ("deploy-schedule", Row("", "", choices={"schedule": {"kind": "deadline", "seconds": 9.0}})),
     "some clients scored": ("deploy-scored-clients", Row("", "", choices={"evaluate": {"clients": 2}})),
     "pooled data": ("deploy-pooled-data", Row("", "", method="centralized")),
-    "shares by clusters": ("deploy-weights", Row("", "", choices={"weights": "clusters"})),
+    "shares by clusters": ("deploy-weights", Row("", "", choices={"client_weights": "clusters"})),
     "models of differences": (
         "deploy-sampler-models",
         Row("", "", method="fedadmm", choices={"sampler": {"kind": "clustered", "clients": 3}}),

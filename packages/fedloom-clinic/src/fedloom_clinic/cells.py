@@ -88,7 +88,7 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
 
 def merges(rules: Rules) -> bool:
     """Return whether the rules protect cells."""
-    return rules.fewest > 1 or rules.least > 1
+    return rules.min_clients > 1 or rules.min_subjects > 1
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCells:
@@ -102,7 +102,7 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCel
     if not merges(rules) or len(names) == 1:
         return every_cell(names)
     support = flags.sum(0)
-    enough = support - rules.missing >= rules.fewest
+    enough = support - rules.missing >= rules.min_clients
     if bool(enough.all()):
         return every_cell(names)
     ranked = [k for k in support.argsort(stable=True).tolist() if bool(enough[k])]
@@ -133,12 +133,12 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
     for k in range(bins):
         inside |= filled[:, :, k] > 0
         of.append(place)
-        if bool((inside.sum(0) - rules.missing >= rules.fewest).all()):
+        if bool((inside.sum(0) - rules.missing >= rules.min_clients).all()):
             inside, place = torch.zeros_like(inside), place + 1
     if not place:
         raise Refused(
-            f"no bin has {rules.least} rows at {rules.fewest + rules.missing} clients in every group; agree on wider "
-            "bins, on fewer groups, or on a smaller least count"
+            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in every group; "
+            "agree on wider bins, on fewer groups, or on a smaller least count"
         )
     return torch.tensor(of).clamp(max=place - 1)
 

@@ -60,15 +60,17 @@ def names_of(schema: Schema) -> list[str]:
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     """Return flags ``[p]`` of the columns in which the least number of subjects is off the commonest value.
 
-    So a level of a code that few subjects have is no column of its own. An analysis publishes them last.
+    In a column of two values, so many must have each. So a level of a code that few subjects have is no column of its
+    own. An analysis publishes these flags last.
     """
-    design, least = design_of(client, terms, flagged=False), terms.rules.least
+    design, least = design_of(client, terms, flagged=False), terms.rules.min_subjects
     subjects, flags = client.subjects[design.rows].numpy(), torch.zeros(design.x.shape[1], dtype=torch.float64)
     for k, values in enumerate(design.x.T):
         several, counts = np.unique(values, return_counts=True)
         if len(several):
-            off = values != several[counts.argmax()]
-            flags[k] = float(len(np.unique(subjects[off])) >= least)
+            common = values == several[counts.argmax()]
+            sides = [~common, common] if len(several) == 2 else [~common]
+            flags[k] = float(min(len(np.unique(subjects[side])) for side in sides) >= least)
     return flags
 
 
@@ -83,13 +85,13 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     if not (flagged and merges(terms.rules) and terms.published and p):
         return np.ones(p, bool)
     support = torch.stack([flags[-p:] for flags in terms.published]).sum(0).numpy()
-    alone = terms.rules.fewest == 1  # no sum hides a client then, so all of them must reach the least count
-    needed = int((terms.sizes > 0).sum()) if alone else terms.rules.fewest + terms.rules.missing
+    alone = terms.rules.min_clients == 1  # no sum hides a client then, so all of them must reach the least count
+    needed = int((terms.sizes > 0).sum()) if alone else terms.rules.min_clients + terms.rules.missing
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"no column has {terms.rules.least} subjects off its commonest value at {needed} clients; agree on a "
-            "smaller least count"
+            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients; agree on "
+            "a smaller least count"
         )
     return kept
 

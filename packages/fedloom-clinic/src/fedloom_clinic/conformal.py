@@ -54,7 +54,7 @@ class Conformal(Analysis):
     alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
     model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
     by_client: bool = Field(False, description="a threshold for every client; clients then show their own histograms")
-    share: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
+    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
     bins: int = Field(1000, ge=10, le=100_000, description="equal bins of scores from 0 to 1")
     draw: int = Field(0, ge=0, description="number of the draw of calibration rows")
 
@@ -91,7 +91,7 @@ class Conformal(Analysis):
         owners, classes = self.start(terms).owners, len(terms.schema.classes)
         place = client.place if self.by_client else 0
         test = client.select(client.part == DATA_PARTS.index("test"))
-        drawn = self._draws(test) < self.share
+        drawn = self._draws(test) < self.calibration_fraction
         some = test.select(drawn if question.name == "scores" else ~drawn)
         p = self._probabilities(some, classes)
         label = some.y[:, 0].long()

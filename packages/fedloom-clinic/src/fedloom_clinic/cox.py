@@ -78,7 +78,9 @@ class Cox(ScriptedAnalysis):
         None, gt=0, description="end of the last bin; a later event counts as censored there; None: the largest time"
     )
     stratify: bool = Field(False, description="a baseline hazard for every client, in place of bins; times are exact")
-    least: int = Field(5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none")
+    min_events: int = Field(
+        5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none"
+    )
     ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
 
     penalty: Literal["none", "ridge"] = Field(
@@ -222,15 +224,17 @@ class Cox(ScriptedAnalysis):
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
-        return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify, ridge=self.strength)
+        return CoxAgreement(
+            ends, low, high, self.min_events, ties=self.ties, stratify=self.stratify, ridge=self.strength
+        )
 
     def _merged(self, terms: AnalysisTerms) -> CoxAgreement:
         agreed = self._agreement(terms)
-        if terms.rules.fewest == 1:
+        if terms.rules.min_clients == 1:
             return agreed
         bins = 1 if self.stratify else len(agreed.ends)
         filled = np.stack([flags.numpy()[:bins] > 0 for flags in terms.published])
-        return merged_ends(agreed, filled, terms.rules.missing, terms.rules.fewest)
+        return merged_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
         """Return the fit of all rows at their exact times."""

@@ -58,7 +58,9 @@ class Glm(ScriptedAnalysis):
 
     retried: ClassVar = ("step",)
 
-    by_site: bool = Field(False, description="an intercept for every client; clients then show sums of their own rows")
+    by_client: bool = Field(
+        False, description="an intercept for every client; clients then show sums of their own rows"
+    )
 
     penalty: Literal["none", "ridge"] = Field(
         "none", description="ridge: shrink coefficients, also if rows are separated"
@@ -75,7 +77,7 @@ class Glm(ScriptedAnalysis):
 
     @property
     def shows_rows(self) -> bool:
-        return self.by_site
+        return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
@@ -107,15 +109,15 @@ class Glm(ScriptedAnalysis):
             return torch.zeros(0, dtype=torch.float64)
         design = design_of(client, terms, flagged=False)
         outcomes = count_subjects(torch.from_numpy(design.y[:, 0] > 0).long(), client.subjects[design.rows], 2)
-        return torch.cat([(outcomes >= terms.rules.least).double(), flag_columns(client, terms)])
+        return torch.cat([(outcomes >= terms.rules.min_subjects).double(), flag_columns(client, terms)])
 
     def start(self, terms: AnalysisTerms) -> Transcript:
         if terms.schema.task == "binary" and merges(terms.rules):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
-            if float(support.min()) - terms.rules.missing < terms.rules.fewest:
+            if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
-                    f"too few clients have {terms.rules.least} subjects of each outcome: {int(support.min())}, and "
-                    f"{terms.rules.fewest + terms.rules.missing} must; agree on a smaller least count"
+                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: {int(support.min())}, "
+                    f"and {terms.rules.min_clients + terms.rules.missing} must; agree on a smaller least count"
                 )
         return super().start(terms)
 
@@ -175,7 +177,7 @@ class Glm(ScriptedAnalysis):
         linear = terms.schema.task == "regression"
         y = standard[:, -1] if linear else design.y[:, 0]
         ones = np.zeros((len(y), self._intercepts(terms)))
-        ones[:, client.place if self.by_site else 0] = 1
+        ones[:, client.place if self.by_client else 0] = 1
         with np.errstate(over="ignore", invalid="ignore"):
             if merges(terms.rules) and self._is_dominated(
                 np.hstack([ones, standard[:, :-1]]), y, values["beta"], terms
@@ -216,7 +218,7 @@ class Glm(ScriptedAnalysis):
         if not spread[-1] > MIN_COLUMN_SPREAD:
             raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row; nothing can be fitted")
         public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
-        labels = [f"intercept {k}" for k in range(first)] if self.by_site else ["intercept"]
+        labels = [f"intercept {k}" for k in range(first)] if self.by_client else ["intercept"]
         size, of_targets = first + len(names), 0.0
 
         def at(beta: Floats) -> Likelihood:
@@ -276,7 +278,7 @@ class Glm(ScriptedAnalysis):
         return gradient / least if not longest else float(-np.log1p(-longest * gradient / least) / longest)
 
     def _intercepts(self, terms: AnalysisTerms) -> int:
-        return len(terms.sizes) if self.by_site else 1
+        return len(terms.sizes) if self.by_client else 1
 
     @staticmethod
     def _target_range(terms: AnalysisTerms) -> tuple[float, float]:

@@ -99,7 +99,7 @@ class KaplanMeier(Analysis):
         bins = len(self._ends(terms))
         some = client.select(event)
         events = count_subjects((code * bins + place)[event], some.subjects, groups * bins)
-        return (torch.cat([count_subjects(code, client.subjects, groups), events]) >= terms.rules.least).double()
+        return (torch.cat([count_subjects(code, client.subjects, groups), events]) >= terms.rules.min_subjects).double()
 
     def start(self, terms: AnalysisTerms) -> Counted:
         names, ends = groups_of(terms.schema, self.group, len(terms.sizes)), self._ends(terms)

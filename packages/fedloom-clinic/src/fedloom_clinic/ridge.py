@@ -62,7 +62,7 @@ class RidgeRegression(ScriptedAnalysis):
     strength: float = Field(
         0.01, ge=0, description="penalty per row, for inputs of unit deviation: scikit-learn's Ridge(alpha) over rows"
     )
-    largest: float = Field(1000.0, gt=0, description="largest absolute number of an input that clients agree on")
+    max_input: float = Field(1000.0, gt=0, description="largest absolute number of an input that clients agree on")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
@@ -84,7 +84,7 @@ class RidgeRegression(ScriptedAnalysis):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, p, c = float(terms.most_rows), len(input_names(terms.schema)), self._outputs(terms.schema)
-        reach = torch.full((p,), self.largest, dtype=torch.float64)
+        reach = torch.full((p,), self.max_input, dtype=torch.float64)
         low, high = self._target_range(terms.schema)
         target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
         both = torch.cat([reach, target])
@@ -120,7 +120,7 @@ class RidgeRegression(ScriptedAnalysis):
             raise DataError("no training row is complete; impute missing cells, or give training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
-        still = spread[:p] <= SMALLEST_SPREAD * self.largest
+        still = spread[:p] <= SMALLEST_SPREAD * self.max_input
         spread = torch.where(torch.cat([still, spread[p:] <= 0]), torch.ones_like(spread), spread)
         gram, _ = ask(Question("gram", {"centre": centre, "spread": spread}))
         upper, half = torch.triu_indices(p, p), p * (p + 1) // 2

@@ -115,7 +115,7 @@ class TableOne(ScriptedAnalysis):
         for g in range(len(groups)):
             some = client.select(code == g)
             counts += [_subjects(some, terms, column) for column in columns]
-        return (torch.cat(counts) >= terms.rules.least).double()
+        return (torch.cat(counts) >= terms.rules.min_subjects).double()
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most = float(terms.most_rows)

@@ -17,7 +17,7 @@ def make_experiment(*methods, rounds=3, clients=3, **tables):
         "name": "try",
         "rounds": rounds,
         "data": {"source": "digits"},
-        "partition": {"kind": "iid", "clients": clients, "keep": 60},
+        "partition": {"kind": "iid", "clients": clients, "max_train_per_client": 60},
         "model": {"kind": "softmax"},
         "local": {"lr": 0.1, "batch_size": 20, "epochs": 1},
         "evaluate": {"every": 1},

@@ -41,11 +41,11 @@ def document(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "rounds": 3,
         "seeds": [0],
         "data": {"source": "digits"},
-        "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5},
+        "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5},
         "model": {"kind": "softmax"},
         "local": {"lr": 0.05, "epochs": 1, "batch_size": 200},
         "evaluate": {"every": 1},
-        "engine": {"dtype": "float64", "oracle": "looped"},
+        "engine": {"dtype": "float64", "gradient_engine": "loop"},
         "method": [method],
     } | changes
 

@@ -18,7 +18,7 @@ from fedloom_sites.deploy.settings import Secure
 from tests.deploy.scene import FIRST, Scene, scene, signing_key_of
 
 SMALL: dict[str, Any] = {
-    "partition": {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 24},
+    "partition": {"kind": "dirichlet", "clients": 5, "alpha": 0.5, "max_train_per_client": 24},
     "evaluate": {"every": 4},
 }
 

@@ -57,6 +57,9 @@ NOTED = (
 )
 
 
+pytestmark = pytest.mark.needs("fedloom_clinic")
+
+
 def journey(folder: Path, task: str = "binary", sites: tuple[str, ...] = tuple(hospitals.SITES)) -> Path:
     """The deployment of the five hospitals, from their tables on; each file is edited once, as in docs/deploy-pilot.md.
 

@@ -100,7 +100,7 @@ def here_without(here: Scene, first: tuple[int, ...], client: int = 0) -> torch.
 
 def test_without_a_share_to_spare_a_wrong_one_costs_rounds_and_no_run(tmp_path: Path) -> None:
     """Three sites, threshold three: no other subset is there; each round is asked for thrice and lost."""
-    cut = {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}
+    cut = {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 24}
     here = secured(tmp_path, "fedavg", 3, partition=cut, rounds=3)
     assert here.serve(here.grid(bad(here, "unmask", flip(4), rounds=[2]))) is Stop.DONE
     [line] = here.audit("given up")

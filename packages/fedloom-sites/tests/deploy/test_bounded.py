@@ -150,7 +150,13 @@ def test_the_head_is_limited_in_bytes() -> None:
 @pytest.mark.parametrize("kind", ["hello", "score", "train"])
 def test_bytes_that_a_kind_has_no_use_for_are_refused(kind: str, tmp_path: Any) -> None:
     """A few megabytes more than the form: far below `message_limit`, and refused."""
-    here = scene(tmp_path, "fedavg", weights="uniform", partition={"kind": "iid", "clients": 3, "keep": 12}, rounds=2)
+    here = scene(
+        tmp_path,
+        "fedavg",
+        client_weights="uniform",
+        partition={"kind": "iid", "clients": 3, "max_train_per_client": 12},
+        rounds=2,
+    )
     here = here._replace(server=here.server.with_(quorum=2))
 
     def fault(node: int, message: Message, answer: Message) -> Message:

@@ -40,9 +40,9 @@ pytestmark = pytest.mark.attack("uploads within bounds")
 
 BAD = 1
 SMALL: dict[str, Any] = {
-    "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24},
+    "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 24},
     "evaluate": {"every": 100},
-    "weights": "uniform",
+    "client_weights": "uniform",
     "rounds": 2,
 }
 
@@ -468,7 +468,7 @@ def test_one_site_moves_a_mean_by_samples_by_its_claim(tmp_path: Path) -> None:
     """2 B N / (N + S): N the limit of what a site may claim, S what the others have; and by no less."""
     models, most = [], 500
     for sign in (1.0, -1.0):
-        here = scene(tmp_path / f"{sign}", "fedavg", **SMALL | {"rounds": 1, "weights": "samples"})
+        here = scene(tmp_path / f"{sign}", "fedavg", **SMALL | {"rounds": 1, "client_weights": "samples"})
         forge = forging(here, lambda _, up, sign=sign: up._replace(dw=along(up.dw, sign)))
 
         def fault(node: int, message: Message, reply: Message, forge: Any = forge) -> Message:
@@ -490,7 +490,7 @@ def test_with_data_of_their_own_the_most_samples_are_said(experiment: Any) -> No
     assert plan(experiment(), 3, own_data=True).most_samples is None
     assert plan(experiment(), 3, own_data=True).by_samples
     assert plan(experiment(), 3, own_data=True, most_samples=700).most_samples == 700
-    assert not plan(experiment(weights="uniform"), 3, own_data=True).by_samples
+    assert not plan(experiment(client_weights="uniform"), 3, own_data=True).by_samples
 
 
 def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path, planned: Any) -> None:

@@ -30,13 +30,13 @@ from tests.deploy.scene import FIRST, Scene, changed, scene
 
 N = 4
 SMALL = {
-    "partition": {"kind": "iid", "clients": N, "keep": 24},
+    "partition": {"kind": "iid", "clients": N, "max_train_per_client": 24},
     "local": {"lr": 0.05, "epochs": 1, "batch_size": 24},
     "evaluate": {"every": 3},
     "rounds": 3,
-    "weights": "uniform",
+    "client_weights": "uniform",
 }
-NOISE = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+NOISE = {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 300.0}
 
 
@@ -132,7 +132,7 @@ def ledger(site: Any) -> list[dict[str, Any]]:
 def test_epsilon_of_a_stream_is_that_of_the_site_that_sends_most(tmp_path: Path, clock: Clock) -> None:
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 8, "evaluate": {"every": 8}}, **buffered(2), **NOISE)
     assert here.serve(grid(here, clock, seconds(dict(enumerate(TIMES)))), **WAIT) is Stop.DONE
-    noise = released(here.experiment.methods[0].setting.channel)
+    noise = released(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     arrivals = [sum(f"site-{i}" in step for step in steps(here)) for i in range(N)]
     assert max(arrivals) > min(arrivals)
@@ -147,7 +147,7 @@ def test_epsilon_of_a_stream_is_that_of_the_site_that_sends_most(tmp_path: Path,
 
 def test_a_site_whose_budget_is_spent_leaves_a_stream_to_the_others(tmp_path: Path, clock: Clock) -> None:
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 6}, **buffered(2), **NOISE)
-    noise = released(here.experiment.methods[0].setting.channel)
+    noise = released(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     first = here.sites[0].with_(epsilon=(epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     others = [site.with_(epsilon=100 * epsilon(noise, 6)) for site in here.sites[1:]]

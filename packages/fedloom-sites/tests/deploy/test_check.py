@@ -73,7 +73,7 @@ def test_another_experiment(site):
 
 
 def test_data_that_is_missing(site):
-    (sentence,) = refused(changed(site, data={"source": "csv", "path": "/nowhere/x.csv", "label": "y"}))
+    (sentence,) = refused(changed(site, data={"source": "csv", "path": "/nowhere/x.csv", "target": "y"}))
     assert "/nowhere/x.csv" in sentence
 
 
@@ -297,7 +297,7 @@ def clinic(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clinic")
     (folder / "sample.csv").write_text(TABLE)
     document = {
-        "data": {"source": "csv", "path": str(folder / "sample.csv"), "label": "disease", "categorical": ["sex"]},
+        "data": {"source": "csv", "path": str(folder / "sample.csv"), "target": "disease", "categorical": ["sex"]},
         "partition": {"kind": "iid", "clients": 2},
         "method": [{"algorithm": "fedavg"}],
     }
@@ -366,9 +366,9 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
     assert "by max_share = 1 one site may be 100% of a sum" in sentence
     assert "agree on 0.8 or less" in sentence
-    assert notes("uniform", 1, weights="uniform")[0] == []
+    assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
-    assert "this site has 82% of all weight, at most 80% may be" in notes("given", 0, weights=given)[0][0]
-    assert notes("small", 1, weights=given)[0] == []
-    more = notes("more", 0, {"max_share": 0.85}, weights=given)[0]
+    assert "this site has 82% of all weight, at most 80% may be" in notes("given", 0, client_weights=given)[0][0]
+    assert notes("small", 1, client_weights=given)[0] == []
+    more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]
     assert [("max_share = 0.85" in one, "this site has 82%" in one) for one in more] == [(True, False), (False, True)]

@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_from_one_sum(folder: Path, agreed: dict[str, Any], **changes: Any) -> tuple[int, int]:
     """Samples of five sites that one sum on a crafted model shows to 1 %, and how many there are."""
-    cut = {"partition": {"kind": "iid", "clients": SITES, "keep": 40}}
+    cut = {"partition": {"kind": "iid", "clients": SITES, "max_train_per_client": 40}}
     here = secured(folder, "fedavg", 3, agreed=agreed, model={"kind": "mlp", "hidden": [UNITS]}, **{**cut, **changes})
     rogue = Rogue(here)
     rows = torch.cat([training_rows(c, site.trainer.fed) for c, site in enumerate(rogue.sites)])

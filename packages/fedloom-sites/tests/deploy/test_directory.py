@@ -33,7 +33,7 @@ from tests.commands import call, in_a_fork
 from tests.deploy.scene import scene
 
 ROOT = Path(__file__).parents[4]
-TOP_K = {"channel": {"kind": "top-k", "fraction": 0.02}}
+TOP_K = {"upload_transform": {"kind": "top-k", "fraction": 0.02}}
 SECRETS = {"ca.key", "server.key", "superexec.secret", "node-key", "signing-key"}
 
 

@@ -55,9 +55,16 @@ def rogue(tmp_path: Path) -> Rogue:
 
 def rogue_of(folder: Path, **agreed: Any) -> Rogue:
     """A dishonest server and five sites of different sizes, with these settings of secure aggregation."""
-    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
+    cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5}
     return Rogue(
-        secured(folder, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut, agreed=agreed)
+        secured(
+            folder,
+            "fedavg",
+            client_weights="samples",
+            aggregation_weights={"kind": "samples"},
+            partition=cut,
+            agreed=agreed,
+        )
     )
 
 
@@ -384,7 +391,7 @@ def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[s
 
     Colluding sites sign both lists and say both shares, against their own protocol.
     """
-    here = secured(tmp_path, "fedavg", threshold, partition={"kind": "iid", "clients": 9, "keep": 24})
+    here = secured(tmp_path, "fedavg", threshold, partition={"kind": "iid", "clients": 9, "max_train_per_client": 24})
     steps = Steps(here)
     honest_ones = [c for c in range(8) if c not in colluders]
     for c in range(9):
@@ -492,7 +499,7 @@ def test_survivors_of_which_one_has_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clients", [(0, 1, 2), (0, 2, 3, 4)])
 def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]) -> None:
     """At most 80 % are one site's, of the cohort and of the survivors; where more is agreed on, more."""
-    weighed: dict[str, Any] = {"weights": "samples", "weigher": {"kind": "samples"}}
+    weighed: dict[str, Any] = {"client_weights": "samples", "aggregation_weights": {"kind": "samples"}}
     rows = (400, 20, 20, 20, 20)
     for most, opens in ((None, False), (1.0, True)):
         agreed = {} if most is None else {"max_share": most}
@@ -543,7 +550,9 @@ def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: 
         assert stop is (Stop.TOO_FEW if sentence else Stop.DONE)
         assert sentence in (here.summary()["detail"] or "")
         assert not here.audit("rejected")
-    here = tables(tmp_path / "most", (400, 20, 20, 20, 20), weights="samples", weigher={"kind": "samples"})
+    here = tables(
+        tmp_path / "most", (400, 20, 20, 20, 20), client_weights="samples", aggregation_weights={"kind": "samples"}
+    )
     assert here.serve() is Stop.TOO_FEW
     assert "of the weight of the sum, at most 80% is agreed (max_share in the table secure)" in here.summary()["detail"]
     assert not here.audit("rejected")
@@ -554,7 +563,9 @@ def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> N
     rows, rounds = (200, 20, 20, 20, 20), 8
     drawn: dict[str, Any] = {"sampler": {"kind": "uniform", "clients": 3}, "rounds": rounds}
     agreed = {"changes": rounds, "steady": 0}  # sums of other sites in each round
-    here = tables(tmp_path, rows, weights="samples", weigher={"kind": "samples"}, agreed=agreed, **drawn)
+    here = tables(
+        tmp_path, rows, client_weights="samples", aggregation_weights={"kind": "samples"}, agreed=agreed, **drawn
+    )
     assert here.serve() is Stop.DONE
     given_up = {line["round"] for line in here.audit("given up")}
     assert all("of the weight of the sum, at most 80%" in line["reason"] for line in here.audit("given up"))

@@ -303,7 +303,7 @@ def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor", [0.0, 0.01, 30.0, -50.0])
 def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_path: Path) -> None:
     """Whole or in one layer; that of an honest run passes, and without the setting any is taken."""
-    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [8]}, "weights": "uniform"}
+    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [8]}, "client_weights": "uniform"}
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3} | given)
     here = here._replace(sites=[s.with_(model_change=4.0) for s in here.sites])
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
@@ -326,7 +326,7 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
 
 def test_a_site_refuses_a_model_with_dead_units(tmp_path: Path) -> None:
     """As in a first layer that is made so that each unit shows one sample; an honest run passes."""
-    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [20]}, "weights": "uniform"}
+    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [20]}, "client_weights": "uniform"}
     for decay in (0.0, 0.01):
         local = {"lr": 0.05, "epochs": 1, "batch_size": 200, "weight_decay": decay}
         here = scene(tmp_path / f"{decay}", "fedavg", **{**SMALL, "rounds": 2, "local": local} | given)

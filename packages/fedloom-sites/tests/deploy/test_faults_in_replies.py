@@ -30,10 +30,10 @@ from tests.deploy.scene import FIRST, Scene, changed, scene
 pytestmark = pytest.mark.attack("forged replies")
 
 SMALL = {
-    "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 12},
+    "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 12},
     "rounds": 2,
     "evaluate": {"every": 2},
-    "weights": "uniform",  # by samples, a run begins when all sites are there
+    "client_weights": "uniform",  # by samples, a run begins when all sites are there
 }
 BAD = 1
 """The client that misbehaves."""

@@ -33,10 +33,10 @@ from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
 SMALL = {
-    "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 12},
+    "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 12},
     "evaluate": {"every": 4},
     "rounds": 4,
-    "weights": "uniform",  # by samples, a run begins when all sites are there
+    "client_weights": "uniform",  # by samples, a run begins when all sites are there
 }
 """Four rounds of three sites; FLAME has a personal model, a dual and a server's copy of every site."""
 LOST = 1
@@ -221,7 +221,7 @@ def test_a_site_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:  # 18
 
 def test_a_run_weighed_by_samples_states_why_it_waits_for_all(tmp_path: Path) -> None:
     """Though the quorum is there: every share depends on the samples of the missing site."""
-    here = scene(tmp_path, "fedavg", **{**SMALL, "weights": "samples"})
+    here = scene(tmp_path, "fedavg", **{**SMALL, "client_weights": "samples"})
     two = here.grid()
     del two.nodes[FIRST + LOST]
     assert here.serve(two, quorum=2) is Stop.TOO_FEW
@@ -263,7 +263,7 @@ def test_too_few_for_the_rule(tmp_path: Path) -> None:  # 21
     krum = {"aggregator": {"kind": "krum", "f": 1}}
     with pytest.raises(ConfigError, match=r"2 f \+ 3|2f"):
         scene(tmp_path / "three", "fedavg", **SMALL, **krum).serve()
-    five = {**SMALL, "partition": {"kind": "iid", "clients": 5, "keep": 12}}
+    five = {**SMALL, "partition": {"kind": "iid", "clients": 5, "max_train_per_client": 12}}
     here = scene(tmp_path / "five", "fedavg", **five, **krum)
     assert here.serve(here.grid(loses(client=LOST, rounds={2})), quorum=2) is Stop.TOO_FEW
     assert "krum needs" in here.summary()["detail"]
@@ -274,7 +274,7 @@ def test_too_few_for_the_rule(tmp_path: Path) -> None:  # 21
 def test_too_few_kept_rows_for_the_rule_are_awaited(tmp_path: Path) -> None:
     """The rule decides on rows that the server keeps, of which there are too few until other sites have answered."""
     krum = {"aggregator": {"kind": "krum", "f": 1}}
-    five = {**SMALL, "partition": {"kind": "iid", "clients": 5, "keep": 12}}
+    five = {**SMALL, "partition": {"kind": "iid", "clients": 5, "max_train_per_client": 12}}
     here = scene(tmp_path, "flame", **five, **krum)
     assert here.serve(here.grid(loses(client=LOST, rounds={1})), quorum=2) is Stop.TOO_FEW
     assert here.serve(here.grid(loses(client=LOST, rounds={2})), quorum=2) is Stop.DONE
@@ -455,7 +455,9 @@ def test_a_site_with_one_sample_of_one_class(tmp_path: Path) -> None:  # 30
     assert bool(here.model().isfinite().all())
 
 
-@pytest.mark.parametrize("more", [{}, {"aggregator": {"kind": "geometric-median"}}, {"channel": {"kind": "clip"}}])
+@pytest.mark.parametrize(
+    "more", [{}, {"aggregator": {"kind": "geometric-median"}}, {"upload_transform": {"kind": "clip"}}]
+)
 @pytest.mark.parametrize("method", [{"algorithm": "equitable-fl", "clusters": 2}, {"algorithm": "flame"}])
 def test_updates_that_are_all_the_same(method: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:  # 32
     still = {**SMALL, "rounds": 2, "local": {"lr": 1e-40, "steps": 1}}
@@ -522,7 +524,7 @@ def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypa
 
 
 def test_the_ledger_says_which_samples_a_release_is_of(tmp_path: Path) -> None:
-    noise = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}}
+    noise = {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}}
     here = scene(tmp_path, "fedavg", **SMALL, **noise)
     assert here.serve() is Stop.DONE
     path = next(here.sites[LOST].state.glob("*/ledger.jsonl"))

@@ -35,12 +35,16 @@ TIMES = [1, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
 SMALL: dict[str, Any] = {
     "rounds": 2,
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1, "checkpoint_every": 1e6},
     "method": [{"algorithm": "ditto"}, {"algorithm": "scaffold"}],
 }
-CUT: dict[str, Any] = {"partition": {"kind": "iid", "clients": 3, "keep": 12}, "rounds": 4, "evaluate": {"every": 9}}
+CUT: dict[str, Any] = {
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 12},
+    "rounds": 4,
+    "evaluate": {"every": 9},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import wire
 from tests.deploy.scene import changed, scene
 
-SMALL = {"partition": {"kind": "iid", "clients": 3, "keep": 6}, "rounds": 1, "evaluate": {"every": 9}}
+SMALL = {"partition": {"kind": "iid", "clients": 3, "max_train_per_client": 6}, "rounds": 1, "evaluate": {"every": 9}}
 BAD = 1
 
 

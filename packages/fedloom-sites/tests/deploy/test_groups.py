@@ -65,11 +65,18 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
     """Five sites whose test parts are scored by group."""
     folder.mkdir(exist_ok=True)
     file, least = table(folder / "all.csv", dict.fromkeys(SITES, 160), task, few), 3 if task == "classification" else 8
-    data = {"source": "csv", "path": str(file), "label": "y", "users": "site", "categorical": ["sex"], "task": task}
+    data = {
+        "source": "csv",
+        "path": str(file),
+        "target": "y",
+        "client_column": "site",
+        "categorical": ["sex"],
+        "task": task,
+    }
     here = scene(
-        folder, method, data=data | changes.pop("data", {}), partition={"kind": "writers", "test": 0.5}, rounds=2,
+        folder, method, data=data | changes.pop("data", {}), partition={"kind": "natural", "test": 0.5}, rounds=2,
         evaluate={"every": 2, **changes.pop("evaluate", {})},
-        analysis=[{"kind": "groups", "by": list(GROUPS), "least": changes.pop("least", least)}], **changes,
+        analysis=[{"kind": "groups", "by": list(GROUPS), "min_rows": changes.pop("least", least)}], **changes,
     )  # fmt: skip
     if not masked:
         return here
@@ -221,7 +228,7 @@ NORMALISED = f"{__name__}:normalised"
 
 @pytest.mark.parametrize(("model", "method"), [("softmax", "fedavg"), (NORMALISED, "fedavg"), (NORMALISED, "ditto")])
 def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str, method: str, tmp_path: Path) -> None:
-    here = deployed(tmp_path, method=method, model={"kind": model}, evaluate={"statistics": "own"})
+    here = deployed(tmp_path, method=method, model={"kind": model}, evaluate={"batchnorm_stats": "own"})
     assert here.serve() is Stop.DONE
     run, site, kind = here.simulate(), here.sites[2], "global" if method == "fedavg" else "personal"
     (site.state / "site.toml").write_text(text_of(site))

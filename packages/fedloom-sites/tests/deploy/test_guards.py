@@ -252,7 +252,11 @@ def test_a_candidate_that_does_not_answer_is_drawn_last(tmp_path: Path) -> None:
 def test_too_few_for_the_rule_stops_before_the_rule_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 21
-    five = {**FEW, "partition": {"kind": "iid", "clients": 5, "keep": 12}, "aggregator": {"kind": "krum", "f": 1}}
+    five = {
+        **FEW,
+        "partition": {"kind": "iid", "clients": 5, "max_train_per_client": 12},
+        "aggregator": {"kind": "krum", "f": 1},
+    }
     here = scene(tmp_path, "fedavg", **five)
 
     def lost(node: int, message: Message, reply: Message) -> Message | None:

@@ -25,7 +25,7 @@ from tests.deploy.scene import FIRST, Scene, scene
 
 LOST, CLIENTS, ROUND = 1, 4, 2
 SMALL = {
-    "partition": {"kind": "iid", "clients": CLIENTS, "keep": 24},
+    "partition": {"kind": "iid", "clients": CLIENTS, "max_train_per_client": 24},
     "local": {"lr": 0.05, "epochs": 2, "batch_size": 200},
     "evaluate": {"every": 4},
     "rounds": 4,

@@ -87,7 +87,7 @@ def test_masked_is_plain(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
 def test_weights_and_samples(weights: str, tmp_path: Path) -> None:
-    here = secured(tmp_path, "fedavg", weights=weights)
+    here = secured(tmp_path, "fedavg", client_weights=weights)
     assert here.serve() is Stop.DONE
     found = here.simulate().models.rows("global")
     torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
@@ -569,7 +569,7 @@ def test_masked_scores_are_the_means_of_the_plain_run(name: str, sampler: Any, t
 
 def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
     """A digit's recall is summed where three of any four sites have the digit; elsewhere not even its count is."""
-    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 40}
+    cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5, "max_train_per_client": 40}
     changes = {"rounds": 1, "evaluate": {"every": 1}, "task": {"metrics": ["recall", "precision"]}, "partition": cut}
     here = secured(tmp_path, "fedavg", 4, **changes)
     experiment, totals = here.experiment, list[Any]()
@@ -699,8 +699,8 @@ def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, mon
 
 def test_a_state_that_is_too_long_is_no_answer_under_a_sites_noise(tmp_path: Path) -> None:
     """What stays at a site has no noise: that it passes `engine.norm_bound` is not told by a refusal."""
-    noise = {"channel": {"kind": "gaussian-noise", "clip": 1e-3, "sigma": 1.0, "delta": 1e-5}}
-    short = {"engine": {"dtype": "float64", "oracle": "looped", "norm_bound": 0.1}}
+    noise = {"upload_transform": {"kind": "gaussian-noise", "clip": 1e-3, "sigma": 1.0, "delta": 1e-5}}
+    short = {"engine": {"dtype": "float64", "gradient_engine": "loop", "norm_bound": 0.1}}
     here = secured(tmp_path, "scaffold", rounds=2, **noise, **short)
     clients = here.clients()
     assert here.serve(here.grid(None, clients)) is Stop.DONE
@@ -754,9 +754,13 @@ def test_what_needs_single_uploads_is_refused() -> None:
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):
         assert "compares single uploads" in refusal("fedavg", aggregator=kind)
     for mixer in MIXERS:
-        assert f"mixer '{mixer}' mixes the models of single clients" in refusal("flame", mixer={"kind": mixer})
+        assert f"personalized_aggregation '{mixer}' mixes the models of single clients" in refusal(
+            "flame", personalized_aggregation={"kind": mixer}
+        )
     assert "mixes the kept rows of single clients" in refusal("fedacs")
-    assert "weigher 'equitable' queries single clients" in refusal("fedavg", weigher={"kind": "equitable"})
+    assert "aggregation_weights 'equitable' queries single clients" in refusal(
+        "fedavg", aggregation_weights={"kind": "equitable"}
+    )
     assert "draws a client twice" in refusal("fedavg", sampler={"kind": "size-weighted", "fraction": 1.0})
     assert not refusal("fedavg", aggregator=PRIVATE)
     assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})
@@ -826,7 +830,7 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
         refused(sentence, secure_aggregation=True, threshold=threshold)
     refused("for 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
     refused("mixes the kept rows", "fedamp", secure_aggregation=True)
-    mixed = {"mixer": {"kind": "attention"}}
+    mixed = {"personalized_aggregation": {"kind": "attention"}}
     refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
     refused("draws 2 of 4 sites, the threshold is 3; draw more", tables=half, secure_aggregation=True)
@@ -839,7 +843,7 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}}, {}]
+    "changes", [{"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}}, {}]
 )
 def test_noise_of_the_sites_and_methods_that_send_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
     """Local noise goes under the masks; a method that uploads nothing sends masked counts only."""

@@ -48,7 +48,7 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """A deployment of three sites with data of their own, whose run stopped after round 1 of 3."""
     outside_flower()
     folder = tmp_path_factory.mktemp("members") / "d"
-    experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "keep": 30})
+    experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "max_train_per_client": 30})
     write_directory(
         plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location()
     )
@@ -121,7 +121,7 @@ def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> N
 def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> None:
     """On one machine it would train on that site's patients, or multiply its own columns by that site's factors."""
     (tmp_path / "amsel.csv").write_text("age,ill\n" + "\n".join(f"{30 + k},{k % 2}" for k in range(40)))
-    table = {"source": str(tmp_path / "amsel.csv"), "label": "ill"}
+    table = {"source": str(tmp_path / "amsel.csv"), "target": "ill"}
     document = {"data": table, "partition": {"kind": "iid", "clients": 2}, "method": [{"algorithm": "fedavg"}]}
     write_directory(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
     file = tmp_path / "d" / "sites" / "site-0" / "site.toml"
@@ -129,7 +129,7 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
     own = {"path": table["source"], "missing": ["-9"], "factors": {"age": 12.0}, "separator": ","}
     file.write_text(tomli_w.dumps(before | {"data": before["data"] | own}))
     further = tomllib.loads((add(tmp_path / "d", "new", Location()).folder / "site" / "site.toml").read_text())
-    assert further["data"] == before["data"] == {"source": "csv", "label": "ill", "path": "amsel.csv"}
+    assert further["data"] == before["data"] == {"source": "csv", "target": "ill", "path": "amsel.csv"}
 
 
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     weights = tmp_path / "w.safetensors"
     state = {k: torch.full_like(t, 0.25) for k, t in Softmax().build((1, 8, 8), 10).state_dict().items()}
     save_file(state, weights)
-    experiment = make_experiment(rounds=1, model={"kind": "softmax", "weights": str(weights)})
+    experiment = make_experiment(rounds=1, model={"kind": "softmax", "init_from": str(weights)})
     folder = tmp_path / "d"
     write_directory(plan(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]

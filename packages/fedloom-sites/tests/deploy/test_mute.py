@@ -16,10 +16,10 @@ from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
 
 FEW = {
-    "partition": {"kind": "iid", "clients": 3, "keep": 12},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 12},
     "evaluate": {"every": 1},
     "rounds": 4,
-    "weights": "uniform",  # by samples, a run begins when all sites are there
+    "client_weights": "uniform",  # by samples, a run begins when all sites are there
 }
 WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 600.0, "quorum": 2}
 SLACK = 30.0
@@ -221,7 +221,7 @@ PATTERNS: dict[str, Callable[[int, int], float]] = {
 @pytest.mark.parametrize("slow", [1, 2])
 def test_slow_sites_do_not_set_the_pace(pattern: str, slow: int, tmp_path: Path, clock: Clock) -> None:
     """A round with its quorum ends within ten times the median of the other sites, whatever one or two of five do."""
-    cut = {"kind": "iid", "clients": 5, "keep": 12}
+    cut = {"kind": "iid", "clients": 5, "max_train_per_client": 12}
     here = scene(tmp_path, "fedavg", **{**FEW, "partition": cut, "rounds": ROUNDS, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:

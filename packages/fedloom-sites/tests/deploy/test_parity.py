@@ -28,7 +28,10 @@ from fedloom_sites.deploy.site.state import models
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
 
-SMALL = {"partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}, "evaluate": {"every": 3}}
+SMALL = {
+    "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 24},
+    "evaluate": {"every": 3},
+}
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["head.bias"]}}  # softmax has no normalisation layer
 
 Uploads = dict[tuple[int, int], dict[str, torch.Tensor]]
@@ -100,18 +103,27 @@ def test_a_rule_of_sums_is_deployed_as_simulated(tmp_path: Path, monkeypatch: py
 
 
 PARTS: list[dict[str, Any]] = [
-    {"mixer": {"kind": "attention", "quantile": 0.3, "similarity": "change"}},
-    {"channel": {"kind": "top-k"}},
-    {"weights": [1.0, 2.0, 5.0]},
-    {"mixer": {"kind": "proximity"}},
-    {"channel": {"kind": "qsgd"}},
-    {"mixer": {"kind": "angles", "among": "all"}, "channel": {"kind": "sign"}},
-    {"mixer": {"kind": "clusters", "clusters": 2, "share": 0.5}, "weights": "uniform"},
-    {"channel": {"kind": "random-k"}, "aggregator": {"kind": "median"}},
-    {"mixer": {"kind": "attention", "among": "seen"}, "aggregator": {"kind": "trimmed-mean", "f": 1}},
-    {"channel": {"kind": "clip", "bound": 0.5}, "weigher": {"kind": "samples"}},
-    {"weigher": {"kind": "equitable", "clusters": 2}, "channel": {"kind": "top-k", "fraction": 0.5}},
-    {"sampler": {"kind": "uniform", "clients": 2}, "mixer": {"kind": "attention", "among": "all"}},
+    {"personalized_aggregation": {"kind": "attention", "quantile": 0.3, "similarity": "change"}},
+    {"upload_transform": {"kind": "top-k"}},
+    {"client_weights": [1.0, 2.0, 5.0]},
+    {"personalized_aggregation": {"kind": "proximity"}},
+    {"upload_transform": {"kind": "qsgd"}},
+    {"personalized_aggregation": {"kind": "angles", "among": "all"}, "upload_transform": {"kind": "sign"}},
+    {
+        "personalized_aggregation": {"kind": "clusters", "clusters": 2, "mixing_weight": 0.5},
+        "client_weights": "uniform",
+    },
+    {"upload_transform": {"kind": "random-k"}, "aggregator": {"kind": "median"}},
+    {
+        "personalized_aggregation": {"kind": "attention", "among": "seen"},
+        "aggregator": {"kind": "trimmed-mean", "f": 1},
+    },
+    {"upload_transform": {"kind": "clip", "bound": 0.5}, "aggregation_weights": {"kind": "samples"}},
+    {
+        "aggregation_weights": {"kind": "equitable", "clusters": 2},
+        "upload_transform": {"kind": "top-k", "fraction": 0.5},
+    },
+    {"sampler": {"kind": "uniform", "clients": 2}, "personalized_aggregation": {"kind": "attention", "among": "all"}},
 ]
 """Parts, alone and two at a time, in the order in which the quick tests give one of `CARRIERS` to each."""
 CARRIERS = ["fedavg", "flame", "fedslr", "ditto", "scaffold", "fedrep", "apfl", "fiaelt", "fedavg-ft"]
@@ -132,9 +144,11 @@ def is_taken(name: str, parts: dict[str, Any]) -> bool:
     made: Any = REGISTRY[name]()
     try:
         setting = Setting.create(made, **parts)
-        check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
-        if setting.mixer is not None:
-            check_mixer(setting.method, setting.mixer, setting.aggregator)
+        check_together(
+            setting.method, setting.local, setting.aggregation_weights, setting.aggregator, setting.upload_transform
+        )
+        if setting.personalized_aggregation is not None:
+            check_mixer(setting.method, setting.personalized_aggregation, setting.aggregator)
     except Refused:
         return False
     return True
@@ -156,7 +170,7 @@ def test_an_own_task_and_optimisers_that_are_kept_are_deployed_as_simulated(
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
     loss = "torch.nn.functional:multi_margin_loss"
     task = {"loss": loss, "class_weights": "balanced", "metrics": ["balanced_accuracy", "recall", "brier"]}
-    local = {"lr": 0.05, "batch_size": 60, "optimizer": "adam", "optimizer_state": "kept"}
+    local = {"lr": 0.05, "batch_size": 60, "optimizer": "adam", "optimizer_state": "persistent"}
     here = scene(tmp_path, "ditto", **SMALL, task=task, local=local)
     check_parity(here, monkeypatch)
     names = set(pq.read_table(here.folder / "results" / "metrics.parquet")["metric"].to_pylist())
@@ -193,7 +207,7 @@ def test_what_is_set_in_torch_changes_no_bit(tmp_path: Path, set_in_torch: Calla
     """It may be set by code of the user's own, which the server and every site import."""
 
     def run(folder: Path, setting: Callable[[], Any]) -> list[torch.Tensor]:
-        engine = {"dtype": "float32", "oracle": "looped"}
+        engine = {"dtype": "float32", "gradient_engine": "loop"}
         here = scene(tmp_path / folder, "ditto", **SMALL, model={"kind": "mlp", "hidden": [8]}, engine=engine)
         clients = here.clients()
 

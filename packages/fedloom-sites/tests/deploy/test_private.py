@@ -30,9 +30,9 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from tests.deploy.grid import wire
 from tests.deploy.scene import Scene, scene
 
-SMALL = {"partition": {"kind": "iid", "clients": 3, "keep": 12}, "evaluate": {"every": 9}, "rounds": 4}
+SMALL = {"partition": {"kind": "iid", "clients": 3, "max_train_per_client": 12}, "evaluate": {"every": 9}, "rounds": 4}
 STILL = {"local": {"lr": 1e-40, "steps": 1}}
-LOCAL = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+LOCAL = {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 CENTRAL = {"aggregator": {"kind": "private-mean", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 
 
@@ -51,7 +51,7 @@ def limited(here: Scene, limit: float) -> Scene:
 
 def test_a_site_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 26
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].setting.channel)
+    noise = released(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     here = limited(here, (epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     assert here.serve() is Stop.TOO_FEW
@@ -65,7 +65,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 2
     for how, settings in (("local", LOCAL), ("central", CENTRAL)):
         here = scene(tmp_path / how, "fedavg", **SMALL, **settings)
         method = here.experiment.methods[0]
-        noise = released(method.setting.channel or method.setting.aggregator)
+        noise = released(method.setting.upload_transform or method.setting.aggregator)
         assert isinstance(noise, GaussianNoise | PrivateMean)
         limit = (epsilon(noise, 2) + epsilon(noise, 3)) / 2
         assert here.serve(epsilon=limit) is Stop.BUDGET
@@ -218,7 +218,7 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
 
 def test_scores_leave_a_site_that_promises_nothing(tmp_path: Path) -> None:
     """The same run without a delta has them: the test above looks at the right place."""
-    bare = {"channel": {k: v for k, v in LOCAL["channel"].items() if k != "delta"}}
+    bare = {"upload_transform": {k: v for k, v in LOCAL["upload_transform"].items() if k != "delta"}}
     seen = replies(scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1}, **bare))
     assert all(reply.content["metrics"] for reply in seen["score"])
     assert all(sum(reply.content["head"]["work"]) > 0 for reply in seen["train"])
@@ -243,7 +243,7 @@ def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
 def test_answers_without_noise_are_refused_before_anything_starts(tmp_path: Path) -> None:
     """At `deploy init`, at `deploy check` and by the server."""
     for n, asks in enumerate(
-        ({"sampler": {"kind": "power-of-choice", "clients": 2}}, {"weigher": {"kind": "fairfed"}})
+        ({"sampler": {"kind": "power-of-choice", "clients": 2}}, {"aggregation_weights": {"kind": "fairfed"}})
     ):
         here = scene(tmp_path / str(n), "fedavg", **SMALL, **LOCAL, **asks)
         found = [f.sentence for f in check_site(here.sites[0], offline=True) if f.level == "refused"]
@@ -256,7 +256,7 @@ def test_answers_without_noise_are_refused_before_anything_starts(tmp_path: Path
 
 def test_the_check_says_what_an_upload_costs(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].setting.channel)
+    noise = released(here.experiment.methods[0].setting.upload_transform)
     [said] = [f for f in check_site(here.sites[0], offline=True) if "privacy" in f.sentence]
     assert said.level == "ok"
     assert f"epsilon {epsilon(noise, 1):.3g}, 4 of them {epsilon(noise, 4):.3g}" in said.sentence
@@ -307,7 +307,7 @@ def test_errors_tell_the_server_no_value_of_a_sample(
     """The server reads that the site cannot answer; the sentence that quotes the cell is in the site's own log."""
     here = scene(tmp_path, "fedavg", **SMALL, **how)
     (tmp_path / "patients.csv").write_text(table)
-    data = {"source": "csv", "path": str(tmp_path / "patients.csv"), "label": "disease"}
+    data = {"source": "csv", "path": str(tmp_path / "patients.csv"), "target": "disease"}
     broken = here.sites[0].with_(data=data, share="all")
     here = here._replace(sites=[broken, *here.sites[1:]])
     assert here.serve() is Stop.TOO_FEW

@@ -28,7 +28,7 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 @pytest.mark.timeout(600)  # a minute on an idle machine
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
-    tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "oracle": "looped"}}
+    tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     folder = tmp_path / "try"
     write_directory(plan(experiment(rounds=1, **tables), 3, secure_aggregation=masked), folder, Location())
     said = list[str]()

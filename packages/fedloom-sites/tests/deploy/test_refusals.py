@@ -48,7 +48,7 @@ pytestmark = pytest.mark.attack("a dishonest server")
 
 SITES = 3
 THREE: dict[str, Any] = {
-    "partition": {"kind": "dirichlet", "clients": SITES, "beta": 0.5, "keep": 16},
+    "partition": {"kind": "dirichlet", "clients": SITES, "alpha": 0.5, "max_train_per_client": 16},
     "evaluate": {"every": 1},
     "local": {"lr": 0.05, "epochs": 1, "batch_size": 200},
 }
@@ -556,7 +556,7 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of four sites have a result, and three must: the counters show it to every site."""
-    cut = {"partition": {"kind": "dirichlet", "clients": 4, "beta": 0.5, "keep": 16}}
+    cut = {"partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.5, "max_train_per_client": 16}}
     make = trainer.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:

@@ -35,9 +35,12 @@ from tests.deploy.sessions import secured
 
 pytestmark = pytest.mark.attack("a rehearsal")
 
-FEW: dict[str, Any] = {"partition": {"kind": "dirichlet", "clients": 4, "beta": 0.5, "keep": 24}, "rounds": 2}
-WEIGHED: dict[str, Any] = {"weights": "samples", "weigher": {"kind": "samples"}}
-NOISE = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+FEW: dict[str, Any] = {
+    "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.5, "max_train_per_client": 24},
+    "rounds": 2,
+}
+WEIGHED: dict[str, Any] = {"client_weights": "samples", "aggregation_weights": {"kind": "samples"}}
+NOISE = {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 MLP = {"model": {"kind": "mlp", "hidden": [40]}}
 
 
@@ -111,11 +114,11 @@ def test_groups_of_few_rows_turn_their_row_red(tmp_path: Path) -> None:
     cells = "".join(f"{k % 7},{k % 5},{'ab'[k % 30 < 2]},{k % 2}\n" for k in range(600))
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "all.csv").write_text("a,b,g,y\n" + cells)
-    data = {"source": "csv", "path": str(tmp_path / "all.csv"), "categorical": ["g"], "label": "y"}
+    data = {"source": "csv", "path": str(tmp_path / "all.csv"), "categorical": ["g"], "target": "y"}
     cut = {"partition": {"kind": "iid", "clients": 3, "test": 0.5}}
     found = {}
     for least in (2, 10):
-        given = {"data": data, "analysis": [{"kind": "groups", "by": ["g"], "least": least}], **cut}
+        given = {"data": data, "analysis": [{"kind": "groups", "by": ["g"], "min_rows": least}], **cut}
         found[least] = messages.ask_small_groups(rehearsed(scene(tmp_path / str(least), "fedavg", **given))).verdict
     assert found == {2: "OPEN", 10: "stopped"}
 

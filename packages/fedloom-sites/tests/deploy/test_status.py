@@ -106,7 +106,7 @@ def test_a_round_that_was_played_twice_counts_once(tmp_path):
 
 def test_privacy_spent_is_that_of_the_accountant(tmp_path):
     channel = {"kind": "gaussian-noise", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}
-    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3, "channel": channel})
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3, "upload_transform": channel})
     assert here.serve() is Stop.DONE
     noise = GaussianNoise(**{k: v for k, v in channel.items() if k != "kind"}, accountant="rdp")
     assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise, 3))

@@ -32,8 +32,9 @@ def save(path: Path, seed: int, patients: int = PATIENTS, named: bool = True) ->
 def deployed(folder: Path, monkeypatch: pytest.MonkeyPatch, **agreed: object) -> Path:
     """The first site of a deployment whose experiment names the patient in [data], or in its agreement."""
     save(folder / "cohort.csv", 0)
-    data: dict[str, object] = {"source": "cohort.csv", "label": "y", "subject": "patient"}
+    data: dict[str, object] = {"source": "cohort.csv", "target": "y", "subject": "patient"}
     if agreed:
+        pytest.importorskip("fedloom_clinic")
         said = CliRunner().invoke(app, ["init", str(folder / "cohort.csv"), "--target", "y", "--agree"])
         assert said.exit_code == 0, said.output
         document = folder / "cohort.agreement.toml"
@@ -42,7 +43,7 @@ def deployed(folder: Path, monkeypatch: pytest.MonkeyPatch, **agreed: object) ->
         for key, value in agreed.items():
             text = text.replace(f"{key} = 1\n", f"{key} = {value}\n")
         document.write_text(text)
-        data = {"source": "cohort.csv", "label": "y", "agreement": str(document)}
+        data = {"source": "cohort.csv", "target": "y", "agreement": str(document)}
     partition = {"kind": "iid", "clients": 2, "test": 0.2}
     table = {"rounds": 1, "data": data, "partition": partition, "method": [{"algorithm": "fedavg"}]}
     (folder / "experiment.toml").write_text(tomli_w.dumps(table))

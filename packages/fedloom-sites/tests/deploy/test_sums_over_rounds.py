@@ -286,9 +286,14 @@ def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> N
 
 def second_experiment(folder: Path, first: Rogue, rounds: int, **changes: Any) -> Scene:
     """The deployment of another experiment file at the same sites, with the state that these have."""
-    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
+    cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5}
     here = secured(
-        folder / f"{rounds}", "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut, rounds=rounds
+        folder / f"{rounds}",
+        "fedavg",
+        client_weights="samples",
+        aggregation_weights={"kind": "samples"},
+        partition=cut,
+        rounds=rounds,
     )
     states = [s.state for s in first.here.sites]
     sites = [s.with_(state=state, **changes) for s, state in zip(here.sites, states, strict=True)]

@@ -34,9 +34,12 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def deployment(experiment, method, folder, rounds=2):
-    tables = {"evaluate": {"every": rounds}, "engine": {"dtype": "float64", "oracle": "looped"}}
+    tables = {"evaluate": {"every": rounds}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     made = experiment(
-        method, rounds=rounds, partition={"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 60}, **tables
+        method,
+        rounds=rounds,
+        partition={"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 60},
+        **tables,
     )
     write_directory(plan(made, 3), folder, Location(quorum=3))
     return folder
@@ -114,7 +117,7 @@ def test_a_real_network_gives_what_a_simulation_gives(network, experiment, metho
 
 def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     """A site is killed after the first round; the others end the run, with the model of a run without masks."""
-    engine = {"dtype": "float64", "oracle": "looped"}
+    engine = {"dtype": "float64", "gradient_engine": "loop"}
     made = experiment("flame", rounds=2, clients=4, evaluate={"every": 2}, engine=engine)
     folder = tmp_path / "try"
     write_directory(plan(made, 4, secure_aggregation=True), folder, Location(quorum=3))

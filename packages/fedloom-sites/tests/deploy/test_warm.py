@@ -33,7 +33,7 @@ from fedloom_sites.deploy.site.handover import (
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
 
-SMALL = {"rounds": 2, "partition": {"kind": "iid", "clients": 2, "keep": 60}}
+SMALL = {"rounds": 2, "partition": {"kind": "iid", "clients": 2, "max_train_per_client": 60}}
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3000)"]
 pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
 
@@ -268,7 +268,7 @@ def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
     data = tmp_path / "own.csv"
     rows = [f"{i % 7},{i % 5},{i % 2}\n" for i in range(60)]
     data.write_text("a,b,y\n" + "".join(rows))
-    table = {"source": "csv", "path": str(data), "label": "y"}
+    table = {"source": "csv", "path": str(data), "target": "y"}
     here = scene(tmp_path / "table", "fedavg", **{**SMALL, "data": table})
     site = here.sites[0].with_(data=table, share="all", fixed_data=True, state=tmp_path / "own")
     content, file = hello(here), tmp_path / "site.toml"

@@ -152,7 +152,9 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
     After round 1, which is honest, the server's processes idle at what they have; the peak is 300 MB more at most.
     """
     folder, kinds = tmp_path / "try", {}
-    write_directory(plan(experiment("fedavg", rounds=3, clients=5, weights="uniform"), 5), folder, Location(quorum=2))
+    write_directory(
+        plan(experiment("fedavg", rounds=3, clients=5, client_weights="uniform"), 5), folder, Location(quorum=2)
+    )
     settings = folder / "server" / "server.toml"
     settings.write_text(text_of(read_server(settings).with_(deadline=150.0, patience=20.0)))
     peak = Peak()

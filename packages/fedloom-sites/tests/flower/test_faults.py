@@ -645,13 +645,13 @@ def noisy(rounds: int) -> Any:
         ),
         (
             lambda: private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=1.0),
-            r"ServerSideFixedClipping clips arrays of models, and nodes of fedloom send none; .*channel=\{'kind'",
+            r"ServerSideFixedClipping clips arrays of models, and nodes .* send none; .*upload_transform=\{'kind'",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideAdaptiveClipping),
-            r"ServerSideAdaptiveClipping clips arrays of models, and nodes of fedloom send none; .*channel=\{'kind'",
+            r"ServerSideAdaptiveClipping clips arrays of models, and nodes .* send none; .*upload_transform=\{'kind'",
         ),
-        (lambda: noisy(2), r"round 2: the arrays are not those that aggregate_train gave.*channel=\{'kind'"),
+        (lambda: noisy(2), r"round 2: the arrays are not those that aggregate_train gave.*upload_transform=\{'kind'"),
     ],
     ids=["nodes clip", "nodes clip by adaptive bounds", "the server clips", "the server adapts", "another model"],
 )
@@ -791,7 +791,9 @@ def test_mods_that_look_on_change_nothing() -> None:
 
 def test_a_channel_clips_what_a_node_sends() -> None:
     start = ArrayRecord(Net().state_dict())
-    strategy = ff.Strategy("fedavg", Net(), channel={"kind": "clip", "bound": 0.01}, evaluate_every=0, **CHOICES)
+    strategy = ff.Strategy(
+        "fedavg", Net(), upload_transform={"kind": "clip", "bound": 0.01}, evaluate_every=0, **CHOICES
+    )
     moved = strategy.start(App(local, 3).grid, start, num_rounds=1).arrays.to_torch_state_dict()
     before = start.to_torch_state_dict()
     changes = [(moved[name] - before[name]).flatten() for name, _ in Net().named_parameters()]

@@ -23,7 +23,8 @@ from tests.flower.app import App
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 CHOICES: dict[str, Any] = {
-    "local": {"lr": 0.05, "batch_size": 20, "epochs": 1}, "engine": {"dtype": "float64", "oracle": "looped"}, "seed": 3
+    "local": {"lr": 0.05, "batch_size": 20, "epochs": 1}, "engine": {"dtype": "float64", "gradient_engine": "loop"},
+    "seed": 3,
 }  # fmt: skip
 QUICK = {"afl", "clustered-sampling", "fedavg", "fedrep", "fiaelt", "flame", "power-of-choice", "scaffold"}
 """One of every kind."""
@@ -41,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partitions.dirichlet(clients=3, beta=0.5, keep=30)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=3, alpha=0.5, max_train_per_client=30)(fl.load("digits"), seed=0)
 
 
 def net() -> nn.Module:
@@ -101,10 +102,10 @@ def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None
         {"sampler": {"kind": "uniform", "fraction": 0.7}},
         {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}},
         {"aggregator": {"kind": "median"}},
-        {"channel": {"kind": "top-k", "fraction": 0.3}},
-        {"weights": "uniform"},
-        {"mixer": {"kind": "attention", "quantile": 0.3}},
-        {"local": {"lr": 0.01, "batch_size": 20, "optimizer": "adam", "optimizer_state": "kept"}},
+        {"upload_transform": {"kind": "top-k", "fraction": 0.3}},
+        {"client_weights": "uniform"},
+        {"personalized_aggregation": {"kind": "attention", "quantile": 0.3}},
+        {"local": {"lr": 0.01, "batch_size": 20, "optimizer": "adam", "optimizer_state": "persistent"}},
     ],
     ids=lambda choices: next(iter(choices)),
 )
@@ -172,9 +173,9 @@ def test_nodes_score_the_global_model_by_their_own_statistics(
     app = App(local_of(fed, modules.pop), 3)
     strategy = ff.Strategy("fedavg", modules[0], **CHOICES)
     strategy.start(app.grid, ArrayRecord(modules[0].state_dict()), num_rounds=2)
-    assert "the client's own (evaluate.statistics)" in caplog.text
+    assert "the client's own (evaluate.batchnorm_stats)" in caplog.text
     assert "averaged over the round's clients" not in caplog.text
-    scored = {"every": 1, "statistics": "own"}
+    scored = {"every": 1, "batchnorm_stats": "own"}
     known = fl.simulate("fedavg", fed, model=modules[0], rounds=2, evaluate=scored, **CHOICES)
     for k, figures in strategy.client_metrics[2].items():
         assert figures["global/test/loss"] == pytest.approx(float(known.final("global", "loss")[k]), rel=1e-9)
@@ -220,10 +221,10 @@ def test_no_document_of_the_server_lowers_a_nodes_own_noise(fed: Federation) -> 
     own = {"clip": 1e-6, "sigma": 1e6}  # 650 numbers of standard deviation 1
     plain = lengths_sent(fed, {})
     assert max(plain) < 5
-    for choices in ({}, {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1e-9}}):
-        assert all(20 < length < 31 for length in lengths_sent(fed, {"channel": own}, **choices))
+    for choices in ({}, {"upload_transform": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1e-9}}):
+        assert all(20 < length < 31 for length in lengths_sent(fed, {"upload_transform": own}, **choices))
     strong = {"kind": "gaussian-noise", "clip": 1e-6, "sigma": 1e8}
-    assert all(length > 2000 for length in lengths_sent(fed, {"channel": own}, channel=strong))
+    assert all(length > 2000 for length in lengths_sent(fed, {"upload_transform": own}, upload_transform=strong))
 
 
 def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> None:
@@ -237,9 +238,9 @@ def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> 
     [
         ({"norm_bound": 0}, "norm_bound must be a number greater than 0, got 0"),
         ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
-        ({"channel": {"clip": -1}}, "channel.clip: Input should be greater than 0, got -1"),
-        ({"channel": {"kind": "sign"}}, "channel.kind"),
-        ({"channel": "noise"}, "give the node's noise as fl.channels.GaussianNoise"),
+        ({"upload_transform": {"clip": -1}}, "upload_transform.clip: Input should be greater than 0, got -1"),
+        ({"upload_transform": {"kind": "sign"}}, "upload_transform.kind"),
+        ({"upload_transform": "noise"}, "give the node's noise as fl.channels.GaussianNoise"),
     ],
 )
 def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str, fed: Federation) -> None:
@@ -249,7 +250,7 @@ def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str,
 
 
 def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
-    local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), channel={"clip": 1.0})
-    setting = fl.Setting(algorithm=REGISTRY["fedavg"](), channel=fl.channels.Sign())
-    with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's channel Sign out"):
+    local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), upload_transform={"clip": 1.0})
+    setting = fl.Setting(algorithm=REGISTRY["fedavg"](), upload_transform=fl.channels.Sign())
+    with pytest.raises(Refused, match="an upload passes one transform: leave the strategy's upload_transform Sign out"):
         local.with_floor(setting)

@@ -87,8 +87,8 @@ def interrupted(name: str, tmp_path: Path, **choices: Any) -> tuple[Nodes, ff.St
     [
         ("ditto", {"lam": 0.5}),
         ("scaffold", {"sampler": {"kind": "uniform", "fraction": 0.7}}),
-        ("fedopt", {"channel": {"kind": "top-k", "fraction": 0.4}}),
-        ("feddyn", {"local": {"lr": 0.1, "batch_size": 4, "optimizer": "adam", "optimizer_state": "kept"}}),
+        ("fedopt", {"upload_transform": {"kind": "top-k", "fraction": 0.4}}),
+        ("feddyn", {"local": {"lr": 0.1, "batch_size": 4, "optimizer": "adam", "optimizer_state": "persistent"}}),
     ],
 )
 def test_a_run_that_was_interrupted_is_the_run_that_was_not(name: str, choices: dict[str, Any], tmp_path: Path) -> None:

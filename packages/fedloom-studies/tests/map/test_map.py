@@ -710,7 +710,7 @@ def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_cli
     """Digits stand in for a table; scikit-learn alone gives the same accuracy."""
     small = {
         "data": {"source": "digits"},
-        "partition": {"kind": "shards", "clients": 4, "labels_per_client": 2, "keep": 30},
+        "partition": {"kind": "shards", "clients": 4, "labels_per_client": 2, "max_train_per_client": 30},
     }
     document = {**FULL["hospitals"].document, **small}
     setup = replace(FULL["hospitals"], name="small", document=document, seeds=(3,))

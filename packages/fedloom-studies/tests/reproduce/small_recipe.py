@@ -7,9 +7,9 @@ from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables
 TINY = {
     "rounds": 4,
     "seeds": [3, 4],
-    "weights": "uniform",
+    "client_weights": "uniform",
     "data": {"source": "digits"},
-    "partition": {"kind": "shards", "clients": 4, "labels_per_client": 3, "keep": 60},
+    "partition": {"kind": "shards", "clients": 4, "labels_per_client": 3, "max_train_per_client": 60},
     "local": {"lr": 0.05},
     "evaluate": {"every": 2},
     "choose": {"rounds": 1},

@@ -35,7 +35,7 @@ def test_one_round_takes_no_method_to_the_optimum(
     composite: Any, source: Any, penalty: Any, components: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(composite, "STEPS", (0.1,))
-    fed = fl.partitions.writers(validation=0.0, test=0.0)(source.load(), seed=0)
+    fed = fl.partitions.natural(validation=0.0, test=0.0)(source.load(), seed=0)
     rows = composite.rows_of(fed, penalty, source.penalty, components, rounds=1)
     assert len({row.method for row in rows}) == len(rows) == 9
     assert all(row.kkt > composite.REACHED and 0 < row.distance < 2 for row in rows)

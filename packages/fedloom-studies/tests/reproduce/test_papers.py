@@ -14,6 +14,7 @@ from fedloom.errors import ConfigError
 from fedloom.lab.report.charts.look import INK_COLORS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
+from fedloom_studies.others import page as others
 from fedloom_studies.reproduce import looks, papers, recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import keep
@@ -80,9 +81,10 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.pages(recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
     kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
-    assert fresh == {Path("docs/papers.md"), *(file.relative_to(ROOT) for file in kept)}
+    assert fresh == {Path("docs/papers.md"), Path("docs/others.md"), *(file.relative_to(ROOT) for file in kept)}
     for file in fresh:
         if file.suffix == ".md":
             text = (tmp_path / file).read_text()
@@ -133,7 +135,9 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                 assert Reference.create(text, "accuracy").method in {
                     label_of(m) for m in known[name].document["method"]
                 }
-    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
+    of_papers = papers.of_papers(known)
+    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in of_papers.values()}
+    assert len(of_papers) < len(known)
     for one in known.values():
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 
@@ -174,7 +178,9 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
 def test_near_recipes_are_in_the_appendix_only() -> None:
     near = [name for name, one in recipes().items() if one.paper.mode == "near"]
     headlines = re.sub(r"<details.+?</details>|## What is open.+", "", generated(), flags=re.DOTALL)
-    reasons = {held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why)}
+    reasons = {
+        held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why + sheet.objection)
+    }
     shown = [name for name in near if f"papers/{name}.md" in headlines]
     assert set(shown) <= reasons  # a sentence on why may say what one shows; no verdict rests on it
 
@@ -185,8 +191,21 @@ def test_no_sentence_on_why_types_a_number() -> None:
         r"the L1 norm|alpha [\d.]+|500 clients|CIFAR-100?\b"
     )
     for sheet in sheets():
-        assert sheet.why
-        assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", sheet.why))), sheet.name
+        for text in (sheet.why, sheet.objection):
+            assert text
+            assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", text))), sheet.name
+
+
+def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
+    text = generated()
+    for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
+        (line,) = [line for line in part.splitlines() if line.startswith("**What its author could still object to:**")]
+        (count, asked) = map(int, re.findall(r"(\d+) of (\d+) asked claims (?:is|are) open\.$", line)[0])
+        cells = re.findall(
+            r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not asked\))", part.split("| claim |")[1].split("</div>")[0]
+        )
+        assert len(cells) == asked, sheet.name
+        assert len([mark for mark in cells if mark not in ("holds", "fails")]) == count, sheet.name
 
 
 def as_run(recipe: Recipe, **changes: object) -> RecipeSummary:

@@ -15,6 +15,7 @@ from fedloom_studies.reproduce import TimeBudget, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import candidates, chosen, first
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.figures import Reference
+from fedloom_studies.reproduce.papers import of_papers
 from fedloom_studies.reproduce.recipe import NOMINAL_SETS, RECIPE_SCALES, make_recipe, merge_tables
 
 ALL = recipes()
@@ -109,7 +110,7 @@ def test_every_table_and_figure_of_the_papers_has_a_recipe() -> None:
         mine = [one.paper.title for one in ALL.values() if one.paper.title.startswith(paper)]
         for part in parts:
             assert any(re.search(rf"{re.escape(part)}\b", title) for title in mine), (paper, part)
-    assert all(title.split(",")[0] in wanted for title in (one.paper.title for one in ALL.values())), titles
+    assert all(title.split(",")[0] in wanted for title in (one.paper.title for one in of_papers(ALL).values())), titles
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +125,8 @@ def test_every_recipe_runs_at_smoke_scale_on_digits(name: str, tmp_path: Path) -
     own = {label_of(m) for m in ALL[name].document["method"]}  # the others are those of another record
     references = [Reference.create(text, paper.figure) for text in texts if isinstance(text, str)]
     stated = {str(reference) for reference in references if reference.method in own}
-    assert {reference for reference in stated - numbers.keys() if "factorised" not in reference} == set()
+    lacking = ("factorised", "c_index")  # digits have no times to an event
+    assert {reference for reference in stated - numbers.keys() if not any(k in reference for k in lacking)} == set()
 
 
 # --- the format

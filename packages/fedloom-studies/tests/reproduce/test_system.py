@@ -66,7 +66,11 @@ def records_of(system: Any, federations: list[str]) -> list[dict[str, Any]]:
 
 def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
     """Hold the findings of a page to what scipy and statsmodels make of the records."""
-    numbers = {setting: table for record in records for setting, table in record["numbers"].items()}
+    records = [record for record in records if record["recipe"] != "system-rules"]
+    entry = next((record["numbers"] for record in records if record["recipe"] == "system-entry"), {})
+    whole = {s: table for record in records if record["numbers"] is not entry for s, table in record["numbers"].items()}
+    left_out = {name for name, one in system.entries(whole, entry).items() if not one.enters}
+    numbers = {s: table for s, table in whole.items() if s.partition(",")[0] not in left_out}
 
     def accuracies(setting: str, label: str) -> dict[str, float]:
         references = (f"{label}: {model}: accuracy" for model in ("personal", "global"))
@@ -88,8 +92,8 @@ def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
         for label, mean, sure in zip(pairs, means, rejected, strict=True):
             row = next(r for r in text.split(f"### {setting}\n")[1].splitlines() if r.startswith(f"| {label} |"))
             word = ("better" if mean > 0 else "worse") if sure else "inconclusive"
-            assert row.endswith(f", {word} |")
-            assert float(row.split("|")[-2].split()[0]) == pytest.approx(mean, abs=0.051)
+            assert row.split("|")[-3].strip().endswith(f", {word}")
+            assert float(row.split("|")[-3].split()[0]) == pytest.approx(mean, abs=0.051)
             if sure:
                 clear.add((label, setting, "better" if mean > 0 else "worse"))
                 gains |= {(label, setting): mean} if mean > 0 else {}
@@ -102,6 +106,68 @@ def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
     (head,) = re.findall(r"Of (\d+) parts, (\d+) raise .* and (\d+) lower", text)
     assert tuple(map(int, head))[1:] == (better, worse)
     check_headline(text, gains, {label for label, _, _ in clear})
+    check_gains(system, text, {s: {label: accuracies(s, label) for label in system.labels()} for s in numbers})
+
+
+def check_gains(system: Any, text: str, by_setting: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Hold every row's gain over the better of local training and FedAvg, and the last sentence, to scipy."""
+    beat = dict[str, list[str]]()
+    for setting, rows in by_setting.items():
+        means = {label: float(np.mean([*row.values()])) for label, row in rows.items() if row}
+        reference = max(("local", "fedavg"), key=lambda label: means[label])
+        alone = [label for label in means if " + " not in label and label != "local"]
+        single = max(alone, key=lambda label: means[label])
+
+        def tested(
+            pairs: list[tuple[str, str]], rows: dict[str, dict[str, float]] = rows
+        ) -> dict[Any, tuple[float, bool]]:
+            ends = [([rows[a][s] for s in sorted(rows[a])], [rows[b][s] for s in sorted(rows[b])]) for a, b in pairs]
+            p = [float(stats.ttest_rel(*both).pvalue) if both[0] != both[1] else 1.0 for both in ends]
+            rejected = multipletests(p, method="holm")[0]
+            gaps = [float(np.mean(np.subtract(*both))) for both in ends]
+            return dict(zip(pairs, zip(gaps, rejected, strict=True), strict=True))
+
+        section = text.split(f"### {setting}\n")[1].split("###")[0]
+        assert f"| against {reference} |" in section
+        for (label, _), (gap, sure) in tested(
+            [(label, reference) for label in means if label not in ("local", "fedavg")]
+        ).items():
+            cell = next(r for r in section.splitlines() if r.startswith(f"| {label} |")).split("|")[-2].strip()
+            assert cell.endswith(f", {('better' if gap > 0 else 'worse') if sure else 'inconclusive'}")
+            assert float(cell.split()[0]) == pytest.approx(100 * gap, abs=0.051)
+        combined = [label for label in means if " + " in label]
+        found = tested([(label, rival) for label in combined for rival in ("local", single)])
+        beat[setting] = [k for k in combined if all(found[k, r][0] > 0 and found[k, r][1] for r in ("local", single))]
+    sentences = [line for line in text.splitlines() if "both local training and the best single method" in line]
+    for sentence in sentences:
+        for setting, names in beat.items():
+            if names:
+                assert re.search(rf"{re.escape(system.listed([f'`{n}`' for n in names]))} in {setting}[;.]", sentence)
+        assert any(beat.values()) != ("No combination beats" in sentence)
+
+
+def test_a_federation_enters_with_a_floor_and_room_for_a_method_to_be_better(system: Any) -> None:
+    records = records_of(system, ["labels", "groups", "writers"])
+    room = {"labels": 0.0, "groups": 0.05, "writers": 0.05}
+    for record in records:
+        name = record["recipe"].removeprefix("system-")
+        for reference, by_seed in record["numbers"][name].items():
+            if reference.startswith("fedslr: "):
+                record["numbers"][name][reference] = {s: v + room[name] for s, v in by_seed.items()}
+    pooled = {
+        name: {"pooled: global: accuracy": dict.fromkeys("01234", 0.5 if name == "writers" else 0.9)} for name in room
+    }
+    facts = {"choices": {}, "failures": [], "minutes": 1.0, "machine": "a processor"}
+    entry = {"recipe": "system-entry", "scale": "full", "numbers": pooled, **facts}
+    text = system.page([entry, *records])
+    assert re.findall(r"^\| (\w+) \| .* \| (yes|no) \|$", text, re.MULTILINE) == [
+        ("labels", "no"), ("groups", "yes"), ("writers", "no")
+    ]  # fmt: skip
+    assert "### groups\n" in text
+    assert "### labels" not in text
+    assert "### writers" not in text
+    assert len(re.findall("both local training and the best single method", text)) == 1
+    check_page(system, [entry, *records], text)
 
 
 def check_headline(text: str, gains: dict[tuple[str, str], float], clear: set[str]) -> None:
@@ -145,6 +211,37 @@ def test_the_page_is_that_of_its_records(system: Any) -> None:
     assert text == system.page(records)
     if records:
         check_page(system, records, text)
+    for record in (one for one in records if one["recipe"] == "system-rules"):
+        check_rules(system, text, record["numbers"]["all"])
+
+
+def check_rules(system: Any, text: str, numbers: dict[str, dict[str, float]]) -> None:
+    """Hold the sentences on rules and uploads to scipy."""
+    section = text.split("## Which rule suits which upload\n")[1].split("\n## ")[0]
+    methods = re.findall(r"^\| ([a-z]+) \| .* ± ", section, re.MULTILINE)
+    ends = [
+        [[*numbers[f"{m} + {kind}: global: accuracy"].values()] for kind in ("multi-krum", "median")] for m in methods
+    ]
+    sure = multipletests([float(stats.ttest_rel(*both).pvalue) for both in ends], method="holm")[0]
+    gaps = [float(np.mean(np.subtract(*both))) for both in ends]
+    for start, sign in (("Multi-Krum is clearly better", 1), ("The median is clearly better", -1)):
+        named = re.findall(rf"{start}.*? with uploads of (.*?)\.", section)
+        listed = {name for line in named for name in re.findall("`([a-z]+)`", line)}
+        assert listed == {m for m, gap, clear in zip(methods, gaps, sure, strict=True) if clear and sign * gap > 0}
+    assert len(methods) > 4
+
+
+def test_the_rules_and_uploads_are_compared_method_by_method(system: Any) -> None:
+    recipe, rng = system.rules_recipe(), np.random.default_rng(0)
+    (document,) = recipe.at("full").values()
+    parse(document, "rules")
+    numbers = {}
+    for k, method in enumerate(document["method"]):
+        gain = 0.1 * (k % 4 - 1.5) * (method["aggregator"]["kind"] == "multi-krum")
+        numbers[f"{method['label']}: global: accuracy"] = {str(s): 0.7 + gain + rng.normal(0, 0.01) for s in range(5)}
+    facts = {"choices": {}, "failures": [], "minutes": 1.0, "machine": "a processor"}
+    record = {"recipe": "system-rules", "scale": "full", "numbers": {"all": numbers}, **facts}
+    check_rules(system, system.page([*records_of(system, ["labels"]), record]), numbers)
 
 
 def test_the_table_has_the_variance_over_clients_once_it_is_recorded(system: Any) -> None:

@@ -9,7 +9,7 @@ checkpoint. A memory of its own does not. A run that a callback has ended is don
 result.
 
     history = fl.callbacks.History()
-    fl.simulate(method, fed, progress=[history, fl.callbacks.EarlyStop(patience=5)])
+    fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
     history.table()
 """
 

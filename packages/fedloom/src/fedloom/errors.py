@@ -50,7 +50,7 @@ _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 
-PLAIN_KEYS = ("rounds", "seed", "weights", "name")
+PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that are in no table."""
 ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
 """Keys that are arguments of the scikit-learn estimators themselves, by their place in an experiment file."""
@@ -84,8 +84,8 @@ def worded(text: str) -> str:
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
     >>> with entered("file"):
-    ...     worded("set {local.momentum = 0}"), worded("leave {channel} out")
-    ('set [local] momentum = 0', 'leave [channel] out')
+    ...     worded("set {local.momentum = 0}"), worded("leave {attack} out")
+    ('set [local] momentum = 0', 'leave [attack] out')
     """
     write = _WRITERS[_current.get() or "python"]
     return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)

@@ -11,7 +11,7 @@ from fedloom.errors import ConfigError
 from fedloom.lazy import lister
 
 ALIAS_NAMES = {
-    "alpha": "beta", "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
+    "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
     "local_learning_rate": "lr", "local_epochs": "epochs", "num_epochs": "epochs", "local_ep": "epochs",
     "local_bs": "batch_size", "local_batch_size": "batch_size", "wd": "weight_decay",
     "join_ratio": "fraction", "participation": "fraction", "fraction_fit": "fraction", "fraction_train": "fraction",
@@ -19,10 +19,83 @@ ALIAS_NAMES = {
     "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
     "n_clients": "clients", "num_partitions": "clients",
     "personalised": "fedavg-ft", "personalized": "fedavg-ft", "fine-tuning": "fedavg-ft",
-    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
-    "callback": "progress", "callbacks": "progress", "checkpoint": "folder", "checkpoint_dir": "folder",
+    "dir": "dirichlet", "pathological": "shards", "label_skew": "dirichlet", "seed": "seeds",
+    "callback": "callbacks", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
 """Names that papers and other libraries use, and ours."""
+_RENAMED_CHOICES = {
+    "weights": "client_weights", "weigher": "aggregation_weights", "mixer": "personalized_aggregation",
+    "channel": "upload_transform", "settings": "defaults",
+}  # fmt: skip
+RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
+    "": _RENAMED_CHOICES,
+    "method": _RENAMED_CHOICES,
+    "data": {"users": "client_column", "label": "target", "kept": "group_columns"},
+    "data synthetic": {"users": "clients", "reading": "spread_unit"},
+    "data docstrings": {"most": "max_characters", "least": "min_characters"},
+    "partition": {"keep": "max_train_per_client"},
+    "partition dirichlet": {"beta": "alpha"},
+    "partition quantity-skew": {"beta": "alpha"},
+    "partition mixed": {"beta": "alpha", "first": "first_partition", "second": "second_partition"},
+    "partition feature-noise": {"reading": "sigma_unit", "draws": "noise_draws"},
+    "partition shards": {"variant": "assignment"},
+    "model": {"weights": "init_from"},
+    "local": {"horizon": "decay_rounds"},
+    "personalized_aggregation": {"share": "mixing_weight"},
+    "evaluate": {"statistics": "batchnorm_stats"},
+    "engine": {"oracle": "gradient_engine", "chunk": "clients_per_batch", "store_budget": "state_memory_mib"},
+    "tune": {"defaults": "default_spaces"},
+    "analysis groups": {"least": "min_rows"},
+    "analysis glm": {"by_site": "by_client"},
+    "analysis cox": {"least": "min_events"},
+    "analysis conformal": {"share": "calibration_fraction"},
+    "analysis ridge": {"largest": "max_input"},
+    "rules": {"least": "min_subjects", "fewest": "min_clients"},
+    "compare": {"against": "baseline", "models": "compare_model", "progress": "progress_bar"},
+    "simulate": {"progress": "callbacks"},
+    "early_stop": {"least": "min_delta", "keep": "result"},
+    "command": {
+        "--against": "--baseline", "--models": "--compare-model", "--keep": "--id-column", "--by": "--client-column",
+        "--oracle": "--gradient-engine", "--by-site": "--by-client",
+        "--least": "--min-events",
+    },
+}  # fmt: skip
+"""Keys that had another name, by their place: a table, with the new name of its kind where only that kind has the key,
+a call in Python or the command line. Recorded documents may have the old name; a new file is refused with the new one.
+"""
+RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("partition", "kind"): {
+        "column": "by-column", "concept": "label-swap", "few": "femnist-fedprox", "hybrid": "mixed",
+        "quality": "feature-noise", "quantity": "quantity-skew", "writers": "natural",
+    },
+    ("partition", "test_from"): {"users": "clients"},
+    ("partition", "noise_draws"): {"once": "per-sample", "anew": "per-batch"},
+    ("local", "optimizer_state"): {"kept": "persistent"},
+    ("engine", "gradient_engine"): {"fused": "compiled", "stacked": "vmap", "looped": "loop"},
+    ("tune", "model"): {"used": "best-on-validation"},
+    ("compare", "compare_model"): {"used": "best-on-validation"},
+}  # fmt: skip
+"""Values that had another name, by the place and the present name of their key."""
+
+
+def _new_names() -> dict[str, tuple[str, ...]]:
+    pairs = [pair for table in (*RENAMED_KEYS.values(), *RENAMED_VALUES.values()) for pair in table.items()]
+    return {old: tuple(dict.fromkeys(new for one, new in pairs if one == old)) for old, _ in pairs}
+
+
+_NEW_NAMES = _new_names()
+
+
+def find_new_name(got: object, allowed: Iterable[object]) -> str:
+    """Return the present name of a key or value that had another one, if it is allowed here, or "".
+
+    >>> find_new_name("weights", ["client_weights", "rounds"]), find_new_name("weights", ["lr"])
+    ('client_weights', '')
+    """
+    names = {*allowed}
+    return next((new for new in _NEW_NAMES.get(got, ()) if new in names), "") if isinstance(got, str) else ""
+
+
 METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
 """How Python gives a method."""
 MAX_NAMES_BESIDE_A_HINT = 20
@@ -39,8 +112,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 
     >>> nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
-    >>> nearest("alpha", ["beta", "clients"])
-    "did you mean 'beta'? allowed: beta, clients"
+    >>> nearest("learning_rate", ["lr", "clients"])
+    "did you mean 'lr'? allowed: clients, lr"
     >>> nearest("LR", ["lr", "epochs"])
     "did you mean 'lr'? allowed: epochs, lr"
     >>> nearest("flam", ["equitable-table2", "flame-figure2"])
@@ -49,6 +122,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if not names:
         return "none are allowed"
+    if new := find_new_name(got, names):
+        return f"its name is now {new!r}"
     equivalent, wanted, folded = ALIAS_NAMES.get(str(got)), str(got).casefold(), {n.casefold(): n for n in names}
     close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
     close = [equivalent] if equivalent in names else close
@@ -62,6 +137,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
     """Make the error for a name that does not exist: with our name for it, else ``cure``, else the nearest name."""
     place, names = f"{where}: " if where else "", list(allowed)
+    if new := find_new_name(got, names):
+        return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
     return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
 
@@ -120,7 +197,7 @@ class Places:
             value: its value.
             table: the table that holds it. Empty outside of tables.
         """
-        names = dict.fromkeys((ALIAS_NAMES.get(key, key), key))
+        names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
             repr(kind)
             for kind, keys in self.tables.get(table, {}).items()
@@ -129,8 +206,8 @@ class Places:
         other = f"it is an option of kind {' or '.join(kinds)}" if kinds else ""
         if other and (table != "data" or (key in self.tables and not isinstance(value, Mapping))):
             return other
-        if key == "settings" and not self.file:
-            return 'it goes with a method\'s name: give the method with it, as fl.algorithms.FLAME(settings="paper")'
+        if key == "defaults" and not self.file:
+            return 'it goes with a method\'s name: give the method with it, as fl.algorithms.FLAME(defaults="paper")'
         places = (self._place(name, value, table) for name in names)
         # other data would be another experiment, so their options come last
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)

@@ -49,8 +49,9 @@ RESULT_FILES = (
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
 EXPERIMENT_TABLES = (
-    "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
-    "augment", "devices", "schedule", "evaluate", "early_stop", "engine", "tune",
+    "data", "partition", "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation",
+    "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "early_stop",
+    "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 

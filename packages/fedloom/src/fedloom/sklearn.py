@@ -82,7 +82,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.notes_ = self._survey(x, y, more)
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
-        split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.writers(**cut)
+        split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
             "evaluate": {"parts": ("train",), "every": self.rounds},

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from fedloom.errors import ConfigError, InvalidValue
-from fedloom.hints import Hint, no_hint, unknown
+from fedloom.hints import Hint, find_new_name, no_hint, unknown
 from fedloom.imports import find_class, is_path, path_of
 from fedloom.options import ARGS_HEADING, Face
 
@@ -53,6 +53,8 @@ class Value(BaseModel, metaclass=Face):
     needs: ClassVar[Mapping[str, str]] = {}
     """Fields that act only beside another one: its name and the values of it, none for any but its default. Or a key of
     ``[local]``, as "local.weight_decay". A run has a note where such a field is given and does not act."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names that papers have for fields, and the fields. They are accepted."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -71,7 +73,7 @@ class Value(BaseModel, metaclass=Face):
                 f"{name} takes its options by name, got {_show_value(values[0])}; allowed: {', '.join(fields)}"
             )
         try:
-            super().__init__(**options)
+            super().__init__(**_unaliased(options, type(self)))
         except ValidationError as error:
             raise _refused(error, name, fields) from None
 
@@ -188,6 +190,7 @@ def make(
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range.
     """
+    options = _unaliased(options, make_value)
     for key in options:
         if key not in fields:
             raise unknown("key", key, fields, where, hint(key, options[key]))
@@ -195,6 +198,12 @@ def make(
         return make_value(**options)
     except (ValidationError, InvalidValue) as error:
         raise _refused(error, where, fields) from None
+
+
+def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
+    """Return options by the names of their fields. An alias beside its field is left, to be refused."""
+    aliases: Mapping[str, str] = getattr(kind, "aliases", {})
+    return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
 
 
 def kind_of(value: Value) -> str:
@@ -330,7 +339,15 @@ def _sentence(
     first, *alternatives = dict.fromkeys(_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_show_value(error['input'])}"
+    expected = [word for choice in named if choice["type"] == "literal_error" for word in _words_of(choice)]
+    if new := find_new_name(error["input"], expected):
+        return f"{where}{name}: unknown value {error['input']!r}; its name is now {new!r}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
+
+
+def _words_of(error: ErrorDetails) -> list[str]:
+    """Return the texts that an option allows."""
+    return re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
 
 
 def _shortened(description: str) -> str:

@@ -27,7 +27,7 @@ FEW = ("fedslr",)
 SMALL: dict[str, Any] = {
     "rounds": 3,
     "data": {"source": "digits"},
-    "partition": {"kind": "dirichlet", "clients": 4, "beta": 0.3, "keep": 30, "validation": 0.3},
+    "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.3, "max_train_per_client": 30, "validation": 0.3},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}],
 }
@@ -69,8 +69,13 @@ def test_test_data_are_not_read(missing: bool, tmp_path: Path) -> None:
     answers = list[bytes]()
     for name, lines in files.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
-        data = {"source": str(tmp_path / f"{name}.csv"), "label": "sick", "users": "site", "test_column": "fold"}
-        document = {**SMALL, "data": {**data, "impute": True}, "partition": {"kind": "writers", "validation": 0.3}}
+        data = {
+            "source": str(tmp_path / f"{name}.csv"),
+            "target": "sick",
+            "client_column": "site",
+            "test_column": "fold",
+        }
+        document = {**SMALL, "data": {**data, "impute": True}, "partition": {"kind": "natural", "validation": 0.3}}
         advise(tmp_path / name, document)
         answers.append((tmp_path / name / "advice.json").read_bytes())
     assert answers[0] == answers[1]
@@ -81,7 +86,7 @@ def test_gains_come_from_data_that_the_race_did_not_use() -> None:
     fed, other = _clients(240), _clients(240)
     kept = cut_validation(other)[0].parts["test"].index
     other.data.x[kept] = other.data.x[kept.flip(0)]
-    first, second = (fl.advise(one, rounds=2, budget=12, progress=False) for one in (fed, other))
+    first, second = (fl.advise(one, rounds=2, budget=12, progress_bar=False) for one in (fed, other))
     assert [(first.method, first.racing, first.arms)] == [(second.method, second.racing, second.arms)]
     assert [one.gain for one in first.clients] == [one.gain for one in second.clients]
     assert first.gains != second.gains
@@ -231,6 +236,15 @@ def test_a_method_that_cannot_work_is_left_out_by_name(tmp_path: Path) -> None:
     assert all(label not in advice.racing for label in advice.left_out)
 
 
+def test_a_setting_that_diverges_ends_no_race(tmp_path: Path) -> None:
+    spaces = {"all": {"local.lr": [1e30, 0.1]}}
+    advice = advise(tmp_path / "race", {**SMALL, "tune": {"space": spaces}}, methods=("fedopt",), budget=8.0)
+    assert advice.params["local.lr"] == 0.1
+    lost = advise(tmp_path / "lost", {**SMALL, "tune": {"space": {"fedslr": {"local.lr": [1e30]}}}}, budget=6.0)
+    assert "fedslr" in lost.departures
+    assert lost.departures["fedslr"][3]
+
+
 def test_settings_are_spread_over_the_space_and_begin_with_the_files_own() -> None:
     space = {"local.lr": Range(low=0.01, high=1.0, log=True), "mu": (0.1, 1.0)}
     tried = spread_settings(space, {"local.lr": 0.1, "mu": 1.0}, 9, "fedprox", 0)
@@ -263,7 +277,7 @@ def test_other_data_are_raced_too(kind: str) -> None:
         data = fl.Dataset.create((rng.integers(0, 255, (150, 1, 8, 8)).astype(np.uint8), rng.integers(0, 3, 150)))
         more = {"model": {"kind": "cnn", "channels": [4], "hidden": [8]}}
     cut = fl.partitions.iid(clients=3, validation=0.3)
-    advice = fl.advise(data, partition=cut, rounds=1, budget=12, progress=False, **more)
+    advice = fl.advise(data, partition=cut, rounds=1, budget=12, progress_bar=False, **more)
     assert {"regression": "r2", "survival": "c_index", "image": "accuracy"}[kind] == advice.metric
     assert advice.verdict in list(Verdict)
     assert len(advice.lines()) <= 14

@@ -60,7 +60,7 @@ EXCUSED = {
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "knn-per": ({"personal"}, "kNN-Per chooses a client's weight on as few as"),
-    "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
+    "equitable-fl": ({"fair"}, "aggregation_weights 'equitable' looks for clusters of clients"),
     "clustered-sampling": ({"apart"}, "sampler 'clustered' draws no client"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' has no choice"),
 }
@@ -200,13 +200,13 @@ class Case:
         return fl.simulate(
             method, self.make(), model, rounds=ROUNDS, seed=seed,
             local={**LOCAL, "lr": self.lr}, sampler={"kind": "uniform", "fraction": self.fraction},
-            evaluate={"every": ROUNDS, "parts": ("train", self.part)}, weights="uniform",
+            evaluate={"every": ROUNDS, "parts": ("train", self.part)}, client_weights="uniform",
         )  # fmt: skip
 
 
 @cache
 def digits() -> Federation:
-    return fl.partitions.dirichlet(clients=12, beta=0.3, min_size=10)(load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=12, alpha=0.3, min_size=10)(load("digits"), seed=0)
 
 
 @cache
@@ -226,7 +226,7 @@ def clothes() -> Federation:
 
 @cache
 def hospitals() -> Federation:
-    return fl.partitions.column(column="hospital", validation=0.2)(load("heart"), seed=0)
+    return fl.partitions.by_column(column="hospital", validation=0.2)(load("heart"), seed=0)
 
 
 def drawn(source: str, samples: int, seed: int) -> fl.Dataset:
@@ -242,12 +242,14 @@ def cancer() -> Federation:
 
     x, y = load_breast_cancer(return_X_y=True)
     data = fl.Dataset.create(((x - x.mean(0)) / x.std(0)).astype(np.float32), y)
-    return remove_test(fl.partitions.dirichlet(clients=10, beta=0.3, min_size=12, validation=0.25)(data, seed=21))
+    return remove_test(fl.partitions.dirichlet(clients=10, alpha=0.3, min_size=12, validation=0.25)(data, seed=21))
 
 
 @cache
 def users() -> Federation:
-    return remove_test(fl.partitions.writers(validation=0.25, keep=80)(load("synthetic", alpha=1.0, beta=1.0, seed=21)))
+    return remove_test(
+        fl.partitions.natural(validation=0.25, max_train_per_client=80)(load("synthetic", alpha=1.0, beta=1.0, seed=21))
+    )
 
 
 @cache
@@ -257,20 +259,20 @@ def pairs() -> Federation:
 
 @cache
 def many() -> Federation:
-    made = fl.partitions.dirichlet(clients=50, beta=0.3, min_size=10, validation=0.25)
+    made = fl.partitions.dirichlet(clients=50, alpha=0.3, min_size=10, validation=0.25)
     return remove_test(made(drawn("mnist", 2500, 21), seed=21))
 
 
 @cache
 def pictures() -> Federation:
-    made = fl.partitions.dirichlet(clients=8, beta=0.5, min_size=20, validation=0.25)
+    made = fl.partitions.dirichlet(clients=8, alpha=0.5, min_size=20, validation=0.25)
     data, chosen = load("digits"), torch.randperm(1797, generator=generator(22))[:700].sort().values
     return remove_test(made(replace(data, x=data.x[chosen], y=data.y[chosen]), seed=22))
 
 
 @cache
 def figures_of(clients: int) -> Federation:
-    made = fl.partitions.dirichlet(clients=clients, beta=0.4, by="client", validation=0.25)
+    made = fl.partitions.dirichlet(clients=clients, alpha=0.4, by="client", validation=0.25)
     return remove_test(made(drawn("mnist", 1200, 23), seed=23))
 
 

@@ -37,8 +37,8 @@ def federation() -> Federation:
     y = np.concatenate([rng.integers(0, 2 if i == 1 else CLASSES, size) for i, size in enumerate(SIZES)])
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x = rng.normal(size=(len(y), 6)) + np.eye(CLASSES, 6)[y] + 0.5 * owner[:, None]
-    data = fl.Dataset.create(x.astype(np.float32), y, users=owner)
-    return fl.partitions.writers(validation=0.0, test=0.0)(data, seed=0).to(dtype=torch.float64)
+    data = fl.Dataset.create(x.astype(np.float32), y, clients=owner)
+    return fl.partitions.natural(validation=0.0, test=0.0)(data, seed=0).to(dtype=torch.float64)
 
 
 def run(

@@ -194,7 +194,7 @@ def test_ifca_finds_two_groups_whose_labels_are_exchanged() -> None:
     x = rng.normal(size=(320, 4)).astype(np.float32)
     owner = np.arange(320) // 40
     y = (x[:, 0] > 0) ^ (owner % 2 == 1)
-    fed = fl.partitions.writers(validation=0.0, test=0.25)(fl.Dataset.create(x, y.astype(int), users=owner), seed=0)
+    fed = fl.partitions.natural(validation=0.0, test=0.25)(fl.Dataset.create(x, y.astype(int), clients=owner), seed=0)
     settings: dict[str, Any] = {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}, "evaluate": {"every": 15}}
     found = fl.simulate(IFCA(), fed, MLP(hidden=(8,)), **settings)
     assert found.final("personal").mean() > 0.9
@@ -237,9 +237,9 @@ def test_fedrod_without_class_counts_is_fedavg_at_its_generic_head() -> None:
 
 def test_fedrod_needs_classes_and_a_bias() -> None:
     rng = np.random.default_rng(0)
-    data = fl.Dataset.create(rng.normal(size=(40, 3)), rng.normal(size=40), users=np.arange(40) // 10)
+    data = fl.Dataset.create(rng.normal(size=(40, 3)), rng.normal(size=40), clients=np.arange(40) // 10)
     with pytest.raises(Refused, match="class counts need classes"):
-        fl.simulate(FedRoD(), fl.partitions.writers()(data, seed=0), MLP(hidden=(4,)), rounds=1)
+        fl.simulate(FedRoD(), fl.partitions.natural()(data, seed=0), MLP(hidden=(4,)), rounds=1)
     with pytest.raises(Refused, match="bias"):
         fl.simulate(FedRoD(), federation(), Biasless(), rounds=1)
 

@@ -136,7 +136,7 @@ def test_what_is_sent_is_statistics_and_nothing_a_second_time(name: str) -> None
 
 def test_a_linear_model_and_a_module_of_the_user_have_closed_form_heads() -> None:
     """In float32 and with other settings of local training, which change nothing."""
-    fed = fl.partitions.dirichlet(clients=6, beta=0.3)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=6, alpha=0.3)(fl.load("digits"), seed=0)
     rows = torch.cat([fed.indices("train", i) for i in range(6)])
     x, y = fed.data.x[rows].flatten(1).float() / 255 / fed.data.std.float(), np.eye(10)[fed.data.y[rows].numpy()]
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 10))

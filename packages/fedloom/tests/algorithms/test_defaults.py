@@ -25,7 +25,7 @@ def options_of(name: str) -> dict[str, FieldInfo]:
 
 
 def default_of(name: str, option: str) -> Any:
-    made = REGISTRY[name](settings="paper")
+    made = REGISTRY[name](defaults="paper")
     parts = [part for part in made[:3] if part] if isinstance(made, tuple) else [made]
     return next(getattr(part, option) for part in parts if option in type(part).model_fields)
 
@@ -165,34 +165,34 @@ def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
 def test_released_settings_are_those_of_the_public_codes() -> None:
     """With the place in the code: zsk66/FLAME 215a04b2, huangtiansheng/fedslr 35dc740c, Peiran225/FIAELT 4ea7069b."""
     flame = FLAME(lam=1.0, rho=0.1, centre="received", dual="epoch")  # options.py:26-27, update.py:98, 171-175
-    assert FLAME(settings="released") == flame
-    assert FLAME(settings="released", dual="round") == flame.with_(dual="round")
+    assert FLAME(defaults="released") == flame
+    assert FLAME(defaults="released", dual="round") == flame.with_(dual="round")
     fedslr = FedSLR(eta_g=10.0, personal_start="model", personal_decay="component")  # mask_component_bi.py:27
-    assert FedSLR(settings="released") == fedslr
-    assert FIAELT(settings="released") == FIAELT(solver="released")
+    assert FedSLR(defaults="released") == fedslr
+    assert FIAELT(defaults="released") == FIAELT(solver="released")
     for name in ("fedacs", "fedavg", "fairfed"):
         with pytest.raises(ValueError, match="needs a method with constants of a released code"):
-            REGISTRY[name](settings="released")
+            REGISTRY[name](defaults="released")
 
 
 def test_settings_are_default_paper_or_released() -> None:
-    assert FLAME(settings="paper") == FLAME(lam=1.0, rho=0.1)
-    assert FLAME(settings="paper", lam=2.0) == FLAME(lam=2.0, rho=0.1)
-    assert FLAME(settings="default") == FLAME()
+    assert FLAME(defaults="paper") == FLAME(lam=1.0, rho=0.1)
+    assert FLAME(defaults="paper", lam=2.0) == FLAME(lam=2.0, rho=0.1)
+    assert FLAME(defaults="default") == FLAME()
     for entry in (FLAME, REGISTRY["fairfed"]):
         with pytest.raises(ValueError, match="settings must be 'default', 'paper' or 'released'"):
-            entry(settings="papers")
+            entry(defaults="papers")
 
 
 def test_one_word_takes_the_papers_constants_of_every_method_of_a_file() -> None:
     methods = [
         {"algorithm": "flame"},
-        {"algorithm": "feddr", "settings": "default"},
+        {"algorithm": "feddr", "defaults": "default"},
         {"algorithm": "fedprox", "mu": 3.0},
     ]
-    read = parse({"data": {"source": "digits"}, "settings": "paper", "method": methods}).methods
+    read = parse({"data": {"source": "digits"}, "defaults": "paper", "method": methods}).methods
     made = [method.setting.algorithm for method in read]
-    assert made == [FLAME(settings="paper"), REGISTRY["feddr"](), REGISTRY["fedprox"](mu=3.0)]
+    assert made == [FLAME(defaults="paper"), REGISTRY["feddr"](), REGISTRY["fedprox"](mu=3.0)]
 
 
 @pytest.mark.parametrize("name", REGISTRY)

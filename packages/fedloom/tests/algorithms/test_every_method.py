@@ -29,7 +29,9 @@ CHOOSES = ("clustered-sampling", "power-of-choice")
 
 @cache
 def digits() -> Federation:
-    return fl.partitions.dirichlet(clients=5, beta=0.5, min_size=20, keep=40)(fl.load("digits"), seed=3)
+    return fl.partitions.dirichlet(clients=5, alpha=0.5, min_size=20, max_train_per_client=40)(
+        fl.load("digits"), seed=3
+    )
 
 
 class Normed(ModelSpec):
@@ -79,7 +81,7 @@ def test_a_replay_of_what_a_run_drew_has_its_bits(name: str, monkeypatch: pytest
     more: dict[str, Any] = {} if name == "centralized" else {"sampler": {"kind": "uniform", "fraction": 0.6}}
     with monkeypatch.context() as patched:
         drawn = Recorder(patched)
-        first = run(name, digits(), progress=[drawn.hear], **more)
+        first = run(name, digits(), callbacks=[drawn.hear], **more)
     drawn.batches = {i: drawn.batches[i] for i in range(first.job.n)}
     given: dict[str, Any] = {"initial": drawn.initial, "batches": drawn.batches}
     if name in CHOOSES:
@@ -128,7 +130,7 @@ def test_a_run_that_stops_after_every_round_ends_with_the_same_bits(name: str, t
     more: dict[str, Any] = {"rounds": 4} | ({} if name == "centralized" else {"sampler": {"fraction": 0.5}})
     whole = run(name, five_features(), **more)
     for _ in range(4):
-        stopped = run(name, five_features(), folder=tmp_path, progress=[interrupt], **more)
+        stopped = run(name, five_features(), folder=tmp_path, callbacks=[interrupt], **more)
     assert (stopped.rounds, stopped.stop) == (4, Stop.DONE)
     for a, b in zip(kept(whole), kept(stopped), strict=True):
         assert torch.equal(a, b)
@@ -176,8 +178,8 @@ def test_batches_of_one_stream_do_or_a_sentence_names_the_missing_one(name: str)
 
 
 def made(x: Any, y: Any, owner: Any) -> Federation:
-    data = fl.Dataset.create(np.asarray(x, np.float32), np.asarray(y), users=np.asarray(owner))
-    return fl.partitions.writers()(data, seed=0)
+    data = fl.Dataset.create(np.asarray(x, np.float32), np.asarray(y), clients=np.asarray(owner))
+    return fl.partitions.natural()(data, seed=0)
 
 
 def one_sample_each() -> Federation:
@@ -231,7 +233,7 @@ ODD = (one_sample_each, one_client, constant_features, one_class_each, two_clien
 @pytest.mark.parametrize("fed", ODD)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_an_odd_federation_is_trained_on_or_refused_with_what_to_do(name: str, fed: Callable[[], Federation]) -> None:
-    trains_or_names_the_cure(name, fed(), weights="samples")
+    trains_or_names_the_cure(name, fed(), client_weights="samples")
 
 
 EDGES: dict[str, dict[str, Any]] = {
@@ -289,7 +291,7 @@ def test_work_is_every_gradient_that_was_taken(name: str) -> None:
     entry = REGISTRY[name]
     method = entry(layers=("1.bias",)) if entry is FedBN else entry()
     BACKWARD.clear()
-    settings: dict[str, Any] = {"local": {"lr": 0.05, "batch_size": 8}, "engine": {"oracle": "looped"}}
+    settings: dict[str, Any] = {"local": {"lr": 0.05, "batch_size": 8}, "engine": {"gradient_engine": "loop"}}
     evaluate = {"every": 2, "parts": ("train",)}
     model = TalliedNetwork(of="representation" if name == "fedas" else "logits")  # a term alone passes no logits
     result = fl.simulate(method, small(), model, rounds=2, evaluate=evaluate, **settings)
@@ -301,4 +303,4 @@ def test_work_is_every_gradient_that_was_taken(name: str) -> None:
 
 @cache
 def small() -> Federation:
-    return fl.partitions.iid(clients=3, keep=12)(fl.load("digits"), seed=0)
+    return fl.partitions.iid(clients=3, max_train_per_client=12)(fl.load("digits"), seed=0)

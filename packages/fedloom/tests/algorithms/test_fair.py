@@ -337,7 +337,7 @@ def test_presets_are_fedavg_with_what_their_papers_choose() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Data:
-    return Dirichlet(clients=12, beta=0.5, min_size=4)(load("digits"), seed=0)
+    return Dirichlet(clients=12, alpha=0.5, min_size=4)(load("digits"), seed=0)
 
 
 def simulated(fed: Data, method: Any, **changes: Any) -> Result:
@@ -364,7 +364,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_digits_with_one_and_two_workers(digits: Data, name: str) -> None:
-    one, two = (simulated(digits, METHODS[name](), engine=Engine(workers=w, chunk=2)) for w in (1, 2))
+    one, two = (simulated(digits, METHODS[name](), engine=Engine(workers=w, clients_per_batch=2)) for w in (1, 2))
     assert torch.equal(one.models.rows("global"), two.models.rows("global"))
     assert one.state.totals.tolist() == two.state.totals.tolist()
     assert one.state.tensors().keys() == two.state.tensors().keys()
@@ -404,7 +404,7 @@ class Probing(UniformWeigher):
 @pytest.mark.parametrize("weigher", [UniformWeigher(), Probing()])
 def test_a_client_drawn_three_times_trains_once_and_counts_three_times(digits: Data, weigher: UniformWeigher) -> None:
     options: dict[str, Any] = {"rounds": 1, "engine": Engine(dtype="float64")}
-    got = simulated(digits, FedAvg(), sampler=Thrice(), weigher=weigher, **options)
+    got = simulated(digits, FedAvg(), sampler=Thrice(), aggregation_weights=weigher, **options)
     ctx = got.job.ctx(1, torch.tensor([4, 7]))
 
     class Only(Sampler):
@@ -442,7 +442,7 @@ class Broken(FedAvg):
 
 
 def test_a_sampler_learns_from_accepted_clients_only(digits: Data) -> None:
-    options: dict[str, Any] = {"rounds": 1, "engine": Engine(dtype="float64", chunk=2)}
+    options: dict[str, Any] = {"rounds": 1, "engine": Engine(dtype="float64", clients_per_batch=2)}
     clustered, remembering = Clustered(masses="uniform"), PowerOfChoice(estimate="last")
     whole, part = (simulated(digits, m, sampler=clustered, **options).state for m in (FedAvg(), Broken()))
     others = torch.arange(12) != 3

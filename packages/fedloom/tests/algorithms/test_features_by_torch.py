@@ -263,9 +263,9 @@ def test_fedem_finds_who_has_which_labels() -> None:
     """Two of four clients have the labels of the others exchanged: each pair has a component, and FedAvg guesses."""
     rng = np.random.default_rng(0)
     x, owner = rng.normal(size=(120, 3)), np.arange(120) // 30
-    data = fl.Dataset.create(x.astype(np.float32), ((x[:, 0] > 0) ^ (owner < 2)).astype(int), users=owner)
+    data = fl.Dataset.create(x.astype(np.float32), ((x[:, 0] > 0) ^ (owner < 2)).astype(int), clients=owner)
     fed, settings = (
-        fl.partitions.writers(test=0.0)(data, seed=0),
+        fl.partitions.natural(test=0.0)(data, seed=0),
         {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}},
     )
     accuracy = {}
@@ -354,7 +354,9 @@ def test_cfl_finds_the_groups_without_their_number_and_leaves_clients_alike_toge
     settings: dict[str, Any] = {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}, "evaluate": {"every": 15}}
     for groups in (2, 1):
         y = (x[:, 0] > 0) ^ (owner % groups == 1)
-        fed = fl.partitions.writers(validation=0.0, test=0.25)(fl.Dataset.create(x, y.astype(int), users=owner), seed=0)
+        fed = fl.partitions.natural(validation=0.0, test=0.25)(
+            fl.Dataset.create(x, y.astype(int), clients=owner), seed=0
+        )
         server = fl.simulate(CFL(), fed, fl.models.MLP(hidden=(8,)), **settings).state.server
         assert server.cluster[:, 0].tolist() == [i % groups for i in range(8)]
 

@@ -309,7 +309,7 @@ def test_theorem_1_holds_neither_by_default_nor_in_the_paper() -> None:
         p = Problem.random(0, n=len(alpha))
         weights = torch.tensor(alpha, dtype=torch.float64)[:, None]
         ctx = ReferenceFederation(p.oracle(), weights, SGD).ctx(0, range(len(alpha)))
-        for method in (FLAME().derive_options(ctx), FLAME(settings="paper")):
+        for method in (FLAME().derive_options(ctx), FLAME(defaults="paper")):
             pull, rho = method.lam * max(alpha), method.rho
             assert (pull / rho) ** 2 * (1 + rho) >= (pull + rho) / 2
             assert method.check(ctx.layout, ctx) == []

@@ -156,7 +156,7 @@ def test_equal_steps_are_fedavg_for_any_weights(seed: int) -> None:
 @SEEDS
 def test_equation_8(seed: int) -> None:
     p, ids = Problem.random(seed), [0, 2, 3]
-    (after,) = run(FedNova(), p, 1, noise=0.0, cohorts=[ids], weigher=SamplesWeigher())[1:]
+    (after,) = run(FedNova(), p, 1, noise=0.0, cohorts=[ids], aggregation_weights=SamplesWeigher())[1:]
     share = p.sizes[ids].double() / p.sizes[ids].sum()
     tau = torch.tensor([SGD.batches(size) for size in p.sizes[ids].tolist()], dtype=torch.float64)
     w = p.descent(p.x0, torch.tensor([[SGD.batches(size)] for size in p.sizes.tolist()]), 0.1)[ids]
@@ -224,13 +224,15 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_digits_with_one_and_two_workers(method: Algorithm) -> None:
-    fed = Dirichlet(clients=10, beta=0.5, min_size=4)(load("digits"), seed=0)
+    fed = Dirichlet(clients=10, alpha=0.5, min_size=4)(load("digits"), seed=0)
     options: dict[str, Any] = {
         "rounds": 3,
         "local": LocalSGD(lr=0.05, batch_size=8),
         "sampler": Uniform(fraction=0.5),
         "evaluate": Evaluate(every=3),
     }
-    one, two = (simulate(method, fed, "softmax", engine=Engine(workers=w, chunk=2), **options) for w in (1, 2))
+    one, two = (
+        simulate(method, fed, "softmax", engine=Engine(workers=w, clients_per_batch=2), **options) for w in (1, 2)
+    )
     assert torch.equal(one.models.rows("global"), two.models.rows("global"))
     assert float(one.final("global", "accuracy").nanmean()) > 0.2

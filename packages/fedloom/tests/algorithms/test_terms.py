@@ -20,7 +20,7 @@ from fedloom.models import MLP, Dropout, ModelSpec
 from fedloom.tasks import task_of
 from fedloom.testing import Problem
 
-N, ORACLES = len(SIZES), ("fused", "stacked", "looped")
+N, ORACLES = len(SIZES), ("compiled", "vmap", "loop")
 
 
 class Given(NamedTuple):
@@ -188,11 +188,11 @@ class Normed(ModelSpec):
 
 
 def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> None:
-    numbers = fl.Dataset.create(np.ones((40, 3)), np.linspace(0, 1, 40), users=np.arange(40) // 10)
+    numbers = fl.Dataset.create(np.ones((40, 3)), np.linspace(0, 1, 40), clients=np.arange(40) // 10)
     with pytest.raises(Refused, match="normalisation layers mix"):
         fl.simulate("moon", federation(), Normed(), rounds=1)
     with pytest.raises(Refused, match="no classes"):
-        fl.simulate("moon", fl.partitions.writers()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)
+        fl.simulate("moon", fl.partitions.natural()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)
     p = Problem.random(0)
     exact = Work(p.oracle(solve=True), torch.arange(p.n), p.alpha, LocalSGD())
     with pytest.raises(Refused, match="solved exactly"):
@@ -201,7 +201,7 @@ def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> No
 
 def test_a_function_that_gives_no_number_per_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="one number per sample"):
-        descend(vector(network()), work("fused"), terms=(Term(lambda z, *_: z.sum()),))
+        descend(vector(network()), work("compiled"), terms=(Term(lambda z, *_: z.sum()),))
 
 
 class Written(nn.Module):
@@ -234,7 +234,7 @@ def test_the_representation_is_the_input_of_the_head_whatever_comes_before(kind:
     if kind == "function":  # which changes nothing of the first sample
         first = federation().fetch(federation().parts["train"].index[:1])
         net.body.bias.data = 0.1 - (first.double() @ net.body.weight.T)[0].detach()
-    w = work("looped", net)
+    w = work("loop", net)
     wanted = [net.represented(samples(i)[0]) for i in range(N)]
     rows = vector(net).expand(N, -1)
     torch.testing.assert_close(w.activations(rows), torch.stack([z.mean(0) for z in wanted]).detach())

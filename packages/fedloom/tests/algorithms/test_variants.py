@@ -35,7 +35,7 @@ from fedloom.algorithms import (
 )
 from fedloom.choose import Uniform
 from fedloom.data import load
-from fedloom.data.partitions import Quantity
+from fedloom.data.partitions import QuantitySkew
 from fedloom.engine.result import Result
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.local import LocalSGD
@@ -44,7 +44,7 @@ from fedloom.testing import check_algorithm
 
 DATA = load("digits")
 FEW = replace(DATA, x=DATA.x[:200], y=DATA.y[:200])
-FED = Quantity(clients=4, beta=0.5)(FEW, 0).to(torch.device("cpu"), torch.float64)
+FED = QuantitySkew(clients=4, alpha=0.5)(FEW, 0).to(torch.device("cpu"), torch.float64)
 N, D = 4, 650
 INDEX = [FED.indices("train", i) for i in range(N)]
 X = [FED.fetch(k).reshape(len(k), -1) for k in INDEX]
@@ -94,7 +94,7 @@ def replayed(method: Algorithm, batches: Any = BATCHES, local: dict[str, Any] | 
         "rounds": ROUNDS,
         "engine": Engine(dtype="float64"),
         "cohorts": COHORTS,
-        "weights": "uniform",
+        "client_weights": "uniform",
         **QUICK,
         **more,
     }
@@ -140,7 +140,7 @@ def test_the_initial_model_by_name() -> None:
     tree = dict(zip(names, tree.values(), strict=True))
     again = simulate(
         FedAvg(), FED, rounds=ROUNDS, engine=Engine(dtype="float64"), local=LocalSGD(**LOCAL), initial=tree,
-        cohorts=[torch.tensor(c) for c in COHORTS], batches=dict(enumerate(BATCHES)), weights="uniform",
+        cohorts=[torch.tensor(c) for c in COHORTS], batches=dict(enumerate(BATCHES)), client_weights="uniform",
     )  # fmt: skip
     assert torch.equal(shared(again), shared(replayed(FedAvg())))
 
@@ -155,7 +155,7 @@ def test_batches_of_unequal_number_and_size() -> None:
 
 
 def test_chunks_and_workers_change_nothing() -> None:
-    engine = Engine(dtype="float64", chunk=1, workers=2)
+    engine = Engine(dtype="float64", clients_per_batch=1, workers=2)
     close(shared(replayed(FedAvg(), engine=engine)), shared(replayed(FedAvg())))
 
 

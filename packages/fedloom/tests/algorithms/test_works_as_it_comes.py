@@ -69,7 +69,7 @@ def test_default_obeys_the_law(name: str, case: str) -> None:
 @cache
 def unequal(seed: int) -> Federation:
     """Digits at nine clients, 20 to 250 samples each."""
-    made = fl.partitions.dirichlet(clients=9, beta=0.2, min_size=20, validation=0.25)
+    made = fl.partitions.dirichlet(clients=9, alpha=0.2, min_size=20, validation=0.25)
     return remove_test(made(load("digits"), seed=seed))
 
 

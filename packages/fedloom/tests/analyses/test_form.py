@@ -142,7 +142,7 @@ def test_the_budget_of_questions_is_kept():
 
 
 def test_a_client_of_fewer_subjects_than_agreed_answers_zeros():
-    found = fl.analyze(TOY, CLIENTS, rules=Rules(least=30))
+    found = fl.analyze(TOY, CLIENTS, rules=Rules(min_subjects=30))
     (log,) = found.log
     assert (log.info.neutral, log.info.rows, int(log.total[:-1].sum())) == (1, 100, 100)
 
@@ -169,8 +169,8 @@ def test_a_damaged_sum_is_refused(tmp_path):
 def test_data_sets_federations_and_clients_give_one_answer():
     x, y = (np.concatenate(parts) for parts in zip(*CLIENTS.values(), strict=True))
     users = np.repeat([*CLIENTS], [len(y) for _, y in CLIENTS.values()])
-    data = fl.Dataset.create((x, y), users=users)
-    tables = [fl.analyze(TOY, given_as).table for given_as in (CLIENTS, data, fl.partitions.writers()(data, seed=1))]
+    data = fl.Dataset.create((x, y), clients=users)
+    tables = [fl.analyze(TOY, given_as).table for given_as in (CLIENTS, data, fl.partitions.natural()(data, seed=1))]
     assert all(table.equals(tables[0]) for table in tables)
 
 
@@ -179,7 +179,7 @@ def test_rows_of_a_table_are_raw_in_a_federation():
     frame = pd.DataFrame(
         {"age": [30.0, 40.0, None, 70.0, 55.0, 61.0], "site": list("aabbaa"), "ill": [0, 1, 0, 1, 0, 1]}
     )
-    data = fl.Dataset.create(frame, "ill", users="site", impute=True)
+    data = fl.Dataset.create(frame, "ill", client_column="site", impute=True)
     fed = fl.partitions.iid(clients=2, test=0.0, validation=0.0)(data, seed=0)
     found = fl.analyze(Quantiles(column="age"), fed)
     assert found.table["value"][0].as_py() == pytest.approx(np.mean([30, 40, 70, 55, 61]))

@@ -24,7 +24,7 @@ from tests.commands import call
 SMALL: dict[str, Any] = {
     "rounds": 1,
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "test": 0.05},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "test": 0.05},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "local"}],
 }
 OLD = [
@@ -48,7 +48,7 @@ def test_every_moved_key_is_tried_here() -> None:
 def test_an_old_key_is_an_error_with_the_new_form_at_every_door(
     table: str, key: str, value: Any, analysis: dict[str, Any], tmp_path: Path
 ) -> None:
-    fed = fl.partitions.iid(clients=2, keep=20)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=2, max_train_per_client=20)(fl.load("digits"), seed=0)
     document = {**SMALL, table: {**SMALL.get(table, {}), key: value}}
     (tmp_path / "old.toml").write_text(tomli_w.dumps(document))
     doors: list[Any] = [lambda: parse(document), lambda: read(tmp_path / "old.toml")]
@@ -56,7 +56,7 @@ def test_an_old_key_is_an_error_with_the_new_form_at_every_door(
         doors += [
             lambda: fl.Evaluate(**{key: value}),
             lambda: fl.simulate("fedavg", fed, rounds=1, evaluate={key: value}),
-            lambda: fl.compare(["fedavg"], fed, rounds=1, seeds=[0], evaluate={key: value}, progress=False),
+            lambda: fl.compare(["fedavg"], fed, rounds=1, seeds=[0], evaluate={key: value}, progress_bar=False),
         ]
     for door in doors:
         with pytest.raises(ConfigError) as caught:
@@ -125,9 +125,9 @@ def test_a_bad_table_is_refused_before_any_work(analysis: Any, sentence: str) ->
 
 
 def test_a_comparison_has_analyses_and_its_folder_their_tables(tmp_path: Path) -> None:
-    fed = fl.partitions.iid(clients=3, keep=30)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3, max_train_per_client=30)(fl.load("digits"), seed=0)
     fl.compare(
-        ["fedavg"], fed, rounds=1, seeds=[0], progress=False, folder=tmp_path / "run",
+        ["fedavg"], fed, rounds=1, seeds=[0], progress_bar=False, folder=tmp_path / "run",
         analyses=["confusion", {"kind": "tsne", "clients": [1]}],
     )  # fmt: skip
     recorded = pq.read_table(tmp_path / "run" / "confusion.parquet")
@@ -135,7 +135,7 @@ def test_a_comparison_has_analyses_and_its_folder_their_tables(tmp_path: Path) -
     assert recorded.drop_columns(["method", "seed"]).equals(found)
     with pytest.raises(Refused, match="regression"):
         fl.compare(["fedavg"], fl.partitions.iid(clients=2)(fl.load("sklearn", set="diabetes"), seed=0), rounds=1,
-                   seeds=[0], analyses=["confusion"], progress=False)  # fmt: skip
+                   seeds=[0], analyses=["confusion"], progress_bar=False)  # fmt: skip
 
 
 class RightGuesses(Analysis):
@@ -166,7 +166,7 @@ class RightGuesses(Analysis):
 
 
 def test_a_sum_may_be_of_the_models_of_a_run(tmp_path: Path) -> None:
-    fed = fl.partitions.iid(clients=3, keep=60)(fl.load("digits"), seed=0)
+    fed = fl.partitions.iid(clients=3, max_train_per_client=60)(fl.load("digits"), seed=0)
     result = fl.simulate("fedavg", fed, rounds=3)
     sizes = fed.sizes("test").double()
     right, tested = (column[0].as_py() for column in fl.analyze(RightGuesses(), result).table)
@@ -183,8 +183,9 @@ def test_the_command_prints_the_answer_and_takes_the_options_of_the_file(tmp_pat
     (tmp_path / "t.csv").write_text(f"site,dose,ill\n{rows}")
     file = tmp_path / "t.toml"
     file.write_text(
-        f'[data]\nsource = "{tmp_path / "t.csv"}"\nlabel = "ill"\nusers = "site"\n[[method]]\nalgorithm = "fedavg"\n'
-        '[[analysis]]\nkind = "tests.analyses.toy:Quantiles"\ncolumn = "dose"\nbins = 4\n'
+        f'[data]\nsource = "{tmp_path / "t.csv"}"\ntarget = "ill"\nclient_column = "site"\n'
+        '[[method]]\nalgorithm = "fedavg"\n[[analysis]]\nkind = "tests.analyses.toy:Quantiles"\n'
+        'column = "dose"\nbins = 4\n'
     )
     kind = "tests.analyses.toy:Quantiles"
     said = call("analyze", kind, file)

@@ -149,7 +149,12 @@ def state_of(result: Any) -> Tensor:
 @pytest.mark.parametrize("method", [FedAvg(), FLAME(), Ditto(), FedSLR(), FedRep(head_epochs=1), FedAS()])
 def test_no_share_is_the_method_itself_and_a_share_is_not(fed: Federation, method: Any) -> None:
     bare, none, some = (
-        state_of(run(fed, method, **m)) for m in ({}, {"mixer": Attention(share=0.0)}, {"mixer": Attention()})
+        state_of(run(fed, method, **m))
+        for m in (
+            {},
+            {"personalized_aggregation": Attention(mixing_weight=0.0)},
+            {"personalized_aggregation": Attention()},
+        )
     )
     assert torch.equal(bare, none)
     assert not torch.equal(bare, some)
@@ -157,7 +162,9 @@ def test_no_share_is_the_method_itself_and_a_share_is_not(fed: Federation, metho
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_where_nothing_travels_there_is_nothing_to_mix(fed: Federation, kind: str) -> None:
-    bare, mixed = (state_of(run(fed, FedRep(), model="softmax", mixer=m)) for m in (None, MIXERS[kind]()))
+    bare, mixed = (
+        state_of(run(fed, FedRep(), model="softmax", personalized_aggregation=m)) for m in (None, MIXERS[kind]())
+    )
     assert torch.equal(bare, mixed)
 
 
@@ -165,17 +172,24 @@ def test_fedavg_with_attention_is_fedacs(fed: Federation) -> None:
     """FedAvg's clients upload FedACS's models from attention's mixtures, up to the rounding of w - u + u."""
     options: dict[str, Any] = {"engine": {"dtype": "float64"}}
     acs = run(fed, FedACS(quantile=0.4), **options).job.kept.read(torch.arange(6)).w
-    mixed = run(fed, FedAvg(), mixer=Attention(quantile=0.4), **options).job.models.read(torch.arange(6)).w
+    mixed = (
+        run(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.4), **options)
+        .job.models.read(torch.arange(6))
+        .w
+    )
     torch.testing.assert_close(mixed, acs, rtol=0, atol=1e-12)
 
 
 def test_fedala_takes_the_mixture_for_the_server_s_model(fed: Federation) -> None:
     """With weights of 1 it is FedAvg from mixtures; where weights are learned, mixtures change what is learned."""
     fixed, average = (
-        run(fed, m, mixer=Attention()).job.models.read(torch.arange(6)).w for m in (FedALA(eta=0), FedAvg())
+        run(fed, m, personalized_aggregation=Attention()).job.models.read(torch.arange(6)).w
+        for m in (FedALA(eta=0), FedAvg())
     )
     assert torch.equal(fixed, average)
-    mixed, bare = (state_of(run(fed, FedALA(eta=1.0, first=2), mixer=m)) for m in (Attention(), None))
+    mixed, bare = (
+        state_of(run(fed, FedALA(eta=1.0, first=2), personalized_aggregation=m)) for m in (Attention(), None)
+    )
     assert not torch.equal(mixed, bare)
 
 
@@ -183,7 +197,7 @@ def test_without_collaboration_every_client_trains_alone(fed: Federation) -> Non
     """q = 1: FedAvg's clients start from their own last model, as those of `local` do."""
     options: dict[str, Any] = {"engine": {"dtype": "float64"}, "sampler": Uniform(fraction=1.0)}
     alone = run(fed, LocalOnly(), **options).job.clients.read(torch.arange(6))[0]
-    mixed = run(fed, FedAvg(), mixer=Attention(quantile=1.0, similarity="change"), **options)
+    mixed = run(fed, FedAvg(), personalized_aggregation=Attention(quantile=1.0, similarity="change"), **options)
     torch.testing.assert_close(mixed.job.models.read(torch.arange(6)).w, alone, rtol=0, atol=1e-12)
 
 
@@ -196,14 +210,14 @@ def test_clusters_serve_two_groups_that_one_model_cannot(fed: Federation) -> Non
         "evaluate": {"every": 12},
     }
     one = run(fed, FedAvg(), **many).final("global", "accuracy")
-    two = run(fed, FedAvg(), mixer=ClusterMeans(clusters=2), **many).final("personal", "accuracy")
+    two = run(fed, FedAvg(), personalized_aggregation=ClusterMeans(clusters=2), **many).final("personal", "accuracy")
     assert float(two.nanmean()) > float(one.nanmean()) + 0.2
 
 
 def test_mixtures_are_sent_dense_and_counted(fed: Federation) -> None:
     """FedSLR's download is a matrix of low rank, its mixtures are not."""
     d, many = 23, {"sampler": Uniform(fraction=1.0)}
-    mixed = run(fed, FedSLR(lam=10.0), mixer=Attention(), **many)
+    mixed = run(fed, FedSLR(lam=10.0), personalized_aggregation=Attention(), **many)
     figures = {
         r.metric: float(r.values[0])
         for r in mixed.state.records.items
@@ -217,10 +231,10 @@ def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path) ->
         if state.round == 2:
             raise KeyboardInterrupt
 
-    settings: dict[str, Any] = {"mixer": Attention(among="seen"), "rounds": 4}
+    settings: dict[str, Any] = {"personalized_aggregation": Attention(among="seen"), "rounds": 4}
     settings["engine"] = {"checkpoint_every": 1e-9}
     with pytest.raises(KeyboardInterrupt):
-        run(fed, FedAvgFT(), folder=tmp_path / "a", progress=[stop], **settings)
+        run(fed, FedAvgFT(), folder=tmp_path / "a", callbacks=[stop], **settings)
     resumed = run(fed, FedAvgFT(), folder=tmp_path / "a", **settings)
     whole = run(fed, FedAvgFT(), **settings)
     assert torch.equal(state_of(resumed), state_of(whole))
@@ -229,7 +243,7 @@ def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path) ->
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_chunks_change_rounding_only(fed: Federation, chunk: int) -> None:
-    many = {"engine": {"chunk": chunk, "dtype": "float64"}, "mixer": Attention()}
+    many = {"engine": {"clients_per_batch": chunk, "dtype": "float64"}, "personalized_aggregation": Attention()}
     got, want = (
         run(fed, FedAvg(), **{**many, "engine": e}).job.models.read(torch.arange(6)).w
         for e in (many["engine"], {"dtype": "float64"})
@@ -244,7 +258,7 @@ def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
     """How many other honest clients' models each honest client receives in the last round."""
     result = run(fed, method, attack=Sybils(fraction=1 / 2), sampler=Uniform(fraction=1.0), **choices)
     honest = ~result.job.malicious
-    mixer = result.job.setting.mixer or result.job.algorithm.mixer(3)
+    mixer = result.job.setting.personalized_aggregation or result.job.algorithm.mixer(3)
     store = result.job.models if result.job.models.template else result.job.kept
     w = store.read(torch.arange(6)).w
     weights = mixer.weights(w, store.template.w, result.job.ctx(4))
@@ -258,7 +272,7 @@ def test_sybils_turn_collaboration_off_and_a_cap_keeps_it(fed: Federation, metho
     def attacked(**options: Any) -> list[int]:
         if method == "preset":
             return collaborators(fed, FedACS(quantile=0.7, **options))
-        return collaborators(fed, FedAvg(), mixer=Attention(quantile=0.7, **options))
+        return collaborators(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.7, **options))
 
     assert sum(attacked()) == 0
     assert sum(attacked(copies=0.999)) > 0
@@ -284,7 +298,7 @@ def test_a_forged_direction_buys_a_mixture_and_a_rule_within_it_does_not_sell(fe
 @pytest.mark.parametrize("method", [FedACS(quantile=0.0), FedAvg()])
 def test_a_rule_of_one_model_is_the_client_s_own(fed: Federation, method: Any) -> None:
     """With q = 1 every mixture has one model, which is its median."""
-    many: dict[str, Any] = {} if isinstance(method, FedACS) else {"mixer": Attention(quantile=1.0)}
+    many: dict[str, Any] = {} if isinstance(method, FedACS) else {"personalized_aggregation": Attention(quantile=1.0)}
     method = FedACS(quantile=1.0) if isinstance(method, FedACS) else method
     result = run(fed, method, aggregator=Median(), **many)
     plain = run(fed, method, **many)
@@ -294,8 +308,8 @@ def test_a_rule_of_one_model_is_the_client_s_own(fed: Federation, method: Any) -
 
 @pytest.mark.parametrize("name", ["local", "scaffold", "fiaelt", "fedskip", "ifca", "fedproto", "fedmid"])
 def test_refused_where_a_model_of_one_s_own_has_no_meaning(fed: Federation, name: str) -> None:
-    with pytest.raises(Refused, match=r"mixer"):
-        run(fed, name, mixer=Attention())
+    with pytest.raises(Refused, match=r"personalized.aggregation"):
+        run(fed, name, personalized_aggregation=Attention())
 
 
 def test_a_user_s_mixer_by_class(fed: Federation) -> None:
@@ -307,5 +321,5 @@ def test_a_user_s_mixer_by_class(fed: Federation) -> None:
         def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
             return torch.full((len(models), len(models)), 1 / len(models), dtype=models.dtype)
 
-    result = run(fed, FLAME(), mixer=Everyone(among="all"))
+    result = run(fed, FLAME(), personalized_aggregation=Everyone(among="all"))
     assert result.state.round == 3

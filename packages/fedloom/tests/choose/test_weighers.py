@@ -14,7 +14,7 @@ from fedloom import Evaluate, simulate
 from fedloom.algorithms import REGISTRY, FedAvg, PresetMethod
 from fedloom.choose import EquitableWeigher, FairFedWeigher, SamplesWeigher, UniformWeigher
 from fedloom.data import Dataset, load
-from fedloom.data.partitions import Dirichlet, Writers
+from fedloom.data.partitions import Dirichlet, Natural
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import make_oracle
@@ -100,9 +100,9 @@ def test_fairfed_asks_about_the_received_model() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Work:
-    fed = Dirichlet(clients=5, beta=0.5, min_size=5)(load("digits"), seed=0).to("cpu", torch.float64)
+    fed = Dirichlet(clients=5, alpha=0.5, min_size=5)(load("digits"), seed=0).to("cpu", torch.float64)
     module = spec_of("mlp", hidden=[6]).build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
-    oracle = make_oracle(module, task_of(fed.data), fed, "looped")
+    oracle = make_oracle(module, task_of(fed.data), fed, "loop")
     return Work(oracle, torch.tensor([1, 3]), torch.full((2, 1), 0.2), LocalSGD(batch_size=7, epochs=2), round=2)
 
 
@@ -147,13 +147,13 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
     x = np.column_stack([rng.normal(group, 1), rng.normal(0, 1, 160)])
     y = (x[:, 0] + 0.5 * clients * x[:, 1] + rng.normal(0, 1, 160) > 0.3).astype(int)
     frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "sex": np.where(group, "m", "f"), "site": clients, "y": y})
-    data = Dataset.create(frame, target="y", users="site", drop=("sex",), kept=("sex",))
-    fed = Writers(test=0.2)(data, seed=0)
+    data = Dataset.create(frame, target="y", client_column="site", drop=("sex",), group_columns=("sex",))
+    fed = Natural(test=0.2)(data, seed=0)
     weigher = FairFedWeigher(beta=0.3, metric=metric, group="sex", floor=False)  # type: ignore[arg-type]
     options: dict[str, Any] = {
         "local": LocalSGD(lr=0.5),
         "evaluate": Evaluate(every=1),
-        "weigher": weigher,
+        "aggregation_weights": weigher,
     }
     runs = [simulate(FedAvg(), fed, "softmax", rounds=t, **options) for t in (1, 2)]
     module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
@@ -189,16 +189,16 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
 @pytest.mark.parametrize(
     ("weigher", "sentence"),
     [
-        ({}, r"compares two groups of rows; name them in \[weigher\]"),
+        ({}, r"compares two groups of rows; name them in \[aggregation_weights\]"),
         ({"group": "ward"}, "'ward' makes 3 groups"),
         ({"group": "sexx"}, "sexx"),
     ],
 )
 def test_fairfed_by_groups_needs_two_of_them(weigher: dict[str, Any], sentence: str) -> None:
     frame = pd.DataFrame({"a": range(30), "ward": ["u", "v", "w"] * 10, "site": [0, 1] * 15, "y": [0, 1, 1] * 10})
-    fed = Writers(test=0.2)(
-        Dataset.create(frame, target="y", users="site", categorical=("ward",), kept=("ward",)), seed=0
+    fed = Natural(test=0.2)(
+        Dataset.create(frame, target="y", client_column="site", categorical=("ward",), group_columns=("ward",)), seed=0
     )
     chosen = FairFedWeigher(metric="equal-opportunity", **weigher)
     with pytest.raises(ConfigError, match=sentence):
-        simulate(FedAvg(), fed, "softmax", rounds=1, weigher=chosen)
+        simulate(FedAvg(), fed, "softmax", rounds=1, aggregation_weights=chosen)

@@ -359,12 +359,12 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     ("partition", "words"),
     [
         ('kind = "iid"\nclients = 5000', "5000 clients of at least 1 samples, but digits has 1797 .*; use fewer"),
-        ('kind = "dirichlet"\nclients = 600\nbeta = 0.01', "smallest client had at most 0 samples, .*; raise beta"),
+        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples, .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
             "labels_per_client = 11, but digits has 10 classes; use",
         ),
-        ('kind = "writers"', "digits does not come split by client; use kind column"),
+        ('kind = "natural"', "digits has no natural clients; use kind by-column"),
     ],
 )
 def test_a_client_without_samples(partition: str, words: str, tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_class_that_only_the_test_part_of_a_client_has_is_said_in_the_report(t
     train = leaf({"known": (x, [0, 1, 0]), "blind": (x, [1, 1, 1])})
     test = leaf({"known": (x, [0, 1, 0]), "blind": (x, [0, 1, 0]), "new": (x, [0, 0, 1])})
     write(tmp_path / "data", {"train/a.json": train, "test/a.json": test})
-    file = experiment(tmp_path, str(tmp_path / "data"), partition='kind = "writers"\ntest_from = "users"')
+    file = experiment(tmp_path, str(tmp_path / "data"), partition='kind = "natural"\ntest_from = "clients"')
     result = RUNNER.invoke(app, ["run", str(file), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     warnings = json.loads((tmp_path / "out" / "summary.json").read_text())["warnings"]

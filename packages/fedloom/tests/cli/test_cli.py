@@ -39,10 +39,10 @@ seeds = [0, 1]
 [data]
 source = "digits"
 [partition]
-kind = "hybrid"
+kind = "mixed"
 clients = 6
 labels_per_client = 2
-beta = 0.5
+alpha = 0.5
 [local]
 lr = 0.05
 [evaluate]
@@ -79,7 +79,7 @@ def test_a_run_directory_holds_everything(finished: Path) -> None:
     assert set(table["round"].to_pylist()) == {0, 2, 3}
     summary = json.loads((finished / "summary.json").read_text())
     assert {r["status"] for r in summary["runs"]} == {"done"}
-    assert {r["oracle"] for r in summary["runs"]} == {"fused"}
+    assert {r["oracle"] for r in summary["runs"]} == {"compiled"}
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -220,7 +220,7 @@ BAD = {
     "labels": (("labels_per_client = 2", "labels_per_client = 11"), "11"),
     "clients": (("clients = 6", "clients = 5000"), "use fewer clients"),
     "sampler": (("[local]", '[sampler]\nkind = "uniform"\nclients = 7\n[local]'), "at most the 6 clients"),
-    "pair": (("[local]", '[weigher]\nkind = "samples"\n[local]'), "nothing to act on in FLAME"),
+    "pair": (("[local]", '[aggregation_weights]\nkind = "samples"\n[local]'), "nothing to act on in FLAME"),
     "both": (("lr = 0.05", "lr = 0.05\nsteps = 3\nepochs = 2"), "epochs or steps, not both"),
     "label twice": (('"flame"\nrho = 0.2', '"fedavg"'), "two methods have the label 'fedavg'"),
     "no method": (("[[method]]", "[[methods]]"), "unknown key 'methods'"),
@@ -413,6 +413,7 @@ def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tup
     assert all(len(line.rstrip()) <= max(width, 2 + max(len(n) for n, _ in lines)) for line in shown)
 
 
+@pytest.mark.needs("fedloom_clinic", "fedloom_sites", "fedloom_studies")  # whose groups it expects
 def test_the_help_lists_every_command_in_one_group() -> None:
     text = RUNNER.invoke(app, ["--help"]).output
     assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line != "Options:"] == [*HELP_PANELS]
@@ -460,7 +461,7 @@ def without_page(file: Path, out: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_stopped_at_every_write_fsync_and_rename_and_run_again(tmp_path: Path) -> None:
-    text = SMALL.replace("[evaluate]", "[engine]\ncheckpoint_every = 1e-9\nstore_budget = 0\n[evaluate]")
+    text = SMALL.replace("[evaluate]", "[engine]\ncheckpoint_every = 1e-9\nstate_memory_mib = 0\n[evaluate]")
     file = tmp_path / "small.toml"
     file.write_text(text.replace("[0, 1]", "[0]"))
     assert in_a_fork(lambda: without_page(file, tmp_path / "whole"), 0) == 0

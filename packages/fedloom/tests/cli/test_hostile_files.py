@@ -216,6 +216,7 @@ def test_very_many_columns_are_refused_and_many_are_read(monkeypatch: pytest.Mon
     assert "300 columns, at most 299 are read" in said("data", "./t.csv")
 
 
+@pytest.mark.needs("fedloom_clinic")
 def test_names_of_a_file_reach_the_terminal_as_text() -> None:
     odd = "\x1b[2Jno\x07\u202e"
     rows = [f"{k},{odd if k % 2 else 'yes'}" for k in range(80)]

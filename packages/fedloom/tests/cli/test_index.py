@@ -72,8 +72,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "[aggregator]: must be a table, got 'median'; write aggregator = { kind = \"median\" }",
     ),
     "a kind in place of a method's table": (
-        {"method": [{"algorithm": "fedavg", "channel": "qsgdd"}]},
-        "[[method]] 1: channel: must be a table, got 'qsgdd'; write channel = { kind = KIND }; did you mean 'qsgd'?",
+        {"method": [{"algorithm": "fedavg", "upload_transform": "qsgdd"}]},
+        "[[method]] 1: upload_transform: must be a table, got 'qsgdd'; write upload_transform = { kind = KIND "
+        "}; did you mean 'qsgd'?",
     ),
     "a name in place of data": ({"data": "digits"}, "[data]: must be a table, got 'digits'; write data = { source = "),
     "a value in place of a table of keys": (
@@ -81,10 +82,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "[local]: must be a table, got 0.1; write local = { KEY = VALUE }; keys: lr, ",
     ),
     "one of several types": (
-        {"weights": "size"},
-        "weights: input should be 'samples', 'uniform' or 'groups', or a list, got 'size' (",
+        {"client_weights": "size"},
+        "client_weights: input should be 'samples', 'uniform' or 'groups', or a list, got 'size' (",
     ),
-    "an item of one of several types": ({"weights": [1.0, -1.0]}, "weights.1: input should be greater than or equal"),
+    "an item of one of several types": (
+        {"client_weights": [1.0, -1.0]},
+        "client_weights.1: input should be greater than or equal",
+    ),
     "a key of one of several types": (
         {"method": [{"algorithm": "fedadmm", "server_lr": "all"}]},
         "[[method]] 1: server_lr: input should be a valid number, or 'fraction', got 'all' (server_lr: ",
@@ -121,10 +125,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "misplaced in a method's table": (
         {"method": [{"algorithm": "fedavg", "local": {"fraction": 1}}]},
-        "[[method]] 1: local: unknown key 'fraction'; it belongs in [sampler] or [attack] or [channel]: fraction = 1",
+        "[[method]] 1: local: unknown key 'fraction'; it belongs in [sampler] or [attack] or "
+        "[upload_transform]: fraction = 1",
     ),
     "rounds of a method": ({"method": [{"algorithm": "fedavg", "rounds": 0}]}, "[[method]] 1: rounds: input should be"),
-    "constants": ({"method": [{"algorithm": "fedavg", "settings": "x"}]}, "[[method]] 1: settings: input should be "),
+    "constants": ({"method": [{"algorithm": "fedavg", "defaults": "x"}]}, "[[method]] 1: defaults: input should be "),
     "label": ({"method": [{"algorithm": "fedavg", "label": 3}]}, "[[method]] 1: label: input should be a valid string"),
     "labels": ({"method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg"}]}, "two methods have the label 'fedavg'"),
     "of a paper": ({"model": {"kind": "flame-mlp", "hidden": [0]}}, "[model]: hidden.0: input should be greater than"),
@@ -141,6 +146,7 @@ def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
     assert str(refused.value).count("a.toml: ") == (2 if case == "two at the top" else 1)
 
 
+@pytest.mark.needs("fedloom_sites")  # its child processes see every installed package
 def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:
     calls = [["--help"], ["list"], ["list", "partitions"], ["schema"], ["describe", "flam"]]
     calls += [["describe", name] for name in cards.cards()]
@@ -269,7 +275,9 @@ def test_the_schema_is_short_and_every_link_ends(kept: Path) -> None:
             yield from (link for value in part for link in links(value))
 
     found = set(links(schema))
-    assert {f"#/$defs/{name}" for name in ("local", "sampler", "weigher", "aggregator", "channel")} <= found
+    assert {
+        f"#/$defs/{name}" for name in ("local", "sampler", "aggregation_weights", "aggregator", "upload_transform")
+    } <= found
     assert {link.removeprefix("#/$defs/") for link in found} <= set(schema["$defs"])
 
 

@@ -24,7 +24,7 @@ seeds = [0, 1]
 [data]
 source = "digits"
 [partition]
-kind = "hybrid"
+kind = "mixed"
 clients = 6
 [local]
 lr = 0.1

@@ -28,7 +28,7 @@ rounds = 1
 seeds = [0]
 [data]
 source = "{table}"
-label = "died"
+target = "died"
 drop = ["hospital"]
 [partition]
 kind = "iid"
@@ -76,7 +76,7 @@ FILES: dict[tuple[str, str], tuple[list[str], str]] = {
     ("adapt", "out"): (["adapt", "RUN", "--data", "TABLE", "--out", "X"], "new.safetensors"),
     ("export", "out"): (["export", "RUN", "--model", "ADAPTED", "--out", "X"], "new.safetensors"),
     ("report", "out"): (["report", "RUN", "--out", "X"], "new.html"),
-    ("init", "out"): (["init", "TABLE", "--by", "hospital", "--target", "died", "--out", "X"], "new.toml"),
+    ("init", "out"): (["init", "TABLE", "--client-column", "hospital", "--target", "died", "--out", "X"], "new.toml"),
     ("reproduce", "page"): (["reproduce", "--page", "X"], "new.md"),
     ("map", "page"): (["map", "--scale", "smoke", "--page", "X"], "new.md"),
     ("deploy predict", "out"): (["deploy", "predict", "SITE", "TABLE", "--out", "X"], "new.csv"),
@@ -108,6 +108,7 @@ def commands(group: Any, *path: str) -> Iterator[tuple[str, click.Command]]:
         yield " ".join(path), group
 
 
+@pytest.mark.needs("fedloom_clinic", "fedloom_sites", "fedloom_studies")
 def test_every_path_of_every_command_is_known_as_read_or_as_written() -> None:
     for name, command in commands(typer.main.get_command(app)):
         paths = {p.name for p in command.params if isinstance(p.type, click.Path) or "Path" in type(p.type).__name__}

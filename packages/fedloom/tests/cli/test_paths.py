@@ -23,7 +23,7 @@ source = "digits"
 [partition]
 kind = "iid"
 clients = 3
-keep = 60
+max_train_per_client = 60
 [[method]]
 algorithm = "fedavg"
 """
@@ -84,7 +84,7 @@ def test_an_empty_word_is_not_the_current_folder(
 def test_an_empty_path_is_refused_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
-    cut = fl.partitions.iid(clients=3, keep=60)
+    cut = fl.partitions.iid(clients=3, max_train_per_client=60)
     run: dict[str, Any] = {"model": "softmax", "rounds": 1, "folder": ""}
     for what, act in {
         "folder": lambda: fl.simulate("fedavg", cut(fl.load("digits")), **run),

@@ -27,7 +27,7 @@ source = "digits"
 [partition]
 kind = "dirichlet"
 clients = 4
-beta = 0.5
+alpha = 0.5
 [local]
 steps = 3
 [[method]]
@@ -70,7 +70,7 @@ def test_workers_are_a_number_from_1_or_auto(workers: str, file: Path, tmp_path:
 def test_every_command_takes_auto(file: Path, tmp_path: Path) -> None:
     words = ["tune", file, "--trials", "1", "--out", tmp_path / "out"]
     assert call(*words, "--workers", "auto").exit_code == 0
-    assert call("bench", file, "--rounds", "1", "--oracle", "fused", "--workers", "auto").exit_code == 0
+    assert call("bench", file, "--rounds", "1", "--gradient-engine", "compiled", "--workers", "auto").exit_code == 0
 
 
 def set_to(*values: str, methods: tuple[str, ...] = (), rounds: int | None = None) -> Any:
@@ -254,10 +254,10 @@ def test_a_refit_trains_on_all_samples_after_cross_validation(tmp_path: Path, mo
         seeds = [0, 1]
         [data]
         source = "t.csv"
-        users = "site"
+        client_column = "site"
         drop = ["sex"]
         [partition]
-        kind = "writers"
+        kind = "natural"
         folds = 2
         [[analysis]]
         kind = "groups"

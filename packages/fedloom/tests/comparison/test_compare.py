@@ -30,9 +30,9 @@ from fedloom.lab.tune import Tuning
 from fedloom.local import Ctx, Nothing, Work, descend
 from tests.commands import in_a_fork
 
-CUT = fl.partitions.dirichlet(clients=6, beta=0.3, min_size=20)
+CUT = fl.partitions.dirichlet(clients=6, alpha=0.3, min_size=20)
 PAIR = (np.ones((9, 2)), np.arange(9) % 2)
-SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress": False}
+SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress_bar": False}
 FILE = """
 name = "comparison"
 rounds = 3
@@ -42,7 +42,7 @@ source = "digits"
 [partition]
 kind = "dirichlet"
 clients = 6
-beta = 0.3
+alpha = 0.3
 min_size = 20
 [local]
 lr = 0.1
@@ -110,7 +110,7 @@ def test_significance_is_that_of_scipy_and_statsmodels(whole: Any) -> None:
         for m in ("fedavg", "local", "ditto", "wide")
     }
     rows = {row["method"]: row for row in whole.significance().to_pylist()}
-    assert whole.against == "local"
+    assert whole.baseline == "local"
     assert rows.keys() == {"fedavg", "ditto", "wide", "local or fedavg"}
     split = pq.read_table(whole.folder / "partition.parquet").to_pandas()
     wider = math.sqrt(1 + 5 * split["tested"].sum() / split["size"].sum())  # Nadeau and Bengio, Equation 7 for k = 5
@@ -250,7 +250,7 @@ def test_own_module_method_and_arrays_of_this_process(tmp_path: Path, capsys: py
     x, y = np.asarray(data.x).astype(np.float32).reshape(len(data), -1), np.asarray(data.y)
     found = fl.compare(
         {"mine": Mine(), "plain": Mine(factor=1.0), "fedavg": "fedavg"}, (x, y), Net, partition=CUT, seeds=[3, 4],
-        folder=tmp_path / "run", **{**SHORT, "progress": True},
+        folder=tmp_path / "run", **{**SHORT, "progress_bar": True},
     )  # fmt: skip
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -340,8 +340,8 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": {"a": Ditto()}, "lam": 3.0}, "unknown key 'lam'; it is an option of a: give it there"),
         ({"lr": 0.1}, r"unknown key 'lr'; it belongs in local="),
         ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
-        ({"against": "ditto"}, "against: unknown method to compare with 'ditto'"),
-        ({"models": "best"}, "models: unknown choice 'best'"),
+        ({"baseline": "ditto"}, "baseline: unknown method to compare with 'ditto'"),
+        ({"compare_model": "best"}, "compare_model: unknown choice 'best'"),
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
@@ -349,7 +349,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
-        ({"modles": "all"}, r"compare: unknown key 'modles'; did you mean 'models'\?$"),
+        ({"compare_modle": "all"}, r"compare: unknown key 'compare_modle'; did you mean 'compare_model'\?$"),
         ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
         ({"seed": 1}, r"seed is the choice of one run: give seeds=\[1\]"),
         ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it: give compare\(..., seeds="),
@@ -459,7 +459,7 @@ def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(t
         "apart": {"algorithm": "fedavg", "attack": {"kind": "none"}},
     }
     common = {"kind": "sign-flip", "fraction": 0.5}
-    options: Any = {"partition": fl.partitions.iid(clients=6), "rounds": 2, "seeds": range(1), "progress": False}
+    options: Any = {"partition": fl.partitions.iid(clients=6), "rounds": 2, "seeds": range(1), "progress_bar": False}
     got = fl.compare(methods, "digits", folder=tmp_path / "run", attack=common, **options)
     attackers = set(got["attacked", 0].job.attackers.tolist())
     benign = [i for i in range(6) if i not in attackers]

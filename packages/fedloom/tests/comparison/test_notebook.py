@@ -102,7 +102,7 @@ def test_a_folder_gives_no_result_of_changed_code(cell: Cell, what: str, tmp_pat
             f"SCALE = {scale if what == 'loss' else 1.0}\n"
             "def loss(o, t): return SCALE * torch.nn.functional.cross_entropy(o, t)"
         )["loss"]
-        choices: dict[str, Any] = {"rounds": 2, "seeds": [0], "progress": False, "task": {"loss": loss}}
+        choices: dict[str, Any] = {"rounds": 2, "seeds": [0], "progress_bar": False, "task": {"loss": loss}}
         found = fl.compare({"mine": names["Mine"]()}, CLIENTS, names["Net"](), folder=tmp_path, **choices)
         return found.results["mine", 0].final("global", "loss", "train")
 

@@ -26,7 +26,7 @@ def frame(mark: str, **changes: Any) -> pd.DataFrame:
 
 def csv(folder: Path, table: pd.DataFrame, **options: Any) -> None:
     table.to_csv(folder / "t.csv", index=False)
-    data = {"source": "csv", "path": str(folder / "t.csv"), "label": "y", "categorical": ["sex"]} | options
+    data = {"source": "csv", "path": str(folder / "t.csv"), "target": "y", "categorical": ["sex"]} | options
     experiment = {"name": "x", "rounds": 1, "seeds": [0], "data": data, "partition": {"kind": "iid", "clients": 2},
                   "method": [{"algorithm": "fedavg"}]}  # fmt: skip
     parse(experiment).source.load()

@@ -25,9 +25,9 @@ from fedloom.errors import DataError
 from tests import hospitals
 
 SPEC: dict[str, Any] = {
-    "label": "died",
+    "target": "died",
     "task": "binary",
-    "users": "site",
+    "client_column": "site",
     "categorical": ("ward", "grade"),
     "missing": ("-9", "999"),
     "impute": True,
@@ -90,11 +90,11 @@ def doors(rows: list[dict[str, Any]], folder: Path, spec: dict[str, Any]) -> dic
     frame, arrow = pd.DataFrame(rows), pa.Table.from_pylist(rows)
     own = Stream(pa.Table.from_pylist([{name: row[name] for name in reversed(NAMES)} for row in rows]).select(NAMES))
     for door, table in (("arrow", arrow), ("arrow of another library", own)):
-        found[door] = Dataset.create(table, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
-    found["pandas"] = Dataset.create(frame, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+        found[door] = Dataset.create(table, spec["target"], **{k: v for k, v in spec.items() if k != "target"})
+    found["pandas"] = Dataset.create(frame, spec["target"], **{k: v for k, v in spec.items() if k != "target"})
     parquet.write_table(arrow, folder / "t.parquet")
     found["parquet"] = fl.load(folder / "t.parquet", **spec)
-    found["hub"] = Dataset.create(Hub(rows), spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+    found["hub"] = Dataset.create(Hub(rows), spec["target"], **{k: v for k, v in spec.items() if k != "target"})
     return found
 
 
@@ -194,7 +194,7 @@ def test_cells_that_pandas_reads_as_missing_are_missing_but_none(tmp_path: Path)
 def test_a_decimal_comma_and_its_separator_are_found_at_every_door(tmp_path: Path) -> None:
     rows = hospitals.patients("Dorn", si=False)
     options: dict[str, Any] = {
-        "label": "died", "categorical": ("sex", "ward"), "missing": ("-9",), "impute": True,
+        "target": "died", "categorical": ("sex", "ward"), "missing": ("-9",), "impute": True,
         "drop": ("patient_id", "hospital", "troponin_hs", hospitals.LEAK),
     }  # fmt: skip
     plain = fl.load(hospitals.write(tmp_path / "plain.csv", rows), **options)

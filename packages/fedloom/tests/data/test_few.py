@@ -16,7 +16,7 @@ def letters(per_class: int, classes: int = 10) -> Dataset:
 
 
 def test_users_hold_three_classes_in_turn_evenly_and_share_no_sample() -> None:
-    fed = partitions.few(test=0, validation=0)(letters(4000), seed=1)
+    fed = partitions.femnist_fedprox(test=0, validation=0)(letters(4000), seed=1)
     counts = fed.class_counts().numpy()
     assert counts.shape == (200, 10)
     for i, row in enumerate(counts):
@@ -28,19 +28,19 @@ def test_users_hold_three_classes_in_turn_evenly_and_share_no_sample() -> None:
 
 
 def test_sizes_are_log_normal() -> None:
-    fed = partitions.few(clients=2000, test=0, validation=0)(letters(40_000), seed=0)
+    fed = partitions.femnist_fedprox(clients=2000, test=0, validation=0)(letters(40_000), seed=0)
     logs = np.log(fed.sizes("train").numpy() - 4.0)  # 5 are added, 1 is lost by rounding
     assert np.median(logs) == pytest.approx(4.0, abs=4 * 1.2533 / np.sqrt(2000))
     assert np.subtract(*np.quantile(logs, [0.75, 0.25])) == pytest.approx(1.349, abs=0.15)
 
 
 def test_fixed_sizes_are_exact() -> None:
-    fed = partitions.few(clients=5, mean=2.0, std=0.0, test=0, validation=0)(letters(20), seed=0)
+    fed = partitions.femnist_fedprox(clients=5, mean=2.0, std=0.0, test=0, validation=0)(letters(20), seed=0)
     assert fed.sizes("train").tolist() == [3 * int((np.exp(2) + 5) / 3)] * 5
 
 
 def test_too_little_data_is_refused_with_the_numbers() -> None:
     with pytest.raises(PartitionError, match=r"200 users ask for \d+ samples, \d+ of class '.', but letters has 100"):
-        partitions.few()(letters(100), seed=0)
+        partitions.femnist_fedprox()(letters(100), seed=0)
     with pytest.raises(PartitionError, match="labels_per_client = 3, but letters has 2 classes"):
-        partitions.few()(letters(100, classes=2), seed=0)
+        partitions.femnist_fedprox()(letters(100, classes=2), seed=0)

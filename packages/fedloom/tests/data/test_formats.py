@@ -24,7 +24,7 @@ pyreadstat = pytest.importorskip("pyreadstat")
 
 ROWS = 60
 OPTIONS: dict[str, Any] = {
-    "label": "ill", "categorical": ["sex"], "impute": True, "days_since": {"admitted": "born"}
+    "target": "ill", "categorical": ["sex"], "impute": True, "days_since": {"admitted": "born"}
 }  # fmt: skip
 LABELS = {"sex": {1: "f", 2: "m", 3: "unknown"}, "ill": {0: "no", 1: "yes"}}
 
@@ -99,7 +99,7 @@ def test_user_missing_codes_are_missing_and_counted_and_partial_labels_are_no_le
     pyreadstat.write_sav(
         table, str(tmp_path / "s.sav"), variable_value_labels=labels, missing_ranges={"dose": [{"lo": -9, "hi": -7}]}
     )
-    data = fl.load(tmp_path / "s.sav", label="time", event="died", impute=True)
+    data = fl.load(tmp_path / "s.sav", target="time", event="died", impute=True)
     assert int(data.x[:, 0].isnan().sum()) == 7
     assert "column 'dose': the file declares as missing -9 (refused) in 7 of its rows" in data.notes
     assert data.task == "survival"
@@ -111,11 +111,11 @@ def test_user_missing_codes_are_missing_and_counted_and_partial_labels_are_no_le
         variable_value_labels={"dose": {"a": "refused"}},
         missing_user_values={"dose": ["a"]},
     )
-    data = fl.load(tmp_path / "s.dta", label="time", event="died", impute=True)
+    data = fl.load(tmp_path / "s.dta", target="time", event="died", impute=True)
     assert int(data.x[:, 0].isnan().sum()) == 3
     assert "a (refused) in 3 of its rows" in " ".join(data.notes)
     with pytest.raises(DataError, match="missing value"):
-        fl.load(tmp_path / "s.dta", label="time", event="died")
+        fl.load(tmp_path / "s.dta", target="time", event="died")
 
 
 def test_value_labels_may_stay_numbers(frame: pd.DataFrame, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_value_labels_may_stay_numbers(frame: pd.DataFrame, tmp_path: Path) -> N
 def test_a_text_file_without_a_header_below_a_title_in_another_encoding(frame: pd.DataFrame, tmp_path: Path) -> None:
     expected = fl.Dataset.create(frame, **OPTIONS)
     text = "Größe: 60 Zeilen\n\n" + frame.to_csv(index=False, header=False)
-    options = {"label": "column6", "categorical": ["column3"], "impute": True, "days_since": {"column5": "column4"}}
+    options = {"target": "column6", "categorical": ["column3"], "impute": True, "days_since": {"column5": "column4"}}
     for encoding in ("latin-1", "utf-16", "utf-8"):
         (tmp_path / "t.csv").write_bytes(text.encode(encoding))
         data = fl.load(tmp_path / "t.csv", encoding=encoding, skip=2, header=False, **options)
@@ -199,7 +199,7 @@ def test_wrong_dates_are_refused(days_since: dict[str, str], words: str, frame: 
 def test_days_count_from_a_fixed_date_and_missing_dates_are_missing_cells(tmp_path: Path) -> None:
     lines = [f"{1 + k}.2.2020,{k % 2}" for k in range(20)] + [",1"]
     (tmp_path / "t.csv").write_text("seen,ill\n" + "\n".join(lines))
-    data = fl.load(tmp_path / "t.csv", label="ill", days_since={"seen": "2020-01-01"}, impute=True)
+    data = fl.load(tmp_path / "t.csv", target="ill", days_since={"seen": "2020-01-01"}, impute=True)
     assert data.x[:-1, 0].tolist() == [31.0 + k for k in range(20)]
     assert bool(data.x[-1, 0].isnan())
 
@@ -213,7 +213,7 @@ seeds = [0]
 [data]
 source = "{tmp_path / "t.csv"}"
 skip = 1
-label = "ill"
+target = "ill"
 categorical = ["sex"]
 impute = true
 days_since = {{ admitted = "born" }}
@@ -234,6 +234,6 @@ algorithm = "fedavg"
 
 def test_a_draft_of_a_file_takes_its_options(frame: pd.DataFrame, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("title\n" + frame.drop(columns=["born", "admitted"]).to_csv(index=False))
-    said = call("init", str(tmp_path / "t.csv"), "--set", "data.skip=1", "--target", "ill", "--by", "")
+    said = call("init", str(tmp_path / "t.csv"), "--set", "data.skip=1", "--target", "ill", "--client-column", "")
     assert "draft:" in said
     assert "skip = 1" in (tmp_path / "t.toml").read_text()

@@ -107,7 +107,7 @@ def test_every_door_gives_the_same_data_set(door: str) -> None:
 
 def test_options_of_arrays() -> None:
     data = fl.Dataset.create(
-        X, Y, test=(X[:2], Y[:2]), users=list("abcdefghijklmn"), mean=[0.5], classes=["x", "y", "z"]
+        X, Y, test=(X[:2], Y[:2]), clients=list("abcdefghijklmn"), mean=[0.5], classes=["x", "y", "z"]
     )
     assert (len(data), data.classes, data.user_names[-1]) == (14, ("x", "y", "z"), "n")
     assert data.test is not None
@@ -187,8 +187,8 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(X, Y, classes="abc"), DataError, "classes must be a list of names, got the text 'abc'"),
         (lambda: Dataset.create(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
-        (lambda: Dataset.create(X, Y, users=[None] * 12), DataError, "data: users: value 0 is None"),
-        (lambda: Dataset.create(X, Y, users=[np.nan] * 12), DataError, "sample 0 has no owner"),
+        (lambda: Dataset.create(X, Y, clients=[None] * 12), DataError, "data: users: value 0 is None"),
+        (lambda: Dataset.create(X, Y, clients=[np.nan] * 12), DataError, "sample 0 has no owner"),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
@@ -255,7 +255,7 @@ def test_options_of_arrays() -> None:
             DataError,
             "training samples of shape .* test samples of",
         ),
-        (lambda: Dataset.create(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
+        (lambda: Dataset.create(X, Y, clients=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
         (lambda: Dataset.create(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
         (lambda: Dataset.create(Pairs(lambda i: (X[i], 0, i))), DataError, "sample 0 is tuple of 3, expected the pair"),
         (
@@ -400,7 +400,7 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
         assert data.prepare == read.prepare
     moved = Dataset.create(frame.rename(columns={"y": "label"})[["label", "a", "s"]], categorical=("s",))
     assert moved.describe()["classes"] == read.describe()["classes"], "a column called label is the target"
-    assert Dataset.create(frame[["y", "a", "s"]], label="y", categorical=("s",)).shape == read.shape
+    assert Dataset.create(frame[["y", "a", "s"]], target="y", categorical=("s",)).shape == read.shape
     assert partitions.iid(clients=2)(frame.drop(columns="s")).n == 2
     with pytest.raises(
         DataError, match=r"row 0, column 's': expected a finite number, got 'u' \(4 such, values 'u', 'v'\)"
@@ -456,7 +456,7 @@ def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     assert (data.classes, data.task) == (("no", "yes"), "binary")
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
-    assert Dataset.create(table, users="ward").user_names == ("A", "B")
+    assert Dataset.create(table, client_column="ward").user_names == ("A", "B")
     with pytest.raises(DataError, match="column 'age': .*; name the column in drop, or make days of it: days_since"):
         Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):

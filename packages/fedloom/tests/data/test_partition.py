@@ -44,19 +44,19 @@ def held(fed: Federation) -> list[list[int]]:
 
 COMPLETE: dict[str, dict[str, Any]] = {
     "iid": {},
-    "shards": {"variant": "mcmahan"},
-    "dirichlet": {"beta": 5.0},
-    "quantity": {"beta": 5.0},
-    "quality": {},
-    "concept": {},
-    "column": {"column": "writer"},
-    "writers": {},
+    "shards": {"assignment": "mcmahan"},
+    "dirichlet": {"alpha": 5.0},
+    "quantity-skew": {"alpha": 5.0},
+    "feature-noise": {},
+    "label-swap": {},
+    "by-column": {"column": "writer"},
+    "natural": {},
 }
 SOME: dict[str, dict[str, Any]] = {
     "shards": {"labels_per_client": 2},
-    "hybrid": {"beta": 5.0},
+    "mixed": {"alpha": 5.0},
     "clusters": {"classes": (2, 3), "sizes": (2, 4)},
-    "few": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
+    "femnist-fedprox": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
 }
 
 
@@ -87,7 +87,7 @@ def test_no_sample_is_given_twice_and_the_official_test_set_stays_out(kind: str,
 
 @settings(deadline=None, max_examples=40)
 @given(
-    kind=st.sampled_from(["dirichlet", "quantity", "hybrid"]),
+    kind=st.sampled_from(["dirichlet", "quantity-skew", "mixed"]),
     beta=st.sampled_from([0.1, 0.5, 5.0]),
     clients=st.integers(2, 12),
     min_size=st.integers(1, 40),
@@ -97,7 +97,7 @@ def test_no_sample_is_given_twice_and_the_official_test_set_stays_out(kind: str,
 def test_every_client_gets_its_minimum_or_the_split_is_refused(
     kind: str, beta: float, clients: int, min_size: int, overlap: bool, seed: int
 ) -> None:
-    partition = PARTITIONS[kind](clients=clients, beta=beta, min_size=min_size, overlap=overlap)
+    partition = PARTITIONS[kind](clients=clients, alpha=beta, min_size=min_size, overlap=overlap)
     try:
         fed = partition(toy(), seed)
     except PartitionError:
@@ -167,7 +167,7 @@ def test_folds_test_every_sample_once_over_the_seeds() -> None:
 
 def test_keep_leaves_k_training_samples_and_the_test_part_alone() -> None:
     data = toy()
-    full, kept = (PARTITIONS["iid"](clients=4, keep=keep)(data, 1) for keep in (None, 20))
+    full, kept = (PARTITIONS["iid"](clients=4, max_train_per_client=keep)(data, 1) for keep in (None, 20))
     assert kept.sizes("train").tolist() == [20] * 4
     assert torch.equal(full.parts["test"].index, kept.parts["test"].index)
     assert set(kept.indices("train", 2).tolist()) <= set(full.indices("train", 2).tolist())
@@ -176,7 +176,7 @@ def test_keep_leaves_k_training_samples_and_the_test_part_alone() -> None:
 
 def test_test_samples_in_the_ratio_of_training_labels() -> None:
     data = toy(2000, test=1000)
-    fed = PARTITIONS["dirichlet"](clients=6, beta=0.5, by="client", test_from="ratio", test_count=50)(data, 0)
+    fed = PARTITIONS["dirichlet"](clients=6, alpha=0.5, by="client", test_from="ratio", test_count=50)(data, 0)
     train, tests = fed.class_counts("train").double(), fed.class_counts("test").double()
     assert tests.sum(1).tolist() == [50] * 6
     assert ((tests / 50 - train / train.sum(1, keepdim=True)).abs() < 1 / 50).all()
@@ -201,7 +201,7 @@ def test_pool_mixes_the_official_test_set_in() -> None:
 @pytest.mark.parametrize("variant", ["labels", "mcmahan", "flame"])
 @pytest.mark.parametrize("q", [1, 2, 3])
 def test_shards_give_q_labels(variant: str, q: int) -> None:
-    fed = PARTITIONS["shards"](clients=10, labels_per_client=q, variant=variant, test=0, validation=0)(toy(), 2)
+    fed = PARTITIONS["shards"](clients=10, labels_per_client=q, assignment=variant, test=0, validation=0)(toy(), 2)
     counts = fed.class_counts()
     labels = (counts > 0).sum(1)
     if variant == "labels":
@@ -229,7 +229,9 @@ def test_dirichlet_by_class_has_the_marginal_of_the_theory() -> None:
     data, n, beta = toy(20_000, classes=2), 5, 0.7
     shares = []
     for seed in range(150):
-        counts = PARTITIONS["dirichlet"](clients=n, beta=beta, test=0, validation=0)(data, seed).class_counts().double()
+        counts = (
+            PARTITIONS["dirichlet"](clients=n, alpha=beta, test=0, validation=0)(data, seed).class_counts().double()
+        )
         shares.append(counts / counts.sum(0))
     share = torch.stack(shares)  # [draws, clients, classes]; each ~ Beta(beta, (n - 1) beta)
     variance = (n - 1) / n**2 / (n * beta + 1)
@@ -241,7 +243,7 @@ def test_dirichlet_by_class_has_the_marginal_of_the_theory() -> None:
 @pytest.mark.parametrize(("by", "scale"), [("client", 1.0), ("prior", 0.2)])
 def test_dirichlet_by_client_has_equal_sizes_and_the_marginal_of_the_theory(by: str, scale: float) -> None:
     data, beta = toy(30_000, classes=5), 2.0
-    fed = PARTITIONS["dirichlet"](clients=300, beta=beta, by=by, test=0, validation=0)(data, 0)
+    fed = PARTITIONS["dirichlet"](clients=300, alpha=beta, by=by, test=0, validation=0)(data, 0)
     counts = fed.class_counts().double()
     assert set(counts.sum(1).tolist()) == {100.0}
     assert int(counts.sum()) == 30_000
@@ -262,15 +264,15 @@ def test_log_normal_sizes_differ_and_sum_up() -> None:
 
 def test_quantity_skews_sizes_and_not_labels() -> None:
     data = toy(30_000)
-    skew = PARTITIONS["quantity"](clients=10, beta=0.5, min_size=500, test=0, validation=0)(data, 0).skew()
+    skew = PARTITIONS["quantity-skew"](clients=10, alpha=0.5, min_size=500, test=0, validation=0)(data, 0).skew()
     assert max(skew["sizes"]) > 3 * min(skew["sizes"])
     assert max(skew["js"]) < 0.01
 
 
 def test_overlap_shares_samples_between_clients_but_not_within_one() -> None:
     data = toy()
-    for kind in ("dirichlet", "quantity", "hybrid"):
-        fed = PARTITIONS[kind](clients=6, beta=5.0, overlap=True)(data, 0)
+    for kind in ("dirichlet", "quantity-skew", "mixed"):
+        fed = PARTITIONS[kind](clients=6, alpha=5.0, overlap=True)(data, 0)
         own = held(fed)
         assert all(len(set(c)) == len(c) for c in own)
         given_ = [i for c in own for i in c]
@@ -280,7 +282,7 @@ def test_overlap_shares_samples_between_clients_but_not_within_one() -> None:
 
 def test_quality_noise_has_the_stated_variance_on_each_client_and_is_drawn_once() -> None:
     data = toy(400, width=30)
-    fed = PARTITIONS["quality"](clients=4, sigma=0.4)(data, 7)
+    fed = PARTITIONS["feature-noise"](clients=4, sigma=0.4)(data, 7)
     clean = data.x.float() / 255
     for i in range(4):
         own = torch.tensor(held(fed)[i])
@@ -289,7 +291,9 @@ def test_quality_noise_has_the_stated_variance_on_each_client_and_is_drawn_once(
         assert float(noise.mean()) == pytest.approx(0, abs=0.01)
     index = fed.indices("train", 3)
     assert torch.equal(fed.fetch(index), fed.fetch(index))
-    code = PARTITIONS["quality"](clients=4, sigma=0.4, reading="std", base={"kind": "iid", "shuffle": False})(data, 7)
+    code = PARTITIONS["feature-noise"](clients=4, sigma=0.4, sigma_unit="std", base={"kind": "iid", "shuffle": False})(
+        data, 7
+    )
     assert torch.equal(code.data.x[:100], clean[:100])  # client 0 has none
     assert float((code.data.x[300:] - clean[300:]).std()) == pytest.approx(0.3, rel=0.03)
     assert data.x.dtype == torch.uint8
@@ -301,11 +305,13 @@ def test_quality_noise_of_the_code_is_of_the_features_as_models_take_them(std: l
     x = torch.cat([plain.x] * len(std), 1)
     data = replace(plain, x=x, mean=torch.tensor([0.3] * len(std)), std=torch.tensor(std))
     base, every = {"kind": "iid", "shuffle": False}, torch.arange(300, 400)
-    noisy, clean = (PARTITIONS["quality"](clients=4, sigma=s, reading="std", base=base)(data, 7) for s in (0.4, 0.0))
+    noisy, clean = (
+        PARTITIONS["feature-noise"](clients=4, sigma=s, sigma_unit="std", base=base)(data, 7) for s in (0.4, 0.0)
+    )
     noise = noisy.fetch(every) - clean.fetch(every)
     assert [float(noise[:, c].std()) for c in range(len(std))] == pytest.approx([0.3] * len(std), rel=0.03)
-    inside = {"kind": "quality", "sigma": 0.4, "reading": "std", "base": base}
-    mixed = PARTITIONS["hybrid"](clients=4, first=inside, second={"kind": "iid"})(data, 7)
+    inside = {"kind": "feature-noise", "sigma": 0.4, "sigma_unit": "std", "base": base}
+    mixed = PARTITIONS["mixed"](clients=4, first_partition=inside, second_partition={"kind": "iid"})(data, 7)
     assert mixed.data.x.dtype == torch.float32
 
 
@@ -313,10 +319,10 @@ def test_quality_noise_of_the_code_is_of_the_features_as_models_take_them(std: l
 def test_noise_drawn_anew_leaves_training_samples_clean_and_all_others_as_noise_drawn_once(reading: str) -> None:
     plain = toy(400, width=3)
     data = replace(plain, x=torch.cat([plain.x] * 2, 1), mean=torch.tensor([0.3, 0.1]), std=torch.tensor([0.25, 0.5]))
-    first = {"kind": "quality", "sigma": 0.4, "reading": reading}
+    first = {"kind": "feature-noise", "sigma": 0.4, "sigma_unit": reading}
     once, anew, clean = (
-        PARTITIONS["hybrid"](clients=8, first={**first, **change}, second={"kind": "iid"})(data, 7)
-        for change in ({}, {"draws": "anew"}, {"sigma": 0.0})
+        PARTITIONS["mixed"](clients=8, first_partition={**first, **change}, second_partition={"kind": "iid"})(data, 7)
+        for change in ({}, {"noise_draws": "per-batch"}, {"sigma": 0.0})
     )
     assert once.noise is None
     assert once.spread(torch.arange(3)) is None
@@ -342,8 +348,8 @@ def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table
         "table", torch.from_numpy(cells), torch.arange(900) % 2, classes=("n", "y"), prepare=Table(columns=columns)
     )
     base: dict[str, Any] = {"kind": "iid", "shuffle": False}
-    noisy = PARTITIONS["quality"](clients=3, sigma=0.3, base=base)(data, 0)
-    clean = PARTITIONS["quality"](clients=3, sigma=0.0, base=base)(data, 0)
+    noisy = PARTITIONS["feature-noise"](clients=3, sigma=0.3, base=base)(data, 0)
+    clean = PARTITIONS["feature-noise"](clients=3, sigma=0.0, base=base)(data, 0)
     assert noisy.data.x.shape == (900, 5)
     for i in range(3):
         own = torch.tensor(held(noisy)[i])
@@ -353,7 +359,7 @@ def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table
 
 def test_concept_exchanges_labels_by_group() -> None:
     data = toy(600, test=100)
-    fed = PARTITIONS["concept"](clients=6, groups=3)(data, 0)
+    fed = PARTITIONS["label-swap"](clients=6, groups=3)(data, 0)
     assert fed.groups is not None
     assert fed.groups.tolist() == [0, 0, 1, 1, 2, 2]
     maps = []
@@ -394,7 +400,9 @@ def test_rotated_turns_and_inverts_whole_clients(turns: int, inverted: bool) -> 
 
 def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
     data = pictures()
-    fed = PARTITIONS["hybrid"](clients=4, first={"kind": "rotated", "turns": 2}, second={"kind": "iid"})(data, 0)
+    fed = PARTITIONS["mixed"](
+        clients=4, first_partition={"kind": "rotated", "turns": 2}, second_partition={"kind": "iid"}
+    )(data, 0)
     same = [torch.equal(fed.data.x[own], data.x[own]) for own in map(torch.tensor, held(fed))]
     assert same == [True, False, True, True]
 
@@ -441,42 +449,45 @@ def test_clusters_have_block_structure() -> None:
 def test_writers_stay_whole() -> None:
     data = toy()
     assert data.users is not None
-    fed = PARTITIONS["writers"](per_client=3)(data, 0)
+    fed = PARTITIONS["natural"](per_client=3)(data, 0)
     assert fed.n == 4
     writers = [set(data.users[torch.tensor(own)].tolist()) for own in held(fed)]
     assert [len(w) for w in writers] == [3] * 4
     assert len(set.union(*writers)) == 12
-    consecutive = PARTITIONS["column"](column="writer", clients=6, shuffle=False)(data, 0)
+    consecutive = PARTITIONS["by-column"](column="writer", clients=6, shuffle=False)(data, 0)
     assert set(data.users[torch.tensor(held(consecutive)[0])].tolist()) == {0, 1}
-    each = PARTITIONS["writers"]()(data, 0)
+    each = PARTITIONS["natural"]()(data, 0)
     assert each.names == data.user_names
-    few = PARTITIONS["writers"](min_size=50)(data, 0)
+    few = PARTITIONS["natural"](min_size=50)(data, 0)
     assert few.n == int((torch.bincount(data.users) >= 50).sum())
     assert any("left out" in note for note in few.notes)
-    odd = PARTITIONS["writers"](per_client=5)(data, 0)
+    odd = PARTITIONS["natural"](per_client=5)(data, 0)
     assert odd.n == 2
-    assert any("2 of 12 writers are left over" in note for note in odd.notes)
+    assert any("2 of 12 natural clients are left over" in note for note in odd.notes)
 
 
 def test_official_test_samples_of_the_same_writers() -> None:
     data = toy(600, test=200)
     assert data.users is not None
-    fed = PARTITIONS["writers"](test_from="users", clients=4)(data, 0)
+    fed = PARTITIONS["natural"](test_from="clients", clients=4)(data, 0)
     assert int(fed.sizes("test").sum()) == 200
     for i in range(4):
         assert set(data.users[fed.indices("test", i)].tolist()) <= set(data.users[fed.indices("train", i)].tolist())
-    with pytest.raises(PartitionError, match="writers and column only"):
-        PARTITIONS["iid"](test_from="users")(data, 0)
+    with pytest.raises(PartitionError, match="natural and by-column only"):
+        PARTITIONS["iid"](test_from="clients")(data, 0)
 
 
 def test_hybrid_mixes_any_two_with_a_ratio() -> None:
     data = toy(3000)
-    fed = PARTITIONS["hybrid"](clients=10, labels_per_client=2, beta=50.0)(data, 0)
+    fed = PARTITIONS["mixed"](clients=10, labels_per_client=2, alpha=50.0)(data, 0)
     labels = (fed.class_counts() > 0).sum(1).tolist()
     assert labels[:5] == [2] * 5
     assert labels[5:] == [5] * 5
-    mixed = PARTITIONS["hybrid"](
-        clients=8, ratio=0.25, first={"kind": "quality", "sigma": 0.5}, second={"kind": "concept", "groups": 2}
+    mixed = PARTITIONS["mixed"](
+        clients=8,
+        ratio=0.25,
+        first_partition={"kind": "feature-noise", "sigma": 0.5},
+        second_partition={"kind": "label-swap", "groups": 2},
     )(data, 0)
     first, second = (torch.tensor([i for c in held(mixed)[s] for i in c]) for s in (slice(0, 2), slice(2, 8)))
     assert not torch.equal(mixed.data.x[first], data.x[first].float() / 255)
@@ -492,15 +503,15 @@ def test_hybrid_mixes_any_two_with_a_ratio() -> None:
         ("iid", {"clients": 10, "min_size": 61}, "at least 61"),
         ("shards", {"labels_per_client": 6}, "labels_per_client = 6, but toy has 5 classes"),
         ("shards", {"clients": 590, "labels_per_client": 5}, "use fewer clients"),
-        ("shards", {"clients": 400, "variant": "mcmahan"}, "leave some empty"),
-        ("dirichlet", {"clients": 50, "beta": 0.05, "min_size": 10}, "in 100 draws .* min_size is 10; raise beta"),
-        ("quantity", {"clients": 50, "beta": 0.05, "min_size": 10}, "in 100 draws .* raise beta"),
+        ("shards", {"clients": 400, "assignment": "mcmahan"}, "leave some empty"),
+        ("dirichlet", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws .* min_size is 10; raise alpha"),
+        ("quantity-skew", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws .* raise alpha"),
         ("clusters", {"classes": (4, 6)}, "10 classes asked for, toy has 5"),
         ("clusters", {"classes": (2, 3), "sizes": (2, 2), "per_class": 100}, "lower per_class"),
-        ("column", {"column": "writre"}, "did you mean 'writer'"),
-        ("writers", {"per_client": 13}, "toy has 12"),
-        ("writers", {"clients": 13}, "toy has 12"),
-        ("concept", {"groups": 11}, "use fewer groups"),
+        ("by-column", {"column": "writre"}, "did you mean 'writer'"),
+        ("natural", {"per_client": 13}, "toy has 12"),
+        ("natural", {"clients": 13}, "toy has 12"),
+        ("label-swap", {"groups": 11}, "use fewer groups"),
     ],
 )
 def test_what_the_data_cannot_give_is_refused(kind: str, fields: dict[str, Any], words: str) -> None:
@@ -514,15 +525,15 @@ def test_what_the_data_cannot_give_is_refused(kind: str, fields: dict[str, Any],
         ("iid", {"clients": 0}),
         ("iid", {"client": 3}),
         ("iid", {"test": 0.6, "validation": 0.4}),
-        ("dirichlet", {"beta": 0.0}),
-        ("dirichlet", {"beta": float("nan")}),
+        ("dirichlet", {"alpha": 0.0}),
+        ("dirichlet", {"alpha": float("nan")}),
         ("shards", {"labels_per_client": 0}),
         ("clusters", {"classes": (1, 2), "sizes": (1,)}),
-        ("hybrid", {"first": {"kind": "iid"}, "labels_per_client": 3}),
-        ("hybrid", {"ratio": 0.01}),
-        ("hybrid", {"first": {"kind": "iid", "clients": 3}}),
-        ("hybrid", {"first": {"kind": "nothing"}}),
-        ("column", {}),
+        ("mixed", {"first_partition": {"kind": "iid"}, "labels_per_client": 3}),
+        ("mixed", {"ratio": 0.01}),
+        ("mixed", {"first_partition": {"kind": "iid", "clients": 3}}),
+        ("mixed", {"first_partition": {"kind": "nothing"}}),
+        ("by-column", {}),
     ],
 )
 def test_values_out_of_range_are_refused_when_made(kind: str, fields: dict[str, Any]) -> None:
@@ -534,37 +545,37 @@ def test_combinations_without_sense_are_refused() -> None:
     regression = Dataset("r", torch.zeros(40, 2), torch.zeros(40, 1), "regression")
     with pytest.raises(Refused, match="regression"):
         PARTITIONS["dirichlet"]()(regression, 0)
-    assert PARTITIONS["quantity"](clients=3, beta=5.0)(regression, 0).n == 3
-    with pytest.raises(PartitionError, match="does not come split"):
-        PARTITIONS["writers"]()(regression, 0)
-    overlapping = {"kind": "quantity", "beta": 5.0, "overlap": True}
+    assert PARTITIONS["quantity-skew"](clients=3, alpha=5.0)(regression, 0).n == 3
+    with pytest.raises(PartitionError, match="has no natural clients"):
+        PARTITIONS["natural"]()(regression, 0)
+    overlapping = {"kind": "quantity-skew", "alpha": 5.0, "overlap": True}
     with pytest.raises(Refused, match="overlap = false"):
-        PARTITIONS["quality"](clients=5, base=overlapping)(toy(), 0)
+        PARTITIONS["feature-noise"](clients=5, base=overlapping)(toy(), 0)
     with pytest.raises(Refused, match="test_from = 'own'"):
-        PARTITIONS["concept"](clients=5, test_from="ratio", test_count=5)(toy(test=100), 0)
+        PARTITIONS["label-swap"](clients=5, test_from="ratio", test_count=5)(toy(test=100), 0)
     with pytest.raises(ConfigError, match="drop one of them"):
         PARTITIONS["iid"](folds=3, test_from="ratio")
     with pytest.raises(Refused, match="clusters"):
-        PARTITIONS["quality"](base={"kind": "clusters"})(toy(), 0)
+        PARTITIONS["feature-noise"](base={"kind": "clusters"})(toy(), 0)
 
 
 SPEED: list[tuple[str, dict[str, Any]]] = [
     ("iid", {}),
     ("iid", {"folds": 5}),
     ("shards", {}),
-    ("shards", {"variant": "mcmahan"}),
-    ("shards", {"variant": "flame"}),
+    ("shards", {"assignment": "mcmahan"}),
+    ("shards", {"assignment": "flame"}),
     ("dirichlet", {}),
     ("dirichlet", {"balanced": True}),
-    ("dirichlet", {"by": "client", "beta": 0.1}),
+    ("dirichlet", {"by": "client", "alpha": 0.1}),
     ("dirichlet", {"by": "prior"}),
     ("dirichlet", {"overlap": True}),
-    ("quantity", {"beta": 5.0}),
-    ("quantity", {"beta": 5.0, "overlap": True}),
-    ("quality", {}),
-    ("concept", {}),
-    ("hybrid", {"beta": 5.0}),
-    ("writers", {"clients": None, "per_client": 3}),
+    ("quantity-skew", {"alpha": 5.0}),
+    ("quantity-skew", {"alpha": 5.0, "overlap": True}),
+    ("feature-noise", {}),
+    ("label-swap", {}),
+    ("mixed", {"alpha": 5.0}),
+    ("natural", {"clients": None, "per_client": 3}),
     ("clusters", {"clients": None, "sizes": (400, 600)}),
 ]
 

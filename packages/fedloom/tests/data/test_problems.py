@@ -167,12 +167,12 @@ def test_problems_refuse_what_cannot_be() -> None:
 
 
 def test_synthetic_users_are_their_own_and_equal_seeds_are_equal() -> None:
-    one, two, three = (load("synthetic", seed=seed, users=5) for seed in (1, 1, 2))
+    one, two, three = (load("synthetic", seed=seed, clients=5) for seed in (1, 1, 2))
     assert one.checksum() == two.checksum() != three.checksum()
-    more = load("synthetic", seed=1, users=7)
+    more = load("synthetic", seed=1, clients=7)
     assert (more.x[: len(one)] == one.x).all()  # another user changes no other user's samples
-    assert load("synthetic", iid=True, users=3).name == "synthetic-iid"
-    std, variance = (load("synthetic", alpha=4.0, beta=4.0, users=200, reading=r) for r in ("std", "variance"))
+    assert load("synthetic", iid=True, clients=3).name == "synthetic-iid"
+    std, variance = (load("synthetic", alpha=4.0, beta=4.0, clients=200, spread_unit=r) for r in ("std", "variance"))
     spread = [float(np.var([d.x[d.users == k].mean() for k in range(200)])) for d in (std, variance)]  # type: ignore[union-attr]
     assert spread[0] == pytest.approx(16, rel=0.4)  # B_k ~ N(0, 4): standard deviation 4, or variance 4
     assert spread[1] == pytest.approx(4, rel=0.4)

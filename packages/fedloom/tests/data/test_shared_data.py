@@ -110,7 +110,7 @@ def test_femnist(root: Path) -> None:
     assert (sum(train), sum(test)) == (14_708, 1_685)
     assert all(1000 <= n <= 1124 for n in train[:10])
     assert all(50 <= n <= 128 for n in train[10:])
-    fed = PARTITIONS["writers"](test_from="users", test=0, validation=0)(data, 0)
+    fed = PARTITIONS["natural"](test_from="clients", test=0, validation=0)(data, 0)
     sizes = fed.sizes("train")
     assert (fed.n, int(sizes.min()), int(sizes.median()), int(sizes.max())) == (105, 4, 152, 165)
     assert int(fed.sizes("test").min()) >= 1
@@ -129,7 +129,7 @@ def test_heart_is_four_hospitals_scaled_by_themselves(root: Path) -> None:
     assert disease == [303 - 164, 106, 123 - 8, 200 - 51]
     zeros = 123 + 49 + 1  # cholesterol and blood pressure recorded as 0, beyond the cells marked missing
     assert int(data.x.isnan().sum()) == 6 + 782 + 273 + 698 + zeros
-    fed = PARTITIONS["writers"]()(data, 3)
+    fed = PARTITIONS["natural"]()(data, 3)
     assert fed.n == 4
     assert isinstance(data.prepare, Table)
     assert fed.data.shape == (data.prepare.width,)
@@ -153,7 +153,7 @@ def test_adult(root: Path) -> None:
     one_hot = data.x[:, : sum(len(levels) for levels in data.levels.values())]
     assert (one_hot.sum(1) == len(data.levels)).all()
     for column, clients in (("education", 16), ("occupation", 15)):
-        assert PARTITIONS["column"](column=column)(data, 0).n == clients
+        assert PARTITIONS["by-column"](column=column)(data, 0).n == clients
 
 
 @pytest.mark.parametrize(("name", "samples"), [("0_0", 897), ("0.5_0.5", 912), ("1_1", 1084)])
@@ -162,7 +162,7 @@ def test_the_synthetic_generator_has_the_statistics_of_the_authors_files(name: s
     theirs = load("leaf", path=str(file), inside=f"synthetic_{name}")
     assert (len(theirs), len(theirs.user_names)) == (samples, 30)
     alpha, beta = (float(part) for part in name.split("_"))
-    ours = load("synthetic", alpha=alpha, beta=beta, users=300)
+    ours = load("synthetic", alpha=alpha, beta=beta, clients=300)
     assert ours.test is not None
     assert ours.users is not None
     variance = torch.arange(1, 61, dtype=torch.float64) ** -1.2
@@ -229,7 +229,7 @@ def test_a_source_needs_little_more_memory_than_its_array(name: str, root: Path)
 
 def test_labels_of_a_federation_are_those_of_the_source(root: Path) -> None:
     data = load("mnist", root)
-    fed = PARTITIONS["hybrid"](clients=10)(data, 0)
+    fed = PARTITIONS["mixed"](clients=10)(data, 0)
     assert fed.test is not None
     assert np.array_equal(fed.test.numpy(), np.arange(60_000, 70_000))
     assert int((fed.class_counts() > 0).sum(1)[:5].max()) == 2

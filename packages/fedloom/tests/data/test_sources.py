@@ -513,14 +513,14 @@ TABLE = b"age, job ,site,label\n30,a,n,yes\n40, b,n,no\n50,a,s,yes\n"
 
 def test_a_csv_with_roles(tmp_path: Path) -> None:
     write(tmp_path, {"t.csv.gz": gzip.compress(TABLE.replace(b" ,", b",").replace(b", ", b","))})
-    data = load(tmp_path / "t.csv.gz", categorical=("job",), users="site")
+    data = load(tmp_path / "t.csv.gz", categorical=("job",), client_column="site")
     assert (data.task, data.classes) == ("binary", ("no", "yes"))
     assert data.y.tolist() == [1, 0, 1]
     assert data.user_names == ("n", "s")
     assert data.x.tolist() == [[30, 0], [40, 1], [50, 0]]
     assert data.prepare is not None
     with pytest.raises(ConfigError, match="did you mean 'label'"):
-        load(tmp_path / "t.csv.gz", label="labl")
+        load(tmp_path / "t.csv.gz", target="labl")
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ def test_the_hub_offline_and_online(monkeypatch: pytest.MonkeyPatch) -> None:
         load("hub:owner/name")
     rows = [{"image": np.full((2, 2, 3), i, np.uint8), "label": i % 2, "who": f"u{i}"} for i in range(3)]
     fake.load_dataset = lambda *_: {"train": _HubSplit(rows), "test": _HubSplit(rows[:1])}  # type: ignore[attr-defined]
-    data = load("hub:owner/name", users="who")
+    data = load("hub:owner/name", client_column="who")
     assert data.shape == (3, 2, 2)
     assert data.classes == ("cat", "dog")
     assert data.user_names == ("u0", "u1", "u2")

@@ -39,7 +39,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 OVERLAPPING = {"quantity": {"clients": 4, "beta": 2.0, "overlap": True}, "dirichlet": {"clients": 4, "overlap": True}}
 SPLITS: dict[str, dict[str, Any]] = {
-    "shares": {}, "wide": {"test": 0.4, "validation": 0.3}, "folds": {"folds": 3}, "keep": {"keep": 5},
+    "shares": {}, "wide": {"test": 0.4, "validation": 0.3}, "folds": {"folds": 3}, "keep": {"max_train_per_client": 5},
     "no test": {"test": 0.0}, "no validation": {"validation": 0.0}, "pool": {"pool": True},
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ def test_without_strata_shares_vary_more() -> None:
 
 def test_every_subject_is_tested_once_by_the_folds() -> None:
     data = samples()
-    feds = [fl.partitions.writers(folds=5)(data, seed) for seed in range(5)]
+    feds = [fl.partitions.natural(folds=5)(data, seed) for seed in range(5)]
     tested = np.concatenate([np.unique(data.design.units[fed.parts["test"].index.numpy()]) for fed in feds])
     subjects, counts = np.unique(tested, return_counts=True)
     assert counts.max() == 1
@@ -206,7 +206,7 @@ def stays(rows: int = 240, seed: int = 0) -> pd.DataFrame:
     })  # fmt: skip
 
 
-ROW: dict[str, Any] = {"label": "died", "users": "hospital", "categorical": ["sex"]}
+ROW: dict[str, Any] = {"target": "died", "client_column": "hospital", "categorical": ["sex"]}
 OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "subject": ({"subject": "patient_id"}, ["admitted", "cohort"]),
     "order": ({"subject": "patient_id", "order": "admitted"}, ["cohort"]),
@@ -230,7 +230,7 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
     }  # fmt: skip
     first = read["csv"]
     assert [column.name for column in first.prepare.columns] == ["sex", "age", "crp"]
-    feds = {name: fl.partitions.writers()(data, 0) for name, data in read.items()}
+    feds = {name: fl.partitions.natural()(data, 0) for name, data in read.items()}
     for name, fed in feds.items():
         for part in DATA_PARTS:
             assert torch.equal(fed.parts[part].index, feds["csv"].parts[part].index), name
@@ -243,20 +243,20 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
 
 def test_marked_rows_and_later_rows_are_the_test_part() -> None:
     frame = stays()
-    by_column = fl.partitions.writers()(
+    by_column = fl.partitions.natural()(
         fl.Dataset.create(frame, **ROW, subject="patient_id", test_column="cohort", drop=["admitted"]), 0
     )
     assert {*frame["cohort"].to_numpy()[by_column.parts["test"].index].tolist()} == {"test"}
     assert {*frame["cohort"].to_numpy()[by_column.parts["train"].index].tolist()} == {"train"}
     plain = ["patient_id", "cohort"]
-    since = fl.partitions.writers()(
+    since = fl.partitions.natural()(
         fl.Dataset.create(frame, **ROW, order="admitted", test_since="2023-06-01", drop=plain), 0
     )
     days = frame["admitted"].to_numpy()
     assert days[since.parts["test"].index].min() >= "2023-06-01" > days[since.parts["train"].index].max()
     numbers = frame.assign(year=frame["admitted"].str[:4].astype(int)).drop(columns="admitted")
     year = fl.partitions.iid(clients=3)(
-        fl.Dataset.create(numbers, label="died", categorical=["sex"], order="year", test_since=2023,
+        fl.Dataset.create(numbers, target="died", categorical=["sex"], order="year", test_since=2023,
                       drop=[*plain, "hospital"]), 0
     )  # fmt: skip
     assert {*numbers["year"].to_numpy()[year.parts["test"].index].tolist()} == {2023}
@@ -268,7 +268,7 @@ def test_a_hospital_of_test_rows_alone_is_the_common_test_set() -> None:
     split = frame.assign(unit=frame["hospital"])
     data = fl.Dataset.create(split, **ROW, subject="patient_id", test_column="unit", test_levels=["c"],
                          drop=["admitted", "cohort"])  # fmt: skip
-    fed = fl.partitions.writers()(data, 0)
+    fed = fl.partitions.natural()(data, 0)
     assert fed.names == ("a", "b")
     assert {*frame["hospital"].to_numpy()[fed.test].tolist()} == {"c"}
     assert not len(fed.parts["test"].index)
@@ -404,7 +404,7 @@ def test_a_partition_of_a_user_deals_whole_subjects_or_says_that_it_deals_rows()
 
 def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() -> None:
     frame = stays().drop(columns=["patient_id", "admitted", "cohort", "hospital"])
-    data = fl.Dataset.create(frame, label="died", categorical=["sex"])
+    data = fl.Dataset.create(frame, target="died", categorical=["sex"])
     fed = Common(test=0.0)(data, 0)
     assert len(fed.test) == 24
     assert fed.fetch(fed.test).isfinite().all()
@@ -440,9 +440,9 @@ def test_least_numbers_count_subjects() -> None:
     frame.loc[frame.index[-6:], "hospital"] = "b"  # six rows
     frame.loc[frame.index[-6:], "patient_id"] = "last"  # of one patient
     options = {**ROW, "drop": ["admitted", "cohort"]}
-    by_row = fl.partitions.writers(min_size=5)(fl.Dataset.create(frame.drop(columns="patient_id"), **options), 0)
+    by_row = fl.partitions.natural(min_size=5)(fl.Dataset.create(frame.drop(columns="patient_id"), **options), 0)
     assert by_row.names == ("a", "b")
-    by_subject = fl.partitions.writers(min_size=5)(fl.Dataset.create(frame, **options, subject="patient_id"), 0)
+    by_subject = fl.partitions.natural(min_size=5)(fl.Dataset.create(frame, **options, subject="patient_id"), 0)
     assert by_subject.names == ("a",)
     agreement = Agreement.create(
         fl.Dataset.create(frame.drop(columns="patient_id"), **options).prepare, "binary", ("0", "1"), "died"
@@ -458,11 +458,13 @@ def test_an_agreement_carries_the_subject_to_every_site(tmp_path: Path) -> None:
         fl.Dataset.create(frame, **drop, subject="patient_id").prepare, "binary", ("0", "1"), "died"
     )
     (tmp_path / "a.toml").write_text(agreed.with_(subject="patient_id", strata=("sex",)).text())
-    data = fl.Dataset.create(frame, agreement=str(tmp_path / "a.toml"), users="hospital")
+    data = fl.Dataset.create(frame, agreement=str(tmp_path / "a.toml"), client_column="hospital")
     assert len(np.unique(data.design.units)) == frame["patient_id"].nunique()
     assert data.design.strata is not None
     with pytest.raises(ConfigError, match="no column 'patient_id'"):
-        fl.Dataset.create(frame.drop(columns="patient_id"), agreement=str(tmp_path / "a.toml"), users="hospital")
+        fl.Dataset.create(
+            frame.drop(columns="patient_id"), agreement=str(tmp_path / "a.toml"), client_column="hospital"
+        )
 
 
 def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
@@ -480,7 +482,7 @@ def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
 def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     fed = fl.partitions.iid(clients=2)((rng.random((40, 3)), np.arange(40) % 2), 0)
-    fl.compare(["fedavg"], fed, seeds=[0, 1], rounds=1, folder=tmp_path / "run", progress=False)
+    fl.compare(["fedavg"], fed, seeds=[0, 1], rounds=1, folder=tmp_path / "run", progress_bar=False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for folder in (tmp_path / "run", tmp_path / "run" / "models", tmp_path / "run" / "new"):
         with pytest.raises(ConfigError, match="lies in the run directory"):

@@ -8,8 +8,8 @@ from fedloom.data import load
 
 
 def test_pfedme_has_five_times_the_samples_and_a_quarter_for_test() -> None:
-    plain = load("synthetic", users=6, features=4)
-    large = load("synthetic", users=6, features=4, factor=5, test=0.25)
+    plain = load("synthetic", clients=6, features=4)
+    large = load("synthetic", clients=6, features=4, factor=5, test=0.25)
     sizes = torch.bincount(plain.users)
     assert (sizes >= 50).all()
     assert torch.equal(torch.bincount(large.users), 5 * sizes)

@@ -63,7 +63,7 @@ def test_a_column_hardly_observed_is_zero_and_flagged() -> None:
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_nothing_but_a_clients_own_training_part_matters(part: str) -> None:
     data = hospital()
-    partition = PARTITIONS["writers"](validation=0.2)
+    partition = PARTITIONS["natural"](validation=0.2)
     before = partition(data, 1)
     spoiled = data.x.clone()
     spoiled[before.indices(part, 0), 0] = 1e6

@@ -89,9 +89,9 @@ def test_partitions_by_class_or_of_features_say_why_not() -> None:
     with pytest.raises(Refused, match="has a label per position"):
         partitions.dirichlet(clients=2)(data)
     with pytest.raises(Refused, match="these are tokens"):
-        partitions.quality(clients=2, sigma=0.1)(data)
-    with pytest.raises(PartitionError, match="does not come split by client"):
-        partitions.writers()(data)
+        partitions.feature_noise(clients=2, sigma=0.1)(data)
+    with pytest.raises(PartitionError, match="has no natural clients"):
+        partitions.natural()(data)
     assert partitions.iid(clients=2, test=0.0, validation=0.0)(data).sizes("train").tolist() == [1, 1]
 
 
@@ -169,7 +169,7 @@ def test_texts_of_a_table(ending: str, tmp_path: Path) -> None:
         place.write_text(TABLE)
     else:
         pq.write_table(pa.Table.from_pylist(list(csv.DictReader(TABLE.splitlines()))), place)
-    data = load("texts", path=str(place), text="words", users="who", length=3)
+    data = load("texts", path=str(place), text="words", client_column="who", length=3)
     assert (data.name, data.task, data.classes) == ("t", "binary", ("glad", "sad"))
     assert data.y.tolist() == [0, 1, 0]
     assert data.user_names == ("ann", "bob")
@@ -178,7 +178,7 @@ def test_texts_of_a_table(ending: str, tmp_path: Path) -> None:
         ["ünd", "böse", "tage"],
         ["good"],
     ]
-    letters = load("texts", path=str(place), text="words", label="who", level="character", length=2)
+    letters = load("texts", path=str(place), text="words", target="who", level="character", length=2)
     assert "".join(letters.vocabulary[t] for t in letters.x[1]) == "ge"
     assert len(letters.vocabulary) == 2 + len(set("".join(row["words"] for row in csv.DictReader(TABLE.splitlines()))))
 
@@ -187,8 +187,8 @@ def test_texts_of_a_table(ending: str, tmp_path: Path) -> None:
     ("table", "options", "words"),
     [
         (TABLE, {"text": "word"}, "no column 'word'; did you mean 'words'"),
-        (TABLE, {"text": "words", "label": "words"}, "must be three columns"),
-        (TABLE, {"text": "words", "users": "mood"}, "must be three columns"),
+        (TABLE, {"text": "words", "target": "words"}, "must be three columns"),
+        (TABLE, {"text": "words", "client_column": "mood"}, "must be three columns"),
         ("a,b\n,x\nhi,\n  ,y\n", {"text": "a"}, r"row 2, column 'a': empty \(2 such\).*\n.*row 3, column 'b': empty"),
         ("a,b\n", {"text": "a"}, "no rows below the header"),
         ("", {"text": "a"}, "no column 'a'"),
@@ -215,7 +215,7 @@ def test_a_very_long_text_is_a_sample(tmp_path: Path) -> None:
 
 
 def test_docstrings_predict_the_next_character() -> None:
-    data = load("docstrings", length=16, most=300)
+    data = load("docstrings", length=16, max_characters=300)
     assert {"json", "argparse"} & set(data.user_names) == {"argparse"}  # json is a folder
     who = data.user_names.index("argparse")
     assert data.users is not None
@@ -230,11 +230,11 @@ def test_docstrings_predict_the_next_character() -> None:
 
 
 def test_halves_of_the_modules_share_a_vocabulary() -> None:
-    whole, even, odd = (load("docstrings", most=100, modules=m) for m in ("all", "even", "odd"))
+    whole, even, odd = (load("docstrings", max_characters=100, modules=m) for m in ("all", "even", "odd"))
     assert even.vocabulary == odd.vocabulary == whole.vocabulary
     assert sorted(even.user_names + odd.user_names) == list(whole.user_names)
     with pytest.raises(DataError, match="lower least"):
-        load("docstrings", least=10**9)
+        load("docstrings", min_characters=10**9)
 
 
 # ---------------------------------------------------------------------------------------------------- data for a model

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedloom as fl
 from fedloom.data.groups import groups_of, keeping
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
@@ -122,7 +125,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "column 'died' has levels that are alike: 'A' (13) = 'a' (14); write them in one way",
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
-    "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "users": "ward"}, "column 'ward' has levels"),
+    "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
     "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so nothing is learned from it"),
     "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
     "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
@@ -164,7 +167,7 @@ def test_points_that_may_part_thousands_are_noted(tmp_path_factory: pytest.TempP
         rows = [separator.join((text, "10", str(k % 2))) for k, text in enumerate(writing)]
         path = folder / "t.csv"
         path.write_text("\n".join([separator.join(("count", "ten", "died")), *rows]) + "\n")
-        notes = Csv(path=str(path), label="died", drop=("ten",)).read(None).notes
+        notes = Csv(path=str(path), target="died", drop=("ten",)).read(None).notes
         assert any("column 'count': every fraction has three digits, as " in n for n in notes) == (column == "points")
 
 
@@ -176,7 +179,7 @@ def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv
     names = [name for name in sound if name == column or name != "ward"]
     rows = [",".join(sound[name][k % len(sound[name])] for name in names) for k in range(40)]
     path.write_text("\n".join([",".join(names), *rows]) + "\n", "utf-8")
-    return Csv(path=str(path), label="died", **options)
+    return Csv(path=str(path), target="died", **options)
 
 
 @pytest.mark.parametrize("fault", PLAIN)
@@ -219,7 +222,7 @@ def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_clie
     def high(source: TableSource) -> Tensor:
         return groups_of(keeping(source, ["glucose>=126"]).read(None), ["glucose>=126"])["glucose>=126"]
 
-    users = {"users": "hospital"} if by_client else {}
+    users = {"client_column": "hospital"} if by_client else {}
     sixteenths = [{**row, "glucose": row["glucose"] and row["glucose"] / 16} for row in ROWS]  # exact in binary
     agreed = write(tmp_path / "agreed.csv", ROWS).with_(**users)
     other = write(tmp_path / "other.csv", sixteenths).with_(**users)
@@ -266,3 +269,38 @@ def test_a_file_in_16_bits_is_named(encoding: str, name: str, byte: str, tmp_pat
     (tmp_path / "wide.csv").write_bytes("age,died\n30,0\n31,1\n".encode(encoding))
     with pytest.raises(FedloomError, match=f"byte {byte}, line 1.*iconv -f {name} -t UTF-8 wide.csv"):
         Csv(path=str(tmp_path / "wide.csv")).read(None)
+
+
+def survival_rows(**columns: Any) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        {"age": rng.normal(60, 9, 40), "time": rng.uniform(2, 9, 40), "status": [0, 1, 2, 1] * 10} | columns
+    )
+
+
+def test_a_cause_of_events_is_chosen_by_its_value_and_the_other_causes_are_censored() -> None:
+    table = survival_rows()
+    roles: dict[str, Any] = {"target": "time", "event": "status"}
+    with pytest.raises(DataError, match=r"event_levels = \['2'\] counts this cause"):
+        fl.Dataset.create(table, **roles)
+    for levels in (["1"], ["2"], ["1", "2"]):
+        events = fl.Dataset.create(table, event_levels=levels, **roles).y[:, 1]
+        assert events.tolist() == table["status"].astype(str).isin(levels).astype(float).tolist()
+    named = table.assign(status=table["status"].map({0: "alive", 1: "cancer", 2: "other"}))
+    assert int(fl.Dataset.create(named, event_levels=["cancer"], **roles).y[:, 1].sum()) == 20
+    with pytest.raises(DataError, match="event_levels: no cell of 'status' is '3'"):
+        fl.Dataset.create(table, event_levels=["1", "3"], **roles)
+
+
+def test_late_entry_is_refused_and_every_way_on_that_is_named_works() -> None:
+    table = survival_rows(status=[0, 1] * 20)
+    late = table.assign(start=table["time"] / 2)
+    roles: dict[str, Any] = {"target": "time", "event": "status"}
+    with pytest.raises(DataError, match=r"column 'start' begins the time at risk of its rows \(late entry\)"):
+        fl.Dataset.create(late, **roles)
+    assert fl.Dataset.create(late, drop=["start"], **roles).shape == (1,)
+    assert fl.Dataset.create(late, include=["start"], **roles).shape == (2,)
+    since = late.assign(time=late["time"] - late["start"]).drop(columns=["start"])
+    assert fl.Dataset.create(since, **roles).shape == (1,)
+    assert fl.Dataset.create(table.assign(start=table["time"] * 2), **roles).shape == (2,)
+    assert fl.Dataset.create(table.assign(start=0.0), **roles).shape == (2,)

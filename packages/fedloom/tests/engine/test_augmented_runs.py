@@ -11,7 +11,7 @@ import torch
 from fedloom.algorithms import FedAvg
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Iid, Quality
+from fedloom.data.partitions import FeatureNoise, Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
@@ -44,9 +44,9 @@ def run(fed: Federation, augment: Augment | None = AUGMENT, folder: Path | None 
 
 @pytest.mark.parametrize("augment", [AUGMENT, None])
 def test_chunks_workers_and_oracles_change_nothing_but_rounding(fed: Federation, augment: Augment | None) -> None:
-    fed, clean = fed if augment else Quality(clients=6, draws="anew")(load("digits"), seed=0), fed
+    fed, clean = fed if augment else FeatureNoise(clients=6, noise_draws="per-batch")(load("digits"), seed=0), fed
     whole = run(fed, augment).models.rows("global")
-    for engine in ({"chunk": 2, "workers": 2}, {"oracle": "looped"}, {"oracle": "stacked"}):
+    for engine in ({"clients_per_batch": 2, "workers": 2}, {"gradient_engine": "loop"}, {"gradient_engine": "vmap"}):
         torch.testing.assert_close(run(fed, augment, **engine).models.rows("global"), whole, rtol=0, atol=1e-10)
     assert not torch.allclose(run(clean, None).models.rows("global"), whole, atol=1e-4)
 
@@ -59,7 +59,9 @@ def test_augmentation_that_does_nothing_is_none(fed: Federation) -> None:
 
 def test_a_run_is_not_continued_with_other_noise(tmp_path: Path) -> None:
     def noisy(sigma: float) -> Federation:
-        return Quality(clients=6, sigma=sigma, draws="anew", test=0, validation=0)(load("digits"), seed=0)
+        return FeatureNoise(clients=6, sigma=sigma, noise_draws="per-batch", test=0, validation=0)(
+            load("digits"), seed=0
+        )
 
     run(noisy(0.1), None, folder=tmp_path)
     run(noisy(0.1), None, folder=tmp_path)

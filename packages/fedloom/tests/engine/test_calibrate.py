@@ -27,14 +27,14 @@ rounds = 4
 seeds = [0]
 [data]
 source = "PATH"
-label = "died"
-users = "hospital"
+target = "died"
+client_column = "hospital"
 categorical = ["sex", "ward"]
 drop = ["patient_id", "troponin_hs", "hours_to_death"]
 missing = ["-9"]
 impute = true
 [partition]
-kind = "writers"
+kind = "natural"
 validation = 0.4
 [local]
 lr = 0.1
@@ -106,7 +106,7 @@ def test_class_weights_spoil_probabilities_and_calibrate_mends_them(tmp_path: Pa
 
 def in_use_as_recorded(opened: fl.experiment.RunDirectory, path: Path, folder: Path) -> None:
     """`predict`, `evaluate` and exports have the line of the client; a new client the medians over clients."""
-    fed = fl.partitions.writers(validation=0.4)(opened.read(path), seed=0)
+    fed = fl.partitions.natural(validation=0.4)(opened.read(path), seed=0)
     run = opened["ditto", 0]
     for kind in ("personal", "global"):
         scores = opened.predict(path, "ditto", kind=kind).scores

@@ -58,7 +58,7 @@ def test_a_run_ends_when_the_best_is_as_old_as_the_patience(values: list[float],
 
 
 def test_only_evaluated_rounds_decide_and_small_steps_do_not_count() -> None:
-    stop = fl.callbacks.EarlyStop(patience=1, least=0.5)
+    stop = fl.callbacks.EarlyStop(patience=1, min_delta=0.5)
     assert stop(state([1.0, 0.8])) == "global validation loss has not improved on 1 since round 0"
     assert stop(state([1.0, 0.8], at=3)) is None
     assert stop(state([1.0, 0.4])) is None
@@ -73,7 +73,7 @@ def test_the_test_part_cannot_end_a_run() -> None:
 
 def run(fed: Federation, progress: list[Any], **more: Any) -> Any:
     settings = {"rounds": 30, "local": LocalSGD(lr=1.0, batch_size="full"), "evaluate": Evaluate(every=3), **more}
-    return fl.simulate(FedAvg(), fed, "softmax", progress=progress, **settings)
+    return fl.simulate(FedAvg(), fed, "softmax", callbacks=progress, **settings)
 
 
 def test_an_ended_run_is_evaluated_and_stays_ended(fed: Federation, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_ended_run_is_evaluated_and_stays_ended(fed: Federation, tmp_path: Pa
 
 
 def test_early_stopping_is_the_same_across_a_restart(fed: Federation, tmp_path: Path) -> None:
-    stop = fl.callbacks.EarlyStop(metric="accuracy", patience=2, least=0.02)
+    stop = fl.callbacks.EarlyStop(metric="accuracy", patience=2, min_delta=0.02)
     whole = run(fed, [stop])
     assert whole.stop is Stop.STOPPED
     assert 3 < whole.rounds < 30
@@ -158,12 +158,12 @@ def diverging(fed: Federation, method: str = "fedavg", **choices: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_the_best_round_is_that_of_a_run_which_ends_there(method: str, tmp_path: Path) -> None:
-    fed = fl.partitions.dirichlet(clients=6, beta=0.5, min_size=20, validation=0.2)(fl.load("digits"), seed=0)
+    fed = fl.partitions.dirichlet(clients=6, alpha=0.5, min_size=20, validation=0.2)(fl.load("digits"), seed=0)
     rule = {"patience": 3}
     last = diverging(fed, method, early_stop=rule)
-    best = diverging(fed, method, early_stop={**rule, "keep": "best"}, folder=tmp_path)
+    best = diverging(fed, method, early_stop={**rule, "result": "best"}, folder=tmp_path)
     assert best.rounds == last.rounds - 3
-    ended = diverging(fed, method, progress=[lambda state: "here" if state.round == best.rounds else None])
+    ended = diverging(fed, method, callbacks=[lambda state: "here" if state.round == best.rounds else None])
     for kind in best.models:
         assert torch.equal(best.models.rows(kind), ended.models.rows(kind))
     assert best.table().equals(ended.table())
@@ -171,7 +171,7 @@ def test_the_best_round_is_that_of_a_run_which_ends_there(method: str, tmp_path:
     about = kind, "validation", "loss/mean"
     curve = [float(r.values[0]) for r in last.state.records.items if (r.model, r.part, r.metric) == about]
     assert min(curve[1:]) == curve[best.rounds]
-    again = diverging(fed, method, early_stop={**rule, "keep": "best"}, folder=tmp_path)
+    again = diverging(fed, method, early_stop={**rule, "result": "best"}, folder=tmp_path)
     assert (again.rounds, again.detail) == (best.rounds, best.detail)
     assert again.table().equals(best.table())
 
@@ -189,7 +189,7 @@ def test_a_comparison_stops_early_hears_of_every_round_and_is_tracked(fed: Feder
     events = list[Any]()
     options: Any = {
         "rounds": 30, "local": {"lr": 0.5, "momentum": 0.9}, "evaluate": {"every": 1}, "seeds": [0],
-        "early_stop": {"patience": 2}, "folder": tmp_path / "run", "progress": False,
+        "early_stop": {"patience": 2}, "folder": tmp_path / "run", "progress_bar": False,
     }  # fmt: skip
     got = fl.compare(["fedavg"], fed, "mlp", callbacks=[events.append], track="tensorboard", **options)
     assert [event.round for event in events if not event.status] == list(range(1, got["fedavg", 0].rounds + 1))

@@ -41,7 +41,7 @@ ABSOLUTE = [
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Dirichlet(clients=4, beta=0.3, min_size=20)(load("digits"), seed=0)
+    return Dirichlet(clients=4, alpha=0.3, min_size=20)(load("digits"), seed=0)
 
 
 def run(fed: Federation, method: Any, **options: Any) -> Result:
@@ -72,7 +72,7 @@ WITH_MORE = ("lpgd", "fedskip", "admm-lp-proj", "fedadmm-inexact", "fedfomo")
 @pytest.mark.parametrize("name", [n for n in ABSOLUTE if n not in {*WITH_MORE, "ifca", "fedproto"}])
 def test_the_change_to_the_received_model_is_clipped(fed: Federation, name: str) -> None:
     """What a server keeps lies within the bound of what the clients received."""
-    plain, clipped = run(fed, name), run(fed, name, channel=Clip(bound=0.01))
+    plain, clipped = run(fed, name), run(fed, name, upload_transform=Clip(bound=0.01))
     received = initial(plain)
     assert torch.linalg.vector_norm(received) > 0.1
     far = torch.linalg.vector_norm(kept(plain) - received, dim=1)
@@ -80,14 +80,14 @@ def test_the_change_to_the_received_model_is_clipped(fed: Federation, name: str)
     moved = far > 0.01
     assert moved.any()
     torch.testing.assert_close(near[moved], torch.full_like(near[moved], 0.01), rtol=1e-9, atol=0)
-    torch.testing.assert_close(kept(run(fed, name, channel=Clip(bound=1e6))), kept(plain), rtol=0, atol=1e-12)
+    torch.testing.assert_close(kept(run(fed, name, upload_transform=Clip(bound=1e6))), kept(plain), rtol=0, atol=1e-12)
 
 
 def test_the_change_to_the_model_of_the_cluster_is_clipped(fed: Federation) -> None:
     """A model is a mean of those of its clients, which lie within the bound of it; their choice is left alone."""
     method = IFCA(clusters=3)
     plain, clipped, wide, noisy = (
-        run(fed, method, channel=channel)
+        run(fed, method, upload_transform=channel)
         for channel in (None, Clip(bound=0.01), Clip(bound=1e6), GaussianNoise(clip=1e-9, sigma=1.0))
     )
     start, _, _ = method.init(initial(plain), plain.job.ctx(0))
@@ -126,18 +126,20 @@ def test_a_deployed_server_measures_the_change_to_the_model_of_the_cluster(fed: 
 def test_epsilon_is_refused_beside_what_no_noise_is_added_to(fed: Federation, name: str, field: str) -> None:
     pytest.importorskip("dp_accounting")
     with pytest.raises(Refused, match=f"also upload {field} without noise"):
-        run(fed, name, channel=GaussianNoise(clip=1.0, sigma=1.0, delta=1e-5))
+        run(fed, name, upload_transform=GaussianNoise(clip=1.0, sigma=1.0, delta=1e-5))
 
 
 @pytest.mark.parametrize("name", ["fedacs", "flame"])
 def test_noise_is_around_the_received_model_too(fed: Federation, name: str) -> None:
-    noisy = run(fed, name, channel=GaussianNoise(clip=1e-9, sigma=1.0))
+    noisy = run(fed, name, upload_transform=GaussianNoise(clip=1e-9, sigma=1.0))
     assert torch.linalg.vector_norm(kept(noisy) - initial(noisy), dim=1).max() < 1e-6
 
 
 def test_a_bound_above_every_change_costs_fedacs_nothing(fed: Federation) -> None:
     """Clipping the models themselves, as before, left it at chance."""
-    plain, clipped = (run(fed, FedACS(), rounds=5, channel=c).final("personal") for c in (None, Clip(bound=2.0)))
+    plain, clipped = (
+        run(fed, FedACS(), rounds=5, upload_transform=c).final("personal") for c in (None, Clip(bound=2.0))
+    )
     torch.testing.assert_close(plain, clipped, rtol=0, atol=0.02)
     assert plain.mean() > 0.5
 

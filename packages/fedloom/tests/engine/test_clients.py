@@ -37,7 +37,7 @@ METHODS = ["fedavg", "flame", "scaffold", "feddyn", "fednova", "ditto"]
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partitions.dirichlet(clients=9, beta=0.5)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=9, alpha=0.5)(fl.load("digits"), seed=0)
 
 
 class Through:
@@ -110,8 +110,8 @@ Kind = type[Through] | type[Remote]
 
 def states(fed: Federation, method: str, kind: Kind, **choices: Any) -> State:
     setting = fl.Setting.create(
-        method, model="softmax", rounds=3, local={"lr": 0.1}, weights="samples", sampler={"fraction": 0.7},
-        engine={"dtype": "float64", "chunk": 2}, **choices,
+        method, model="softmax", rounds=3, local={"lr": 0.1}, client_weights="samples", sampler={"fraction": 0.7},
+        engine={"dtype": "float64", "clients_per_batch": 2}, **choices,
     )  # fmt: skip
     job, server = make_job(setting, fed)
     with clients_of(job) as clients:

@@ -16,7 +16,7 @@ from fedloom.algorithms import FIAELT, FLAME, SCAFFOLD, Algorithm, FedADMM, FedA
 from fedloom.choose import EquitableWeigher
 from fedloom.choose.shares import equal_clusters
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Writers
+from fedloom.data.partitions import Natural
 from fedloom.data.sources import Csv
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
@@ -45,7 +45,7 @@ def fed() -> Federation:
 def run(fed: Federation, method: Algorithm, weights: Any, **choices: Any) -> Any:
     local = LocalSGD(lr=0.1, steps=2, batch_size=4)
     return simulate(
-        method, fed, MLP(hidden=(5,)), rounds=2, local=local, weights=weights, evaluate={"every": 2}, **choices
+        method, fed, MLP(hidden=(5,)), rounds=2, local=local, client_weights=weights, evaluate={"every": 2}, **choices
     )
 
 
@@ -79,7 +79,7 @@ def test_refused_where_they_cannot_be(fed: Federation) -> None:
 
 def test_a_check_trains_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engine.setup.problems.cluster_shares", None)
-    check(Setting.create("flame", model="mlp", weights="clusters-2"), fed)
+    check(Setting.create("flame", model="mlp", client_weights="clusters-2"), fed)
 
 
 @pytest.mark.parametrize("weights", ["clusters-2", "clusters"])
@@ -94,11 +94,11 @@ model = {{ kind = "mlp", hidden = [4] }}
 local = {{ lr = 1e30 }}
 [[method]]
 algorithm = "fedavg"
-weights = "{weights}"
+client_weights = "{weights}"
 [[method]]
 algorithm = "fedavg"
 label = "uniform"
-weights = "uniform"
+client_weights = "uniform"
 """
     )
     clustered, uniform = Plan(read(file), tmp_path / "out").run(page=False)
@@ -133,8 +133,8 @@ def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hospitals(file: Path, **options: Any) -> Federation:
-    source = Csv(path=str(file), users="hospital", label="ill", drop=("region", "sex"), **options)
-    return Writers()(source.read(None), seed=0)
+    source = Csv(path=str(file), client_column="hospital", target="ill", drop=("region", "sex"), **options)
+    return Natural()(source.read(None), seed=0)
 
 
 @pytest.mark.parametrize("method", [FLAME(), FedSLR(), FIAELT(), FedDR(), FedAvg()], ids=lambda m: type(m).__name__)
@@ -195,13 +195,17 @@ def test_no_activations_buy_more_than_a_cluster_each() -> None:
             assert bool((bought <= torch.arange(1, 10) / clusters + 1e-9).all()) or found < clusters
 
 
-@pytest.mark.parametrize("part", [{"weights": "clusters-3"}, {"weigher": {"kind": "equitable", "clusters": 3}}])
+@pytest.mark.parametrize(
+    "part", [{"client_weights": "clusters-3"}, {"aggregation_weights": {"kind": "equitable", "clusters": 3}}]
+)
 def test_in_a_run_a_forger_moves_the_model_by_the_share_of_its_cluster(fed: Federation, part: dict[str, Any]) -> None:
     """The client trains as it should and lies about its activations: a third of the model is its own, and no more."""
     attack = {"kind": "forged-activations", "fraction": 0.17}
-    attacked, honest = (run(fed, FedAvg(), **{"weights": "uniform", "attack": a, **part}) for a in (attack, None))
+    attacked, honest = (
+        run(fed, FedAvg(), **{"client_weights": "uniform", "attack": a, **part}) for a in (attack, None)
+    )
     (forger,) = attacked.job.attackers.tolist()
-    if "weights" in part:
+    if "client_weights" in part:
         assert float(attacked.job.alpha[forger]) == pytest.approx(1 / 3)
         assert float(honest.job.alpha[forger]) < 1 / 3
     else:
@@ -220,10 +224,10 @@ def test_forgers_of_one_vector_share_a_cluster_and_others_have_one_each(fed: Fed
     assert float(moved.state.shares[moved.job.malicious].sum()) == pytest.approx(2 / 3)  # found again, forged again
 
 
-@pytest.mark.parametrize("part", [{}, {"weigher": "fairfed"}])
+@pytest.mark.parametrize("part", [{}, {"aggregation_weights": "fairfed"}])
 def test_forged_activations_are_refused_where_there_are_none(fed: Federation, part: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="attack 'forged-activations' has nothing to forge"):
-        run(fed, FedAvg(), **{"weights": "uniform", "attack": "forged-activations", **part})
+        run(fed, FedAvg(), **{"client_weights": "uniform", "attack": "forged-activations", **part})
 
 
 # --- clusters that are found again
@@ -249,7 +253,9 @@ def long(fed: Federation, method: Algorithm, weights: str, **choices: Any) -> An
     engine = {"dtype": "float64", "chunk": 2, **choices.pop("engine", {})}
     common = {"rounds": 6, "sampler": {"kind": "uniform", "clients": 3}, "evaluate": {"every": 3}}
     local = LocalSGD(lr=0.1, steps=2, batch_size=4)
-    return simulate(method, fed, MLP(hidden=(5,)), local=local, weights=weights, engine=engine, **{**common, **choices})
+    return simulate(
+        method, fed, MLP(hidden=(5,)), local=local, client_weights=weights, engine=engine, **{**common, **choices}
+    )
 
 
 def state_of(result: Any) -> list[Tensor]:
@@ -310,7 +316,7 @@ def test_means_of_kept_rows_are_those_by_the_new_shares(fed: Federation, shares_
 def test_shares_that_moved_once_are_those_given_from_the_start(fed: Federation, shares_move: None) -> None:
     """Before the first upload nothing is summed: FedAvg from round 3 on is FedAvg with these shares from there."""
     shares = []
-    result = long(fed, FedAvg(), "clusters-2 every 2", progress=[lambda state: shares.append(state.shares[:, 0])])
+    result = long(fed, FedAvg(), "clusters-2 every 2", callbacks=[lambda state: shares.append(state.shares[:, 0])])
     assert [row.tolist() for row in shares[2:4]] == [[1 / 12] * 4 + [1 / 3] * 2] * 2
     assert torch.equal(shares[0], shares[1])
     assert torch.equal(result.job.alpha[:, 0], shares[-1])
@@ -338,7 +344,7 @@ def test_workers_and_a_resumed_run_have_the_same_bits(
 
     often = {"checkpoint_every": 1e-9}
     with pytest.raises(KeyboardInterrupt):
-        long(fed, method, "clusters-2 every 2", folder=tmp_path, engine=often, progress=[kill])
+        long(fed, method, "clusters-2 every 2", folder=tmp_path, engine=often, callbacks=[kill])
     resumed = long(fed, method, "clusters-2 every 2", folder=tmp_path, engine=often)
     assert equal(whole, resumed)
     assert torch.equal(whole.state.shares, resumed.state.shares)
@@ -373,14 +379,18 @@ class Adds(FedADMM):
             {"devices": {"kind": "lognormal"}, "schedule": {"kind": "deadline", "seconds": 1.0}},
             "for which schedule 'deadline' does not wait",
         ),
-        ("fedavg", {"channel": {"kind": "gaussian-noise", "sigma": 1.0, "clip": 1.0, "delta": 1e-5}}, "without noise"),
+        (
+            "fedavg",
+            {"upload_transform": {"kind": "gaussian-noise", "sigma": 1.0, "clip": 1.0, "delta": 1e-5}},
+            "without noise",
+        ),
     ],
 )
 def test_clusters_that_cannot_be_found_again_are_refused(
     fed: Federation, method: Any, choices: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Refused, match=why):
-        check(Setting.create(method, model="mlp", weights="clusters-2 every 2", rounds=6, **choices), fed)
+        check(Setting.create(method, model="mlp", client_weights="clusters-2 every 2", rounds=6, **choices), fed)
 
 
 def test_in_virtual_time_finding_them_takes_time(fed: Federation) -> None:

@@ -123,15 +123,15 @@ def received(result: Any) -> float:
     ("own", "built_in"), [(Sparse(c=1e-3), L1(c=1e-3)), (LowRank(c=0.01), Nuclear(c=0.01))], ids=["sparse", "low rank"]
 )
 def test_a_prox_of_a_user_is_sent_and_counted_like_a_built_in_one(fed: Federation, own: Any, built_in: Any) -> None:
-    ours, theirs = (run(fed, REGISTRY["feddr"](regulariser=f, settings="paper")) for f in (own, built_in))
+    ours, theirs = (run(fed, REGISTRY["feddr"](regulariser=f, defaults="paper")) for f in (own, built_in))
     assert torch.equal(ours.models.rows("global"), theirs.models.rows("global"))
     assert recorded(ours, "global") == recorded(theirs, "global")
-    plain = run(fed, REGISTRY["feddr"](settings="paper"))
+    plain = run(fed, REGISTRY["feddr"](defaults="paper"))
     assert received(ours) == received(theirs) < received(plain)
 
 
 def test_a_prox_that_says_nothing_makes_models_that_are_sent_dense(fed: Federation) -> None:
-    silent, none = (run(fed, REGISTRY["feddr"](regulariser=f, settings="paper")) for f in (Shrink(c=1e-3), None))
+    silent, none = (run(fed, REGISTRY["feddr"](regulariser=f, defaults="paper")) for f in (Shrink(c=1e-3), None))
     assert received(silent) == received(none)
     assert "nonzeros" in recorded(silent, "global")
 

@@ -24,10 +24,10 @@ SMALL = (1, 2, 3, 8)
 TABLES: dict[str, Any] = {
     "aggregator": AGGREGATORS,
     "attack": ATTACKS,
-    "channel": CHANNELS,
+    "upload_transform": CHANNELS,
     "sampler": SAMPLERS,
-    "weigher": WEIGHERS,
-    "mixer": MIXERS,
+    "aggregation_weights": WEIGHERS,
+    "personalized_aggregation": MIXERS,
     "devices": DEVICES,
     "schedule": SCHEDULES,
 }

@@ -127,7 +127,7 @@ def test_a_callback_that_fails_changes_no_number(
         raise error
 
     plain = fl.simulate("fedavg", fed, rounds=3)
-    result = fl.simulate("fedavg", fed, rounds=3, progress=[broken])
+    result = fl.simulate("fedavg", fed, rounds=3, callbacks=[broken])
     assert (result.status, calls) == ("done", [1, 2, 3])
     assert result.table().equals(plain.table())
     (warning,) = [note for note in result.notes if "callback" in note]
@@ -139,15 +139,15 @@ def test_what_is_documented_to_end_a_run_does(fed: Federation) -> None:
     def stop(_state: Any) -> None:
         raise RunStopped(Stop.STOPPED, "by hand")
 
-    assert fl.simulate("fedavg", fed, rounds=3, progress=[lambda s: "enough" if s.round == 2 else 7]).rounds == 2
-    ended = fl.simulate("fedavg", fed, rounds=3, progress=[stop])
+    assert fl.simulate("fedavg", fed, rounds=3, callbacks=[lambda s: "enough" if s.round == 2 else 7]).rounds == 2
+    ended = fl.simulate("fedavg", fed, rounds=3, callbacks=[stop])
     assert (ended.stop, ended.rounds) == (Stop.STOPPED, 1)
 
     def interrupt(_state: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fl.simulate("fedavg", fed, rounds=3, progress=[interrupt])
+        fl.simulate("fedavg", fed, rounds=3, callbacks=[interrupt])
 
 
 def test_a_listener_that_fails_leaves_the_others_and_the_run(tmp_path: Path) -> None:

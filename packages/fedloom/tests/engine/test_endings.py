@@ -39,7 +39,7 @@ WILD = {"model": "softmax", "rounds": 6, "local": {"lr": 1e4}, "evaluate": {"eve
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partitions.dirichlet(clients=4, beta=0.3)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=4, alpha=0.3)(fl.load("digits"), seed=0)
 
 
 def records(*losses: float, model: str = "global", part: str = "train") -> Records:
@@ -129,7 +129,7 @@ def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation,
 
     cut = {**WILD, "folder": tmp_path / "cut", "engine": {"checkpoint_every": 1e-9}}
     with pytest.raises(KeyboardInterrupt):
-        fl.simulate("fedavg", fed, progress=[interrupt], **cut)
+        fl.simulate("fedavg", fed, callbacks=[interrupt], **cut)
     parted = fl.simulate("fedavg", fed, **cut)
     again = fl.simulate("fedavg", fed, **cut)
     for result in (parted, again):
@@ -171,7 +171,7 @@ def test_local_under_attack_is_local_without_its_attackers(fed: Federation, kind
 
 
 def test_a_callback_that_ends_a_diverged_run_is_named_too(fed: Federation) -> None:
-    found = fl.simulate("fedavg", fed, progress=[lambda s: "enough" if s.round == 4 else None], **WILD)
+    found = fl.simulate("fedavg", fed, callbacks=[lambda s: "enough" if s.round == 4 else None], **WILD)
     assert (found.status, found.rounds, found.diverged) == ("diverged", 4, 3)
     assert found.detail.endswith("; enough")
 
@@ -292,7 +292,7 @@ def test_a_round_modifies_no_state(fed: Federation) -> None:
 @pytest.mark.parametrize("kind", ["sign-flip", "gaussian", "alie"])
 def test_attackers_keep_no_state_of_an_optimiser_whose_steps_they_do_not_report(fed: Federation, kind: str) -> None:
     """What an attacker trains to forge from is of that round only; its state is that of a client that takes no step."""
-    local = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "kept"}
+    local = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "persistent"}
     found = fl.simulate("ditto", fed, model="softmax", rounds=3, local=local, attack={"kind": kind, "fraction": 0.5})
     assert found.status == "done", found.detail
     kept = found.job.optimizer.read(torch.arange(4))[0]
@@ -303,7 +303,9 @@ def test_attackers_keep_no_state_of_an_optimiser_whose_steps_they_do_not_report(
 def test_a_check_has_the_notes_of_the_job_and_makes_no_room_for_clients(
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = fl.Setting.create("scaffold", model="softmax", weigher={"kind": "uniform"}, attack={"kind": "gaussian"})
+    setting = fl.Setting.create(
+        "scaffold", model="softmax", aggregation_weights={"kind": "uniform"}, attack={"kind": "gaussian"}
+    )
     job, _ = make_job(setting, fed)
     monkeypatch.setattr(setup, "Store", None)
     assert setup.check(setting, fed) == job.notes

@@ -72,11 +72,11 @@ NOTHING = {
     ("Engine", "device"): "another machine",
     ("Engine", "precision"): "linear layers have one; tests/engine has convolutions",
     ("Engine", "quorum"): "acts where uploads are unusable",
-    ("Engine", "oracle"): "auto is fused here; others change bits by rounding",
+    ("Engine", "gradient_engine"): "auto is compiled here; others change bits by rounding",
     ("Engine", "chunk"): "bits by rounding",
     ("Evaluate", "personal_on_common"): "acts where there is a common test set",
     ("Evaluate", "select_on"): "acts where the parts choose otherwise",
-    ("Evaluate", "statistics"): "acts on batch normalisation; packages/fedloom/tests/engine/test_scoring.py",
+    ("Evaluate", "batchnorm_stats"): "acts on batch normalisation; packages/fedloom/tests/engine/test_scoring.py",
     ("FairFedWeigher", "group"): "acts on columns of a table; packages/fedloom/tests/choose/test_weighers.py",
     ("GIFAIR", "level"): "groups are the partition's, and asked for",
 }
@@ -104,7 +104,7 @@ def pictures() -> Federation:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, 160)
     x = (rng.normal(size=(3, 1, 4, 4))[y] + 0.7 * rng.normal(size=(160, 1, 4, 4))).astype("float32")
-    return fl.partitions.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.create(x, y), seed=0)
+    return fl.partitions.dirichlet(clients=10, alpha=1.0, min_size=5, validation=0.25)(fl.Dataset.create(x, y), seed=0)
 
 
 def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tuple[Any, ...], frozenset[str], Any]:
@@ -179,7 +179,7 @@ def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[st
 
 def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
     def run(value: Any) -> Any:
-        beside = {"weights": "clusters-3"} if getattr(value, "disguises", False) else {}
+        beside = {"client_weights": "clusters-3"} if getattr(value, "disguises", False) else {}
         if isinstance(value, FLTrust):  # its client must be in every cohort
             beside["sampler"] = {"fraction": 1.0}
         return played(method, **{key: value}, **beside)
@@ -190,8 +190,8 @@ def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
 PLUGINS = [
     (key, kind)
     for key, kinds in {
-        "sampler": SAMPLERS, "weigher": WEIGHERS, "mixer": MIXERS, "aggregator": AGGREGATORS,
-        "attack": ATTACKS, "channel": CHANNELS
+        "sampler": SAMPLERS, "aggregation_weights": WEIGHERS, "personalized_aggregation": MIXERS,
+        "aggregator": AGGREGATORS, "attack": ATTACKS, "upload_transform": CHANNELS
     }.items()
     for kind in kinds.values()
 ]  # fmt: skip

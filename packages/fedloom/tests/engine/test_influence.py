@@ -23,7 +23,7 @@ from fedloom.algorithms import REGISTRY, FedNova
 from fedloom.algorithms._base import Algorithm
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Iid, Quantity
+from fedloom.data.partitions import Iid, QuantitySkew
 from fedloom.engine.clients import forging
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
@@ -93,7 +93,7 @@ def federation() -> Federation:
 def run(name: str | Algorithm, attack: Forgery | None = None, fed: Federation | None = None, **choices: Any) -> Result:
     made: Any = REGISTRY[name](**OPTIONS.get(name, {})) if isinstance(name, str) else name
     size: Any = "full" if name == "fedas" else 20  # its server weighs by Fisher information, a sum over batches
-    choices = {"rounds": 1, "weights": "uniform", "local": LocalSGD(lr=0.01, batch_size=size)} | choices
+    choices = {"rounds": 1, "client_weights": "uniform", "local": LocalSGD(lr=0.01, batch_size=size)} | choices
     evaluate = Evaluate(every=choices["rounds"])
     return simulate(made, fed or federation(), MLP(hidden=(16,)), attack=attack, evaluate=evaluate, **choices)
 
@@ -295,9 +295,11 @@ def test_a_card_says_how_far_a_forged_model_goes(name: str) -> None:
 
 def test_unequal_steps_scale_a_forged_model_as_fednova_does() -> None:
     """Eq. 8: x + tau_eff sum p_i (w_i - x)/tau_i, so that one model counts by tau_eff/tau_i."""
-    fed = Quantity(clients=CLIENTS, beta=2.0, min_size=21)(load("digits"), seed=1)
+    fed = QuantitySkew(clients=CLIENTS, alpha=2.0, min_size=21)(load("digits"), seed=1)
     with seen() as sent:
-        result = run(FedNova(), FORGERIES["gaussian"](fraction=1 / CLIENTS), fed, local=FROZEN, weights="samples")
+        result = run(
+            FedNova(), FORGERIES["gaussian"](fraction=1 / CLIENTS), fed, local=FROZEN, client_weights="samples"
+        )
     job, ((attacker, model),) = result.job, sent[0].models.items()
     tau, x = job.work(1, job.everyone).steps.double()[:, 0], start_of(result, fed)
     assert len(tau.unique()) > 2

@@ -71,14 +71,18 @@ def test_the_same_clients_in_every_round_with_every_method_and_worker(fed: Feder
     flame, avg = run(fed), run(fed, method=FedAvg())
     assert torch.equal(flame.job.scored_ids, avg.job.scored_ids)
     assert not torch.equal(flame.job.scored_ids, run(fed, seed=1).job.scored_ids)
-    assert run(fed, engine=Engine(chunk=3)).table().equals(run(fed, engine=Engine(workers=2, chunk=3)).table())
+    assert (
+        run(fed, engine=Engine(clients_per_batch=3))
+        .table()
+        .equals(run(fed, engine=Engine(workers=2, clients_per_batch=3)).table())
+    )
     by_round = flame.table().filter(pc.greater_equal(flame.table()["client"], 0)).group_by("round")
     assert set(by_round.aggregate([("client", "count_distinct")])["client_count_distinct"].to_pylist()) == {SOME}
 
 
 def test_a_resumed_run_knows_whom_it_scores(fed: Federation, tmp_path: Path) -> None:
     whole = run(fed)
-    run(fed, folder=tmp_path, progress=[lambda state: "enough" if state.round == 2 else None])
+    run(fed, folder=tmp_path, callbacks=[lambda state: "enough" if state.round == 2 else None])
     assert run(fed, folder=tmp_path, advance=False).table().num_rows < whole.table().num_rows
     again = run(fed, folder=tmp_path)
     assert again.state.records.ids is not None

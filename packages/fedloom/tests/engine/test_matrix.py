@@ -32,7 +32,7 @@ from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Hybrid
+from fedloom.data.partitions import MixedSkew
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
@@ -62,10 +62,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "aggregator": AGGREGATORS,
     "attack": ATTACKS,
     "sampler": SAMPLERS,
-    "weigher": WEIGHERS,
-    "mixer": MIXERS,
-    "channel": CHANNELS,
-    "weights": WEIGHTS,
+    "aggregation_weights": WEIGHERS,
+    "personalized_aggregation": MIXERS,
+    "upload_transform": CHANNELS,
+    "client_weights": WEIGHTS,
     "schedule": SCHEDULES,
 }
 
@@ -155,7 +155,9 @@ REASONS = {
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
-CURE = re.compile(r"; (find|keep|leave|or|set|take|use|weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'")
+PARTS_OF_PRESETS = {"aggregation_weights": "weigher"}
+"""Attributes of a composition that are not named as the choice of a run."""
+CURE = re.compile(r"; (find|keep|leave|or|set|take|use|client_weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'")
 """What an error names to be done."""
 
 
@@ -173,7 +175,7 @@ def refusal(made: PresetMethod, kind: str, plugin: str) -> str | None:
     adds = any(field.accumulates for field in fields)
     if made.pooled:
         return None
-    if kind == "weights":
+    if kind == "client_weights":
         return "described" if plugin == "clusters every k" and not has_global_model(method) else None
     if kind == "schedule":
         if plugin not in STREAMS:
@@ -187,15 +189,15 @@ def refusal(made: PresetMethod, kind: str, plugin: str) -> str | None:
         if plugin in LEARNERS and projected:
             return "projected"
         return "nothing" if plugin in LEARNERS and not fields else None
-    if kind == "weigher" and plugin not in ("shares", "uniform"):
+    if kind == "aggregation_weights" and plugin not in ("shares", "uniform"):
         if any(isinstance(field, Mean) and not field.accumulates for field in fields):
             return "projected" if plugin in PROBING and projected else None
         if not fields:
             return "nothing"
         return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds" if adds else "by itself"
     if not fields:
-        return None if kind in ("weigher", "attack") else "nothing"
-    if kind == "mixer":
+        return None if kind in ("aggregation_weights", "attack") else "nothing"
+    if kind == "personalized_aggregation":
         return own_models(method, fields, projected)
     if kind == "aggregator" and plugin != "mean":
         if (adds and plugin == "private-mean") or (
@@ -205,7 +207,7 @@ def refusal(made: PresetMethod, kind: str, plugin: str) -> str | None:
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
         return central(fields) if plugin == "private-mean" else None
-    if kind == "channel" and method.needs_exact is not None:
+    if kind == "upload_transform" and method.needs_exact is not None:
         return "exact" if type(method) is REGISTRY["fedproto"] else "solved"
     return None
 
@@ -302,7 +304,7 @@ def parameters(seed: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Hybrid(clients=9, labels_per_client=3, beta=0.5, min_size=8)(load("digits"), seed=0)
+    return MixedSkew(clients=9, labels_per_client=3, alpha=0.5, min_size=8)(load("digits"), seed=0)
 
 
 MODEL, ROUNDS = MLP(hidden=(16,)), 2
@@ -350,8 +352,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def choices_of(kind: str, plugin: str, root: int, clients: int = 4) -> dict[str, Any]:
     """The choices of a run with a plug-in, which has ``clients``, or trusts the client ``root``."""
     make = KINDS[kind][plugin]
-    if kind == "weights":
-        return {"weights": make}
+    if kind == "client_weights":
+        return {"client_weights": make}
     options = {"root": root} if plugin == "fltrust" else OPTIONS.get(plugin, {})
     sized = {"clients": clients} if "clients" in make.model_fields else {}
     return {kind: make(**sized, **options), **({"devices": LogNormal()} if kind == "schedule" else {})}
@@ -361,13 +363,13 @@ def choices_of(kind: str, plugin: str, root: int, clients: int = 4) -> dict[str,
 def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Federation, cell: Cell) -> None:
     settings: dict[str, Any] = {"sampler": PARTIAL, **choices_of(cell.kind, cell.plugin, always_there(fed))}
     if cell.plugin == "forged-activations":
-        settings["weights"] = "clusters-2"  # activations to forge
+        settings["client_weights"] = "clusters-2"  # activations to forge
     made = composed(cell.method, cell.plugin)
     reason = refusal(made, cell.kind, cell.plugin)
 
     def run() -> Any:
         evaluate = Evaluate(every=ROUNDS, parts=("train", "validation"))
-        clients = grouped if cell.kind == "weights" else fed
+        clients = grouped if cell.kind == "client_weights" else fed
         return simulate(made, clients, MODEL, rounds=ROUNDS, local=LOCAL, evaluate=evaluate, **settings)
 
     if reason is not None:
@@ -385,7 +387,11 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Fede
             assert np.isfinite(record.values).all(), record
     assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
     plugin = getattr(result.job.setting, cell.kind)
-    if cell.kind != "weights" and not made.pooled and getattr(made, cell.kind, None) is None:
+    if (
+        cell.kind != "client_weights"
+        and not made.pooled
+        and getattr(made, PARTS_OF_PRESETS.get(cell.kind, cell.kind), None) is None
+    ):
         drawn = cell.plugin == "shares" and result.job.setting.sampler.by_samples
         assert plugin.kind == ("uniform" if drawn else cell.plugin)
 
@@ -425,12 +431,12 @@ COLUMNS = (
     ("poisoned labels", "attack", "flipped-labels"),
     ("samplers that ask", "sampler", "power-of-choice"),
     ("samplers that learn", "sampler", "clustered"),
-    ("weigher samples", "weigher", "samples"),
-    ("weighers that ask", "weigher", "equitable"),
-    ("mixers", "mixer", "attention"),
-    ("clipping, noise", "channel", "clip"),
-    ("compressors", "channel", "top-k"),
-    ("clusters every k", "weights", "clusters every k"),
+    ("weights by samples", "aggregation_weights", "samples"),
+    ("weights that ask", "aggregation_weights", "equitable"),
+    ("personalized aggregation", "personalized_aggregation", "attention"),
+    ("clipping, noise", "upload_transform", "clip"),
+    ("compressors", "upload_transform", "top-k"),
+    ("clusters every k", "client_weights", "clusters every k"),
     ("streams", "schedule", "buffered"),
 )
 
@@ -442,7 +448,8 @@ def named(declared: Callable[[Algorithm], object]) -> str:
 
 INTRODUCTION = """# Compatibility
 
-Most methods work with every sampler, weigher, mixer, aggregator, attack, channel, client weighting and schedule. A few
+Most methods work with every sampler, aggregation weights, personalized aggregation, aggregator, attack, upload
+transform, client weighting and schedule. A few
 combinations make no sense, and fedloom rejects them before a run starts. For example, a median cannot replace the
 aggregation of IFCA:
 
@@ -467,11 +474,11 @@ The table lists the methods with a restriction. The letter in a cell refers to t
 """
 
 NOTES = f"""
-Every method works with the weighers `shares` and `uniform`. Every method works with every sampler, except samplers that
-ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method with
-uploads works with the aggregator `mean` and, except for {named(lambda method: method.needs_exact)}, with all channels.
-The compressors are {", ".join(sorted(COMPRESSORS))}. Every method works with all other client weightings
-({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
+Every method works with the aggregation weights `shares` and `uniform`. Every method works with every sampler, except
+samplers that ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every
+method with uploads works with the aggregator `mean` and, except for {named(lambda method: method.needs_exact)}, with
+all upload transforms. The compressors are {", ".join(sorted(COMPRESSORS))}. Every method works with all other client
+weightings ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
 {", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}. FedACS,
 FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
@@ -479,30 +486,32 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ### Presets and centralized training
 
-- A preset with a sampler or a weigher keeps its own, and uses the cohort size of the experiment's sampler.
-- `centralized` has one client, so fedloom ignores samplers, weighers, aggregators, attacks and channels.
+- A preset with a sampler or aggregation weights keeps its own, and uses the cohort size of the experiment's sampler.
+- `centralized` has one client, so fedloom ignores samplers, aggregation weights, aggregators, attacks and upload
+  transforms.
 
 ### Client weighting
 
-- The client weights (`weights`) apply to every method with a weighted mean. A weigher replaces them. If a sampler draws
-  clients by their number of samples, the clients of its cohort have equal weight. FedACS, FedAMP, HeurFedAMP and
-  FedFomo compute their own weights, FedSkip counts the samples that a model has seen, and `local` uploads nothing. If
-  the client weights have no effect, the run prints a note.
-- With `weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom finds the
-  clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them again after
-  every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
-- With `weights = "groups by region"`, every level of that column has the same weight. All rows of a client must have
-  one level. List the column in `data.kept`.
+- The client weights (`client_weights`) apply to every method with a weighted mean. Aggregation weights replace them.
+  If a sampler draws clients by their number of samples, the clients of its cohort have equal weight. FedACS, FedAMP,
+  HeurFedAMP and FedFomo compute their own weights, FedSkip counts the samples that a model has seen, and `local`
+  uploads nothing. If the client weights have no effect, the run prints a note.
+- With `client_weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom
+  finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them
+  again after every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
+- With `client_weights = "groups by region"`, every level of that column has the same weight. All rows of a client must
+  have one level. List the column in `data.group_columns`.
 
 ### Mixers
 
 - Without personal models of the method, the mixtures are the personal models.
-- A mixer with `share = 0` does not change a bit. Any other mixture invalidates theorems about a common problem: FLAME
-  and FedSLR are then no longer ADMM for a sum of local problems.
+- Personalized aggregation with `mixing_weight = 0` does not change a bit. Any other mixture invalidates theorems about
+  a common problem: FLAME and FedSLR are then no longer ADMM for a sum of local problems.
 - A robust aggregator also replaces the weighted mean in each client's mixture, also in FedACS, FedAMP and HeurFedAMP.
   If a mixture has too few models for the rule, the client keeps its last model.
-- A mixer compares directions. In the attack `forged-direction`, one attacker wins a place in its victim's mixture. In
-  `sybils`, equal attackers fill the quantile of an attention. `copies` limits the total weight of equal directions.
+- Personalized aggregation compares directions. In the attack `forged-direction`, one attacker wins a place in its
+  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` limits the total weight of
+  equal directions.
 
 ### Robust aggregators
 
@@ -524,18 +533,18 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
   pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's paper states.
   Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges the statistics.
   `local` has no uploads, so the attack has no effect, and its results leave out the attackers.
-- The attack `forged-activations` can win its own cluster in `weights` and in the weigher `equitable`. If C is given, k
-  attackers control up to k/C of the model, and the honest groups share fewer clusters. If fedloom searches for C, one
-  client is not a cluster, but two agreeing clients are. A robust aggregator with equal client weights, such as a
-  median, uses no clusters. Without clusters, fedloom rejects this attack.
+- The attack `forged-activations` can win its own cluster in `client_weights` and in the aggregation weights
+  `equitable`. If C is given, k attackers control up to k/C of the model, and the honest groups share fewer clusters.
+  If fedloom searches for C, one client is not a cluster, but two agreeing clients are. A robust aggregator with equal
+  client weights, such as a median, uses no clusters. Without clusters, fedloom rejects this attack.
 
 ### Channels and privacy
 
-- A channel changes the difference from the model that the client received, whatever the method uploads. Compressors
-  use error feedback.
+- An upload transform changes the difference from the model that the client received, whatever the method uploads.
+  Compressors use error feedback.
 - Parts of the model that do not travel (personal layers) are not compressed, noised or counted.
-- With a `delta`, `gaussian-noise` and `private-mean` reject weighers and samplers that ask clients for values without
-  noise. They also reject methods that upload a label or a count without noise:
+- With a `delta`, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that ask clients for
+  values without noise. They also reject methods that upload a label or a count without noise:
   {named(lambda method: exact_fields(type(method)))}.
 
 ### Local training
@@ -591,7 +600,7 @@ PAIR_REASONS = {
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
         "mixtures of single models, which noise on a mean does not protect",
-        "A mixer sends mixtures of single models, which noise on a mean does not protect.",
+        "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }
 """Why two parts are refused beside any method: what the error says, and what the page says."""
@@ -614,7 +623,7 @@ def pairs() -> list[Pair]:
 def pair_refusal(pair: Pair) -> str | None:
     """The reason why two parts are refused, or None."""
     part = {pair.kind: pair.plugin, pair.other: pair.beside}
-    weights, schedule, aggregator = (part.get(kind, "") for kind in ("weights", "schedule", "aggregator"))
+    weights, schedule, aggregator = (part.get(kind, "") for kind in ("client_weights", "schedule", "aggregator"))
     attack = part.get("attack", "")
     if attack == "forged-activations" and weights and not weights.startswith("clusters"):
         return "activations"
@@ -626,7 +635,7 @@ def pair_refusal(pair: Pair) -> str | None:
         return "honest"
     if schedule == "asynchronous" and aggregator in SEVERAL:
         return "one row"
-    return "single models" if aggregator == "private-mean" and "mixer" in part else None
+    return "single models" if aggregator == "private-mean" and "personalized_aggregation" in part else None
 
 
 def pairs_of_parts() -> str:
@@ -658,8 +667,8 @@ the same facts. Papers of other methods may contain theorems that are not listed
 - fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
   with ReLU is not smooth.
 - Most methods use the run's local training as the local solver, and do not check its error.
-- *Equal shares* means `weights = "uniform"`, and *equal steps* means `local.steps`. By default, clients are weighted by
-  samples and train for epochs, so a default run has neither if clients differ in size.
+- *Equal shares* means `client_weights = "uniform"`, and *equal steps* means `local.steps`. By default, clients are
+  weighted by samples and train for epochs, so a default run has neither if clients differ in size.
 - *A gradient step* is a step of plain SGD, without momentum, clipping or another optimizer.
 - *A uniform cohort* comes from the sampler `uniform` with a fixed size.
 - *Among others* means that the paper has further conditions.
@@ -684,9 +693,10 @@ def theorems() -> str:
 def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_not() -> None:
     for name, theorem in THEOREMS.items():
         made, lost = composed(name), set(loses(name))
-        taken = {k for k, plugin in (("weigher", "samples"), ("mixer", "attention"), ("aggregator", "median"),
-                                     ("channel", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
-        taken -= {"weigher"} if made.weigher is not None else set()
+        taken = {k for k, plugin in (
+            ("aggregation_weights", "samples"), ("personalized_aggregation", "attention"), ("aggregator", "median"),
+            ("upload_transform", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
+        taken -= {"aggregation_weights"} if made.weigher is not None else set()
         assert lost == (taken | {"sampler", "schedule", "attack"}) - {*theorem.covers}
         assert all(THEOREM_EXAMPLES[kind][0] in " ".join(card(name).split()) for kind in lost)
     assert "Theory:" not in card("moon")
@@ -694,7 +704,7 @@ def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_no
 
 def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) -> None:
     job, _ = make_job(
-        Setting.create(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, weights="samples"), fed
+        Setting.create(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, client_weights="samples"), fed
     )
     ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREMS}
     lam, rho = (defaults["flame"].derived(ctx)[name] for name in ("lam", "rho"))

@@ -22,6 +22,8 @@ HOLES = np.where(X > 2, np.nan, X)
 IMAGES = RNG.random((24, 8, 8, 3)).astype("float32")
 LOADER = DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)))
 
+OLD_TARGET = {"label": "ill"}
+"""The target of a table by the first name of its option."""
 FRAME = pd.DataFrame({"a": X[:, 0], "ill": Y % 2, "site": Y})
 
 
@@ -52,7 +54,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "seeds": (lambda: run(seeds=[0, 1]), "several are fl.compare("),
     "seed as a list": (lambda: run(seed=[0, 1, 2]), "several are fl.compare("),
     "several methods": (lambda: run(["fedavg", "ditto"]), "several are fl.compare("),
-    "callbacks": (lambda: run(callbacks=[print]), "did you mean 'progress'?"),
+    "callback": (lambda: run(callback=[print]), "did you mean 'callbacks'?"),
     "checkpoint": (lambda: run(checkpoint="runs/a"), "did you mean 'folder'?"),
     "rounds of others": (lambda: run(num_rounds=3), "did you mean 'rounds'?"),
     "no round": (lambda: run(rounds=0), "rounds: input should be greater than or equal to 1, got 0"),
@@ -70,8 +72,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "two loaders": (lambda: split((LOADER, LOADER)), "give {'train': one, 'test': other}"),
     "the iterator of a loader": (lambda: split(iter(LOADER)), "such as the .dataset of a DataLoader"),
     "frames of clients": (lambda: run(fed=[FRAME, FRAME]), "with a column that names the client"),
-    "the label of a table": (lambda: run(label="ill"), "give fl.Dataset.create(data, label='ill')"),
-    "target and label": (lambda: fl.Dataset.create(FRAME, "ill", label="ill"), "give the target or label, not both"),
+    "the label of a table": (lambda: run(label="ill"), "give fl.Dataset.create(data, target='ill')"),
+    "target and label": (lambda: fl.Dataset.create(FRAME, "ill", **OLD_TARGET), "its name is now 'target'"),
     "a partition that has split": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=FED),
         "give it in the place of the data",
@@ -90,7 +92,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),
-    "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', or a list, got 'size'"),
+    "client_weights": (
+        lambda: run(client_weights="size"),
+        "should be 'samples', 'uniform' or 'groups', or a list, got 'size'",
+    ),
     "no such device": (lambda: run(engine={"device": "cuda:9"}), "engine.device is 'cuda:9', but "),
     "metrics": (lambda: run(evaluate={"metrics": ["auroc"]}), "it belongs in task={'metrics': ['auroc']}"),
     "lazy module": (lambda: run(model=nn.LazyLinear(3)), "has lazy parameters (weight, bias); call it on a sample"),
@@ -100,9 +105,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a file of weights": (lambda: run(model="net.pt"), "load them into a module, and give the module"),
     "channels last of a run": (lambda: run(channels_last=True), "give fl.Dataset.create(data, channels_last=True)"),
     "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
-    "alpha": (lambda: fl.partitions.dirichlet(clients=3, alpha=0.1), "did you mean 'beta'?"),
+    "alpha": (lambda: fl.partitions.dirichlet(clients=3, alfa=0.1), "did you mean 'alpha'?"),
     "n_clients": (lambda: fl.partitions.iid(n_clients=3), "did you mean 'clients'?"),
-    "beta of 0": (lambda: fl.partitions.dirichlet(clients=3, beta=0), "beta: input should be greater than 0, got 0"),
+    "alpha of 0": (lambda: fl.partitions.dirichlet(clients=3, alpha=0), "alpha: input should be greater than 0, got 0"),
     "too many clients": (
         lambda: fl.partitions.iid(clients=99)((X, Y), seed=0),
         "use fewer clients or a smaller min_size",

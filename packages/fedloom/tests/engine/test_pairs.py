@@ -57,14 +57,14 @@ def setting(pair: Pair, root: int = 0) -> Setting:
     parts: dict[str, Any] = {"sampler": Uniform(clients=N - 1)}
     for kind, plugin in ((pair.kind, pair.plugin), (pair.other, pair.beside)):
         parts |= choices_of(kind, plugin, root=root, clients=N - 1)
-    if "mixer" in parts and pair.beside in STREAMS:
-        parts["mixer"] = parts["mixer"].with_(among="all")
+    if "personalized_aggregation" in parts and pair.beside in STREAMS:
+        parts["personalized_aggregation"] = parts["personalized_aggregation"].with_(among="all")
     if pair.beside == "buffered":
         parts["schedule"] = parts["schedule"].with_(buffer=N - 1)
     if pair.beside == "over-selection":
         parts["schedule"] = parts["schedule"].with_(factor=1.1)
     if "forged-activations" in (pair.plugin, pair.beside):
-        parts = {"weights": "clusters-2", **parts}
+        parts = {"client_weights": "clusters-2", **parts}
     if "fltrust" in (pair.plugin, pair.beside):  # its trusted client must be in every cohort
         parts["sampler"] = Uniform(fraction=1.0)
     if (

@@ -27,13 +27,13 @@ from fedloom.models import MLP
 
 NEUTRAL: dict[str, dict[str, Any]] = {
     "sampler": {"sampler": {"kind": "round-robin", "clients": 3}},
-    "weigher": {"weigher": {"kind": "equitable", "clusters": 1}},
-    "mixer": {"mixer": {"kind": "attention", "share": 0.0}},
+    "weigher": {"aggregation_weights": {"kind": "equitable", "clusters": 1}},
+    "mixer": {"personalized_aggregation": {"kind": "attention", "mixing_weight": 0.0}},
     "aggregator": {"aggregator": {"kind": "trimmed-mean", "f": 0}},
-    "channel": {"channel": {"kind": "top-k", "fraction": 1.0}},
+    "channel": {"upload_transform": {"kind": "top-k", "fraction": 1.0}},
     "attack": {"attack": {"kind": "same-value", "fraction": 0.0}},
-    "weights": {"weights": "clusters-1"},
-    "clusters": {"weights": "clusters-1 every 1"},
+    "weights": {"client_weights": "clusters-1"},
+    "clusters": {"client_weights": "clusters-1 every 1"},
     "deadline": {"devices": "equal", "schedule": {"kind": "deadline", "seconds": 1e9}},
     "over-selection": {"devices": "lognormal", "schedule": {"kind": "over-selection", "factor": 1.0}},
     "buffered": {"devices": "equal", "schedule": {"kind": "buffered", "buffer": 3}},
@@ -42,13 +42,13 @@ EXACT = {"sampler", "mixer", "attack", "weights", "clusters", "deadline", "over-
 """Parts whose neutral setting changes no bit; the others gather rows, or add what they had taken away."""
 OTHER: dict[str, dict[str, Any]] = {
     "sampler": {"sampler": {"kind": "uniform", "clients": 2}},
-    "weigher": {"weigher": {"kind": "equitable", "clusters": 2}},
-    "mixer": {"mixer": {"kind": "angles"}},
+    "weigher": {"aggregation_weights": {"kind": "equitable", "clusters": 2}},
+    "mixer": {"personalized_aggregation": {"kind": "angles"}},
     "aggregator": {"aggregator": "median"},
-    "channel": {"channel": {"kind": "top-k", "fraction": 0.1, "error_feedback": False}},
+    "channel": {"upload_transform": {"kind": "top-k", "fraction": 0.1, "error_feedback": False}},
     "attack": {"attack": {"kind": "same-value", "fraction": 0.34, "variance": 1.0}},
-    "weights": {"weights": (1.0, 2.0, 5.0)},
-    "clusters": {"weights": "clusters-2 every 1"},
+    "weights": {"client_weights": (1.0, 2.0, 5.0)},
+    "clusters": {"client_weights": "clusters-2 every 1"},
     "deadline": {"devices": {"kind": "lognormal", "spread": 10.0}, "schedule": {"kind": "deadline", "seconds": 5.0}},
     "over-selection": {"devices": "lognormal", "schedule": {"kind": "over-selection", "factor": 1.5}},
     "buffered": {"devices": "lognormal", "schedule": {"kind": "buffered", "buffer": 1}},
@@ -87,7 +87,7 @@ def fed() -> Federation:
 COMMON: dict[str, Any] = {
     "model": MLP(hidden=(3,)),
     "rounds": 2,
-    "weights": "uniform",
+    "client_weights": "uniform",
     "sampler": {"kind": "uniform", "fraction": 1.0},
     "local": LocalSGD(lr=0.2, steps=2, batch_size=4),
     "evaluate": {"every": 2, "parts": ("validation",)},
@@ -141,12 +141,12 @@ def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, n
 )
 def test_a_part_that_is_what_a_method_does_anyway_changes_no_bit(fed: Federation, name: str) -> None:
     bare, made = models(fed, name, {}), method(name)
-    parts: list[dict[str, Any]] = [{"aggregator": "mean"}, {"channel": {"kind": "top-k", "fraction": 1.0}}]
+    parts: list[dict[str, Any]] = [{"aggregator": "mean"}, {"upload_transform": {"kind": "top-k", "fraction": 1.0}}]
     if not isinstance(made, PresetMethod) or made.weigher is None:
         parts.append({"weigher": "shares"})
     for part in parts:
         if not refused(fed, name, part):
-            within = 1e-9 if "channel" in part and uploads_models(made) else 0.0
+            within = 1e-9 if "upload_transform" in part and uploads_models(made) else 0.0
             assert same(models(fed, name, part), bare, within), part
 
 
@@ -169,12 +169,24 @@ def uploads_models(made: Any) -> bool:
 
 LEVELS: dict[str, list[dict[str, Any]]] = {
     "sampler": [{}, {"sampler": {"kind": "clustered"}}, {"sampler": {"kind": "power-of-choice", "clients": 2}}],
-    "weigher": [{}, {"weigher": {"kind": "fairfed"}}, {"weigher": {"kind": "equitable", "clusters": 2}}],
-    "mixer": [{}, {"mixer": {"kind": "attention", "among": "all"}}, {"mixer": {"kind": "clusters", "clusters": 2}}],
+    "aggregation_weights": [
+        {},
+        {"aggregation_weights": {"kind": "fairfed"}},
+        {"aggregation_weights": {"kind": "equitable", "clusters": 2}},
+    ],
+    "personalized_aggregation": [
+        {},
+        {"personalized_aggregation": {"kind": "attention", "among": "all"}},
+        {"personalized_aggregation": {"kind": "clusters", "clusters": 2}},
+    ],
     "aggregator": [{}, {"aggregator": "median"}, {"aggregator": {"kind": "private-mean", "sigma": 0.1}}],
-    "channel": [{}, {"channel": "top-k"}, {"channel": {"kind": "gaussian-noise", "sigma": 0.01}}],
+    "upload_transform": [
+        {},
+        {"upload_transform": "top-k"},
+        {"upload_transform": {"kind": "gaussian-noise", "sigma": 0.01}},
+    ],
     "attack": [{}, {"attack": {"kind": "sign-flip", "fraction": 0.34}}, {"attack": {"kind": "flipped-labels"}}],
-    "weights": [{}, {"weights": "clusters-2"}, {"weights": "clusters-2 every 1"}],
+    "client_weights": [{}, {"client_weights": "clusters-2"}, {"client_weights": "clusters-2 every 1"}],
     "schedule": [
         {},
         {"devices": "equal", "schedule": {"kind": "deadline", "seconds": 1e9}},

@@ -90,7 +90,8 @@ CHANNEL = GaussianNoise(sigma=5.0, delta=DELTA)
 
 def run(fed: Federation, **changes: Any) -> Result:
     settings: dict[str, Any] = {
-        "algorithm": FedAvg(), "model": "softmax", "rounds": 4, "channel": CHANNEL, "sampler": Uniform(clients=3),
+        "algorithm": FedAvg(), "model": "softmax", "rounds": 4, "upload_transform": CHANNEL,
+        "sampler": Uniform(clients=3),
         "local": LocalSGD(steps=1, batch_size=4), "evaluate": Evaluate(every=2, parts=("test",)), **changes,
     }  # fmt: skip
     return simulate(fed=fed, **settings)
@@ -137,20 +138,20 @@ def test_what_was_sent_in_vain_was_sent(fed: Federation) -> None:
 
 def test_no_figure_without_delta_or_noise(fed: Federation) -> None:
     for channel in (None, Clip(), GaussianNoise(sigma=5.0)):
-        assert epsilons(run(fed, channel=channel, rounds=1)) == {}
+        assert epsilons(run(fed, upload_transform=channel, rounds=1)) == {}
     with pytest.raises(ConfigError, match="sigma must be greater than 0"):
         GaussianNoise(sigma=0.0, delta=DELTA)
 
 
 def test_what_is_sent_without_noise_is_refused(fed: Federation) -> None:
     for changes, name in (
-        ({"weigher": FairFedWeigher()}, "weigher 'fairfed'"),
+        ({"aggregation_weights": FairFedWeigher()}, "aggregation_weights 'fairfed'"),
         ({"sampler": PowerOfChoice(clients=2)}, "sampler 'power-of-choice'"),
         ({"sampler": PowerOfChoice(clients=2, estimate="last")}, "sampler 'power-of-choice'"),
     ):
         with pytest.raises(Refused, match=name):
             run(fed, **changes)
-        run(fed, rounds=1, channel=CHANNEL.with_(delta=None), **changes)
+        run(fed, rounds=1, upload_transform=CHANNEL.with_(delta=None), **changes)
     for kind in set(SAMPLERS) - {"power-of-choice"}:
         privacy.check_privacy(FedAvg(), CHANNEL, None, SAMPLERS[kind](), UniformWeigher())
     privacy.check_privacy(FedAvg(), CHANNEL, None, Uniform(), WEIGHERS["samples"]())
@@ -160,7 +161,7 @@ def test_missing_accountant_says_what_to_install(fed: Federation, monkeypatch: p
     monkeypatch.setattr(privacy, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"fedloom\[privacy\]"):
         run(fed)
-    assert epsilons(run(fed, channel=GaussianNoise(sigma=5.0), rounds=1)) == {}
+    assert epsilons(run(fed, upload_transform=GaussianNoise(sigma=5.0), rounds=1)) == {}
 
 
 def test_counts_survive_a_resume(fed: Federation, tmp_path: Path) -> None:
@@ -173,14 +174,14 @@ def test_counts_survive_a_resume(fed: Federation, tmp_path: Path) -> None:
 
     engine = Engine(checkpoint_every=1e-9)
     with pytest.raises(Stopped):
-        run(fed, folder=tmp_path, engine=engine, progress=[stop])
+        run(fed, folder=tmp_path, engine=engine, callbacks=[stop])
     assert epsilons(run(fed, folder=tmp_path, engine=engine)) == epsilons(run(fed))
 
 
 @pytest.mark.parametrize("channel", [GaussianNoise(sigma=5.0), Sign()])
 def test_what_does_not_travel_passes_no_channel(fed: Federation, channel: Any) -> None:
     """FedRep sends the body only: the server's head stays where it was, and the head's bytes are not counted."""
-    result = run(fed, algorithm=FedRep(head_epochs=1), model=MLP(hidden=(8,)), channel=channel, rounds=2)
+    result = run(fed, algorithm=FedRep(head_epochs=1), model=MLP(hidden=(8,)), upload_transform=channel, rounds=2)
     job = result.job
     body = job.messages.masks["dw"]
     start = job.setting.model.build(tuple(fed.data.shape), 10, 0)
@@ -195,7 +196,7 @@ def test_what_does_not_travel_passes_no_channel(fed: Federation, channel: Any) -
 def test_clustered_sampling_learns_from_what_was_sent(fed: Federation) -> None:
     """Not from the model before the channel: with much noise, the server's gradients are as long as the noise."""
     sampler = Clustered(clients=5, by="similarity")
-    result = run(fed, sampler=sampler, rounds=1, channel=GaussianNoise(clip=1e-6, sigma=1e6))
+    result = run(fed, sampler=sampler, rounds=1, upload_transform=GaussianNoise(clip=1e-6, sigma=1e6))
     seen = result.state.sampler.g.norm(dim=1)
     d = result.job.oracle.layout.d
     assert ((seen[result.state.uploads > 0] / d**0.5 - 1).abs() < 0.2).all()

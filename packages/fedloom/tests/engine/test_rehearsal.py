@@ -88,13 +88,13 @@ def drawn(seed: int) -> tuple[dict[str, Any], Federation]:
         | (sometimes(0.15, {"momentum": 0.9}) or sometimes(0.15, {"optimizer": "adam"}) or {}),
         "aggregator": sometimes(0.4, rule()),
         "sampler": sometimes(0.5, sampler()),
-        "weigher": sometimes(0.2, {"kind": g.choice([*WEIGHERS])}),
-        "mixer": sometimes(0.2, {"kind": g.choice([*MIXERS])}),
-        "channel": sometimes(0.2, {"kind": g.choice([*CHANNELS])}),
+        "aggregation_weights": sometimes(0.2, {"kind": g.choice([*WEIGHERS])}),
+        "personalized_aggregation": sometimes(0.2, {"kind": g.choice([*MIXERS])}),
+        "upload_transform": sometimes(0.2, {"kind": g.choice([*CHANNELS])}),
         "attack": sometimes(0.2, forged()),
         "schedule": time,
         "devices": {"kind": g.choice(["equal", "lognormal"])} if time or g.random() < 0.1 else None,
-        "weights": sometimes(0.2, g.choice(["uniform", "groups", "clusters-2", "clusters-2 every 1"])),
+        "client_weights": sometimes(0.2, g.choice(["uniform", "groups", "clusters-2", "clusters-2 every 1"])),
         "evaluate": {"every": 3} | (sometimes(0.1, {"tsne": [0, 4]}) or {}),
     }
     return {k: v for k, v in choices.items() if v is not None}, federation(n, g.choice([6, 12]), data, seed % 3)

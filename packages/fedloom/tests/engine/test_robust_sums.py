@@ -33,7 +33,11 @@ def fed() -> Federation:
 
 
 def run(fed: Federation, method: Algorithm, rounds: int = 3, **choices: Any) -> Any:
-    setting = {"local": LocalSGD(lr=0.2, steps=3, batch_size=8), "engine": {"dtype": "float64"}, "weights": "uniform"}
+    setting = {
+        "local": LocalSGD(lr=0.2, steps=3, batch_size=8),
+        "engine": {"dtype": "float64"},
+        "client_weights": "uniform",
+    }
     return simulate(method, fed, rounds=rounds, evaluate={"every": rounds}, **{**setting, **choices})
 
 
@@ -111,7 +115,7 @@ def test_a_resumed_run_has_the_rule_s_last_values(fed: Federation, tmp_path: Pat
     method, some = FIAELT(beta=2.0, smooth=0.4), {"aggregator": Median(), "sampler": Uniform(clients=5)}
     engine = {"dtype": "float64", "checkpoint_every": 1e-9}
     with pytest.raises(KeyboardInterrupt):
-        run(fed, method, 4, folder=tmp_path / "a", progress=[stop], **{**some, "engine": engine})
+        run(fed, method, 4, folder=tmp_path / "a", callbacks=[stop], **{**some, "engine": engine})
     resumed, whole = (
         run(fed, method, 4, folder=tmp_path / "a", **{**some, "engine": engine}),
         run(fed, method, 4, **some),

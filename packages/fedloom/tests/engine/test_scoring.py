@@ -30,7 +30,7 @@ LOCAL = LocalSGD(lr=0.1, batch_size=8)
 @pytest.fixture(scope="module", params=[*MODELS])
 def result(request: pytest.FixtureRequest) -> Result:
     """FLAME after a round of some of the clients: others have never been seen."""
-    fed = Dirichlet(clients=17, beta=0.3, min_size=2, keep=300)(load("digits"), seed=0)
+    fed = Dirichlet(clients=17, alpha=0.3, min_size=2, max_train_per_client=300)(load("digits"), seed=0)
     evaluate, sampler = Evaluate(every=1), Uniform(clients=6)
     return simulate("flame", fed, MODELS[request.param], rounds=1, local=LOCAL, sampler=sampler, evaluate=evaluate)
 
@@ -131,8 +131,8 @@ def normalised() -> nn.Module:
 @pytest.mark.parametrize("statistics", ["averaged", "own"])
 def test_whose_statistics_a_global_model_is_scored_with(statistics: Any) -> None:
     """By hand: a layer's inputs of training samples, of one client or of each client of the round."""
-    fed = Dirichlet(clients=5, beta=0.3, min_size=9)(load("digits"), seed=0)
-    evaluate = Evaluate(every=1, statistics=statistics)
+    fed = Dirichlet(clients=5, alpha=0.3, min_size=9)(load("digits"), seed=0)
+    evaluate = Evaluate(every=1, batchnorm_stats=statistics)
     result = simulate("fedavg", fed, normalised, rounds=2, local=LOCAL, evaluate=evaluate)
     module = result.models["global"]
     [norm] = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d)]

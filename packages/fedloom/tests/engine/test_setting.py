@@ -29,18 +29,18 @@ CHOICES = {
     "task": {"loss": "torch.nn.functional:cross_entropy", "metrics": ["brier"], "class_weights": {"3": 2.0}},
     "local": {"lr": 0.1, "steps": 3, "optimizer": "adam", "optimizer_options": {"eps": 1e-6}},
     "sampler": {"kind": "uniform", "clients": 3},
-    "weigher": "samples",
-    "mixer": {"kind": "attention", "quantile": 0.25},
+    "aggregation_weights": "samples",
+    "personalized_aggregation": {"kind": "attention", "quantile": 0.25},
     "aggregator": {"kind": "trimmed-mean", "f": 1},
     "attack": {"kind": "sign-flip", "fraction": 0.25},
-    "channel": "top-k",
+    "upload_transform": "top-k",
     "augment": {"flip": 0.5},
-    "early_stop": {"patience": 3, "keep": "best"},
-    "weights": "uniform",
+    "early_stop": {"patience": 3, "result": "best"},
+    "client_weights": "uniform",
     "devices": {"kind": "lognormal", "spread": 0.5},
     "schedule": {"kind": "deadline", "seconds": 20.0},
     "evaluate": {"every": 2},
-    "engine": {"oracle": "looped"},
+    "engine": {"gradient_engine": "loop"},
 }
 """Something other than the default for every choice but the method and the seed."""
 
@@ -56,7 +56,7 @@ def test_every_choice_is_written_and_read_back() -> None:
 
 def test_the_document_is_that_of_an_experiment_file() -> None:
     document = {"data": {"source": "digits"}, "seeds": [3], "method": [{"algorithm": "fedavg"}], **CHOICES}
-    document |= {"weigher": {"kind": "samples"}, "channel": {"kind": "top-k"}}
+    document |= {"aggregation_weights": {"kind": "samples"}, "upload_transform": {"kind": "top-k"}}
     (method,) = parse(document).methods
     assert method.setting == Setting.create("fedavg", seed=3, **CHOICES)
 
@@ -87,7 +87,7 @@ def test_what_changes_no_number_is_left_out_and_everything_else_is_in() -> None:
         "algorithm.server_lr",
         "seed",
     }
-    other = setting.with_(engine=setting.engine.with_(workers=2, store_budget=1))
+    other = setting.with_(engine=setting.engine.with_(workers=2, state_memory_mib=1))
     assert other.numbers() == setting.numbers()
 
 
@@ -143,7 +143,7 @@ def test_a_folder_of_another_run_says_what_differs(fed: Federation, tmp_path: Pa
 
 
 def test_a_table_without_choice_is_none() -> None:
-    table = Setting.tables()["channel"]
+    table = Setting.tables()["upload_transform"]
     assert isinstance(table, SettingTable)
     assert table.read({}) is table.read({"kind": "none"}) is table.read(None) is None
     with pytest.raises(ConfigError, match="kind is missing"):

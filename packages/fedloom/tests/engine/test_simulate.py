@@ -49,7 +49,7 @@ from fedloom.choose import (
 from fedloom.data import load
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Clusters, Dirichlet, Iid, Writers
+from fedloom.data.partitions import Clusters, Dirichlet, Iid, Natural
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.engine.setup import check, make_job
@@ -72,7 +72,7 @@ SIGNED = FairFedWeigher(floor=False)
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Dirichlet(clients=20, beta=0.5, min_size=2)(load("digits"), seed=0)
+    return Dirichlet(clients=20, alpha=0.5, min_size=2)(load("digits"), seed=0)
 
 
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("head.bias",)}}  # softmax has no normalisation layer
@@ -125,12 +125,12 @@ def test_weights_below_zero_are_those_of_the_plain_reference(fed: Federation) ->
 
 def check_against_the_plain_reference(fed: Federation, preset: PresetMethod) -> Result:
     """Chunks, stores, sums and commits compute what the equations say: sampled cohorts, ragged clients, float64."""
-    got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", chunk=3, oracle="fused"))
+    got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", clients_per_batch=3, gradient_engine="compiled"))
     job = got.job
-    weigher = job.setting.weigher  # constants derived from the run are settled in it, as in the method
+    weigher = job.setting.aggregation_weights  # constants derived from the run are settled in it, as in the method
     wide = fed.to("cpu", torch.float64)
     module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
-    oracle = make_oracle(module, task_of(fed.data), wide, "looped")
+    oracle = make_oracle(module, task_of(fed.data), wide, "loop")
     plain = Plain(oracle, job.alpha, LOCAL, 0, rounds=3)
     state = begin(job.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
     for t in range(1, 4):
@@ -158,11 +158,11 @@ UNWEIGHED = {
 
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
 def test_every_method_weighs_by_the_same_shares(name: str) -> None:
-    fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
+    fed = Dirichlet(clients=4, alpha=0.5, min_size=2)(load("digits"), seed=0)
     options: dict[str, Any] = {"model": MLP(hidden=(8,)), "rounds": 2, "local": LOCAL, "evaluate": Evaluate(every=2)}
     numbers = tuple(fed.sizes("train").double().tolist())
     plain, uniform, given = (
-        simulate(composed(name), fed, **options, weights=w) for w in ("samples", "uniform", numbers)
+        simulate(composed(name), fed, **options, client_weights=w) for w in ("samples", "uniform", numbers)
     )
     assert same(simulate(composed(name), fed, **options).table(), plain.table())
     assert same(plain.table(), given.table())
@@ -176,7 +176,7 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
 
 def test_groups_count_the_same() -> None:
     fed = Clusters(classes=(5, 5), sizes=(4, 2))(load("digits"), seed=0)
-    job, _ = make_job(Setting.create("fedavg", weights="groups"), fed)
+    job, _ = make_job(Setting.create("fedavg", client_weights="groups"), fed)
     assert fed.groups is not None
     sums = torch.zeros(2, dtype=torch.float64).index_add(0, fed.groups, job.alpha[:, 0].double())
     torch.testing.assert_close(sums, torch.tensor([0.5, 0.5], dtype=torch.float64), rtol=0, atol=1e-6)
@@ -194,12 +194,12 @@ def test_groups_count_the_same() -> None:
 )
 def test_shares_that_cannot_be(fed: Federation, weights: Any, sentence: str) -> None:
     with pytest.raises(FedloomError, match=sentence):
-        run(fed, weights=weights)
+        run(fed, client_weights=weights)
 
 
 def test_what_the_caller_has_set_in_torch_changes_no_bit(set_in_torch: Callable[[], Any]) -> None:
     def run() -> list[torch.Tensor]:
-        fed = Iid(clients=4, validation=0.2, keep=80)(load("digits"), seed=0)
+        fed = Iid(clients=4, validation=0.2, max_train_per_client=80)(load("digits"), seed=0)
         short: Any = {"rounds": 2, "local": {"lr": 0.05, "optimizer": "adam"}, "augment": {"flip": 0.5, "crop": 1}}
         results = [simulate("fedas", fed, model, **short) for model in (MLP(hidden=(16,)), small_cnn)]
         adapted = [result.models.adapt(fed.data, holdout=0.9).row for result in results]
@@ -217,7 +217,7 @@ def test_what_the_caller_has_set_in_torch_changes_no_bit(set_in_torch: Callable[
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
 def test_two_workers_equal_one_bit_for_bit(fed: Federation, name: str) -> None:
-    one, two = (run(fed, composed(name), engine=Engine(workers=w, chunk=2)) for w in (1, 2))
+    one, two = (run(fed, composed(name), engine=Engine(workers=w, clients_per_batch=2)) for w in (1, 2))
     assert same(one.table(), two.table())
     assert torch.equal(rows(one), rows(two))
 
@@ -321,12 +321,12 @@ def test_a_value_that_training_changes_passes_from_no_client_to_another(
     past: Any = getattr(model, "past", [])
     assert [bool(value.any()) for value in (past["means"] if isinstance(past, dict) else past)] in ([], [False])
     with pytest.raises(Refused, match="buffers or attributes that training changes"):
-        simulate("fedavg", fed, model, engine=Engine(oracle="stacked"), **short)
+        simulate("fedavg", fed, model, engine=Engine(gradient_engine="vmap"), **short)
 
 
 def test_chunks_and_oracles_change_rounding_only(fed: Federation) -> None:
     whole = run(fed, engine=Engine(dtype="float64")).models.rows("global")
-    for engine in (Engine(dtype="float64", chunk=1), Engine(dtype="float64", oracle="looped")):
+    for engine in (Engine(dtype="float64", clients_per_batch=1), Engine(dtype="float64", gradient_engine="loop")):
         torch.testing.assert_close(run(fed, engine=engine).models.rows("global"), whole, rtol=1e-10, atol=1e-12)
 
 
@@ -340,9 +340,9 @@ def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path, na
         if state.round == 3:
             raise Stopped
 
-    engine = Engine(checkpoint_every=1e-9, store_budget=budget)
+    engine = Engine(checkpoint_every=1e-9, state_memory_mib=budget)
     with pytest.raises(Stopped):
-        run(fed, composed(name), engine=engine, folder=tmp_path / "broken", progress=[stop])
+        run(fed, composed(name), engine=engine, folder=tmp_path / "broken", callbacks=[stop])
     resumed = run(fed, composed(name), engine=engine, folder=tmp_path / "broken")
     whole = run(fed, composed(name), engine=engine, folder=tmp_path / "whole")
     assert same(resumed.table(), whole.table())
@@ -381,7 +381,7 @@ def test_work_and_traffic_are_counted(fed: Federation) -> None:
 
 
 def test_centralized_is_one_client_scored_on_the_original_ones(fed: Federation) -> None:
-    result = run(fed, REGISTRY["centralized"](), sampler=Uniform(fraction=0.5), weigher=SamplesWeigher())
+    result = run(fed, REGISTRY["centralized"](), sampler=Uniform(fraction=0.5), aggregation_weights=SamplesWeigher())
     assert result.job.n == 1
     assert len(result.final("global")) == fed.n
 
@@ -427,7 +427,7 @@ def test_a_client_with_a_weight_below_zero_is_dropped(fed: Federation) -> None:
 
 
 def test_a_dropped_client_is_as_if_not_sampled_and_named(fed: Federation) -> None:
-    engine = Engine(dtype="float64", chunk=3)
+    engine = Engine(dtype="float64", clients_per_batch=3)
     dropped = run(fed, Broken(), sampler=Uniform(), engine=engine)
     without = run(fed, sampler=Without(), engine=engine)
     torch.testing.assert_close(dropped.models.rows("global"), without.models.rows("global"), rtol=1e-10, atol=1e-12)
@@ -456,7 +456,7 @@ def test_attackers_are_fixed_and_metrics_are_of_the_others(fed: Federation) -> N
 
 @pytest.mark.parametrize("kind", sorted(ATTACKS))
 def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
-    choices: dict[str, Any] = {"weights": "clusters-2"} if ATTACKS[kind].disguises else {}
+    choices: dict[str, Any] = {"client_weights": "clusters-2"} if ATTACKS[kind].disguises else {}
     quiet = run(fed, rounds=1, attack=ATTACKS[kind](fraction=0.0), **choices)
     assert torch.equal(quiet.models.rows("global"), run(fed, rounds=1, **choices).models.rows("global"))
 
@@ -484,7 +484,7 @@ def test_the_trigger_of_a_table_is_written_before_each_client_scales_its_columns
     rng = np.random.default_rng(0)
     frame = {"age": rng.normal(60, 10, 300), "lab": rng.normal(1, 0.2, 300), "ill": rng.integers(0, 2, 300)}
     table = pa.table({**frame, "site": np.arange(300) % 3})
-    federation = Writers()(Dataset.create(table, target="ill", users="site"), seed=0)
+    federation = Natural()(Dataset.create(table, target="ill", client_column="site"), seed=0)
     attack = Backdoor(fraction=0.34, target="0", columns={"lab": 9.0})
     got = simulate("fedavg", federation, rounds=1, attack=attack).job
     for i in range(3):
@@ -527,7 +527,7 @@ def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federati
     everyone, some = Uniform(fraction=1.0), Uniform(fraction=0.9)
 
     def said(root: int, sampler: Sampler) -> str:
-        rule = {"aggregator": FLTrust(root=root), "attack": attack, "weights": "uniform"}
+        rule = {"aggregator": FLTrust(root=root), "attack": attack, "client_weights": "uniform"}
         return " ".join(check(Setting.create("fedavg", sampler=sampler, **rule), fed))
 
     assert not said(good, everyone)
@@ -569,13 +569,13 @@ def test_refusals_follow_from_the_kinds() -> None:
     fed = Iid(clients=9)(load("digits"), seed=0)
     for method, rule, sentence in (
         (FedDyn(), {"aggregator": PrivateMean()}, "adds uploads up"),
-        (FedDyn(), {"weigher": SamplesWeigher()}, "adds uploads up"),
-        (composed("flame"), {"weigher": SamplesWeigher()}, "keeps every client"),
+        (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "adds uploads up"),
+        (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "keeps every client"),
         (composed("fedskip"), {"aggregator": Median()}, "mixes single models"),
         (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
         (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
-        (FedAvg(), {"weigher": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
-        (FedAvg(), {"weigher": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
+        (FedAvg(), {"aggregation_weights": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
+        (FedAvg(), {"aggregation_weights": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
     ):
         with pytest.raises(Refused, match=sentence):
             run(fed, method, **rule)
@@ -682,25 +682,29 @@ def test_it_is_said_that_one_step_of_fedprox_is_fedavg_and_it_is(fed: Federation
 
 def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
     for rule, weigher, said in (
-        (Median(), SamplesWeigher(), "weigher 'samples'"),
-        (Median(), SharesWeigher(), "weights = 'samples'"),
-        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), "weigher 'samples'"),
+        (Median(), SamplesWeigher(), "aggregation_weights 'samples'"),
+        (Median(), SharesWeigher(), "client_weights = 'samples'"),
+        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), "aggregation_weights 'samples'"),
         (GeometricMedian(), SamplesWeigher(), ""),
         (Median(), UniformWeigher(), ""),
     ):
-        notes = run(fed, aggregator=rule, weigher=weigher, rounds=1).notes
+        notes = run(fed, aggregator=rule, aggregation_weights=weigher, rounds=1).notes
         assert any(f"counts all clients alike: {said} changes nothing" in note for note in notes) == bool(said)
-    replaced = run(fed, weigher=UniformWeigher(), rounds=1).notes
-    assert any("weigher 'uniform' takes the place of weights = 'samples'" in note for note in replaced)
+    replaced = run(fed, aggregation_weights=UniformWeigher(), rounds=1).notes
+    assert any(
+        "aggregation_weights 'uniform' takes the place of client_weights = 'samples'" in note for note in replaced
+    )
     assert not any("takes the place" in note for note in run(fed, sampler=SizeWeighted(), rounds=1).notes)
-    assert any("'uniform' changes nothing in FLAME" in n for n in run(fed, "flame", weigher=UniformWeigher()).notes)
+    assert any(
+        "'uniform' changes nothing in FLAME" in n for n in run(fed, "flame", aggregation_weights=UniformWeigher()).notes
+    )
 
 
 @pytest.mark.parametrize("common", [None, torch.arange(1500, 1797)])
 def test_personal_models_of_all_chunks_are_scored_on_the_common_test_set(common: torch.Tensor | None) -> None:
     fed = Iid(clients=17)(replace(load("digits"), test=common), seed=0)
     evaluate = Evaluate(every=1, personal_on_common=True)
-    result = run(fed, composed("ditto"), rounds=1, evaluate=evaluate, engine=Engine(chunk=2))
+    result = run(fed, composed("ditto"), rounds=1, evaluate=evaluate, engine=Engine(clients_per_batch=2))
     assert len(result.final("personal", "accuracy", "common")) == 17
     own, judge = result.models.personal[16], result.job.eval_fed
     where = torch.cat([judge.indices("test", i) for i in range(17)]) if common is None else common
@@ -711,7 +715,7 @@ def test_personal_models_of_all_chunks_are_scored_on_the_common_test_set(common:
 @pytest.mark.parametrize("kind", sorted(CHANNELS))
 def test_a_channel_passes_an_upload_of_nothing(fed: Federation, kind: str) -> None:
     """FedPer shares what is not the head, which of a model that is all head is nothing."""
-    result = run(fed, composed("fedper"), channel=CHANNELS[kind](), rounds=2)
+    result = run(fed, composed("fedper"), upload_transform=CHANNELS[kind](), rounds=2)
     assert result.stop is Stop.DONE
 
 
@@ -719,7 +723,9 @@ def test_a_channel_passes_an_upload_of_nothing(fed: Federation, kind: str) -> No
 def test_counts_that_weigh_models_pass_no_channel(fed: Federation, kind: str) -> None:
     """Clipped with the model a count would take its place, and noise would make it negative, an upload to drop."""
     noise = {"clip": 1e-3, "sigma": 10.0} if kind == "gaussian-noise" else {}
-    exact, sent = (run(fed, "fedskip", channel=channel, rounds=4) for channel in (None, CHANNELS[kind](**noise)))
+    exact, sent = (
+        run(fed, "fedskip", upload_transform=channel, rounds=4) for channel in (None, CHANNELS[kind](**noise))
+    )
     seen = [result.job.kept.read(torch.arange(fed.n)).seen for result in (exact, sent)]
     assert torch.equal(*seen)
     assert not any("dropped" in note for note in sent.notes)

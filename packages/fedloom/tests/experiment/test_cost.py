@@ -34,10 +34,10 @@ def setting(algorithm: str = "fedavg", **choices: object) -> Setting:
 
 
 PARTS: list[tuple[str, dict[str, object]]] = [
-    ("fedavg", {"weights": "clusters-2"}),
-    ("flame", {"weights": "clusters-2 every 2", "channel": "top-k"}),
-    ("fedavg-ft", {"mixer": "attention", "weights": "clusters-2 every 1"}),
-    ("equitable-fl", {"channel": "sign"}),
+    ("fedavg", {"client_weights": "clusters-2"}),
+    ("flame", {"client_weights": "clusters-2 every 2", "upload_transform": "top-k"}),
+    ("fedavg-ft", {"personalized_aggregation": "attention", "client_weights": "clusters-2 every 1"}),
+    ("equitable-fl", {"upload_transform": "sign"}),
 ]
 
 
@@ -49,7 +49,7 @@ def test_a_run_counts_its_rounds_and_what_is_of_none(
     asked = setting(algorithm, evaluate={"every": 4}, **choices)
     records = fl.simulate(asked, fed).state.records
     cost = run_cost(asked, fed)
-    assert any(cost.other) == ("weights" in choices)
+    assert any(cost.other) == ("client_weights" in choices)
     for counted, of_round, name in zip(
         cost.other, cost.round[3:6], ("samples_backward", "bytes_up", "bytes_down"), strict=True
     ):

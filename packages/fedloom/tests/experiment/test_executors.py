@@ -29,12 +29,12 @@ SMALL: dict[str, Any] = {
     "rounds": 3,
     "seeds": [0, 1],
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
 }
-CUT = fl.partitions.iid(clients=3, keep=30)
+CUT = fl.partitions.iid(clients=3, max_train_per_client=30)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -95,7 +95,7 @@ def test_processes_that_share_nothing_give_the_same(alone: dict[str, bytes], tmp
 
 
 def test_data_of_memory_travel_once_per_worker(tmp_path: Path) -> None:
-    given = {"partition": CUT, "seeds": [0, 1], "rounds": 2, "progress": False}
+    given = {"partition": CUT, "seeds": [0, 1], "rounds": 2, "progress_bar": False}
     x, y = torch.rand(120, 4), torch.arange(120) % 3
     here = fl.compare(["fedavg", "ditto"], (x, y), folder=tmp_path / "here", **given)
     elsewhere = Elsewhere()
@@ -107,7 +107,7 @@ def test_data_of_memory_travel_once_per_worker(tmp_path: Path) -> None:
 
 def test_a_federation_travels_too(tmp_path: Path) -> None:
     fed = CUT(fl.load("digits"), seed=0)
-    given = {"seeds": [0], "rounds": 2, "progress": False}
+    given = {"seeds": [0], "rounds": 2, "progress_bar": False}
     fl.compare(["fedavg"], fed, folder=tmp_path / "here", **given)
     fl.compare(["fedavg"], fed, folder=tmp_path / "there", executor=Elsewhere(), **given)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
@@ -128,7 +128,7 @@ def test_what_cannot_travel_is_refused_before_any_work(tmp_path: Path) -> None:
         """Mine."""
 
     elsewhere, fed = Elsewhere(), CUT(fl.load("digits"), seed=0)
-    given = {"rounds": 2, "seeds": [0], "progress": False, "executor": elsewhere, "folder": tmp_path / "out"}
+    given = {"rounds": 2, "seeds": [0], "progress_bar": False, "executor": elsewhere, "folder": tmp_path / "out"}
     with pytest.raises(ConfigError, match="put your classes and functions into a module"):
         fl.compare({"mine": Mine()}, fed, **given)
     with pytest.raises(ConfigError, match="cannot travel to a worker"):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.attack("two runs on one directory")
 SMALL: dict[str, Any] = {
     "rounds": 3,
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],

@@ -50,7 +50,7 @@ def test_tsne_is_one_point_per_test_sample_and_a_function_of_the_seed(flame) -> 
 
 
 def test_clients_with_few_test_samples_are_left_out_with_a_note() -> None:
-    fed = partitions.iid(clients=2, keep=20, test=0.002)(load("digits"), seed=0)
+    fed = partitions.iid(clients=2, max_train_per_client=20, test=0.002)(load("digits"), seed=0)
     table, notes = tsne(simulate(FLAME(), fed, rounds=1), (0, 1))
     assert len(table) == 0
     assert notes == ["t-SNE leaves out clients with fewer than 5 test samples: 0, 1"]
@@ -68,7 +68,7 @@ def test_a_run_writes_both_tables_also_when_asked_afterwards(tmp_path: Path) -> 
     document = {
         "rounds": 1,
         "data": {"source": "digits"},
-        "partition": {"kind": "iid", "clients": 2, "keep": 20, "test": 0.02},
+        "partition": {"kind": "iid", "clients": 2, "max_train_per_client": 20, "test": 0.02},
         "method": [{"algorithm": "fedavg"}, {"algorithm": "local"}],
     }
     Plan(parse(document), tmp_path).run()

@@ -25,7 +25,7 @@ SMALL = {
     "rounds": 3,
     "seeds": [0, 1],
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "local"}],
@@ -52,9 +52,10 @@ def test_nothing_is_begun_after_an_interrupt(at: int, tmp_path: Path) -> None:
     assert {o.status for o in outcomes} == {"done"}
 
 
+@pytest.mark.needs("fedloom_clinic")
 def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tmp_path: Path) -> None:
     def scores() -> bytes:
-        document = {**SMALL, "seeds": [0], "partition": {"kind": "iid", "clients": 3, "keep": 30}}
+        document = {**SMALL, "seeds": [0], "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30}}
         document["analysis"] = [{"kind": "left-out"}]
         Plan(parse({**document, "method": [{"algorithm": "fedavg"}]}, "small"), tmp_path / "out").run(page=False)
         return file.read_bytes()
@@ -67,6 +68,7 @@ def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tm
 
 
 @pytest.mark.parametrize("ended", [1, 3, 4])
+@pytest.mark.needs("fedloom_clinic")
 def test_an_interrupt_loses_the_clients_left_out_of_one_run_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int
 ) -> None:
@@ -81,7 +83,7 @@ def test_an_interrupt_loses_the_clients_left_out_of_one_run_at_most(
             trained.append(fed.names[0])
         return simulate(setting, fed, **options)  # type: ignore[arg-type]
 
-    partition = {"kind": "iid", "clients": 3, "keep": 30}
+    partition = {"kind": "iid", "clients": 3, "max_train_per_client": 30}
     document = {**SMALL, "seeds": [0, 1], "partition": partition, "method": [{"algorithm": "fedavg"}],
                 "analysis": [{"kind": "left-out"}]}  # fmt: skip
     Plan(parse(document, "small"), tmp_path / "whole").run(page=False)

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "rounds": 3,
     "seeds": [0, 1],
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
@@ -152,6 +152,7 @@ def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
 
+@pytest.mark.needs("fedloom_clinic")
 def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
     document = {**SMALL, "analysis": [{"kind": "left-out"}]}
     processes = [start(document, tmp_path / "out") for _ in range(3)]
@@ -235,8 +236,8 @@ def test_one_of_many_gets_a_unit(tmp_path: Path) -> None:
 
 def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     def compare(folder: Path, **more: Any) -> fl.Comparison:
-        cut = fl.partitions.iid(clients=3, keep=30)
-        given = {"partition": cut, "seeds": [0, 1], "rounds": 2, "progress": False, "folder": folder, **more}
+        cut = fl.partitions.iid(clients=3, max_train_per_client=30)
+        given = {"partition": cut, "seeds": [0, 1], "rounds": 2, "progress_bar": False, "folder": folder, **more}
         return fl.compare(["fedavg", "ditto"], "digits", **given)
 
     other = fork(lambda: compare(tmp_path / "shared", join=True))

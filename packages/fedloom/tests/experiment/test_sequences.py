@@ -28,9 +28,9 @@ seeds = [0]
 [data]
 source = "docstrings"
 length = 16
-most = 120
+max_characters = 120
 [partition]
-kind = "writers"
+kind = "natural"
 clients = 5
 validation = 0.2
 [model]
@@ -136,9 +136,9 @@ rounds = 1
 source = "texts"
 path = "{path}"
 text = "words"
-users = "who"
+client_column = "who"
 [partition]
-kind = "writers"
+kind = "natural"
 [model]
 kind = "lstm"
 embedding = 2
@@ -166,7 +166,7 @@ def test_a_table_of_texts_is_predicted_by_whom_it_is_of(tmp_path: Path) -> None:
 
 
 def test_new_speakers_are_scored_and_adapted_to(run: Path) -> None:
-    data = fl.load("docstrings", length=16, most=200, modules="odd")
+    data = fl.load("docstrings", length=16, max_characters=200, modules="odd")
     models = fl.open_run(run)["ditto", 0].models
     scored = models.model("global").score(data)
     assert scored["perplexity"] == pytest.approx(np.exp(scored["loss"]))
@@ -180,8 +180,8 @@ def test_a_search_chooses_on_validation(run: Path, tmp_path: Path) -> None:
 
 
 def test_parts_that_need_something_else_say_so() -> None:
-    data = fl.load("docstrings", length=8, most=100, least=5000)
-    fed = fl.partitions.writers()(data)
+    data = fl.load("docstrings", length=8, max_characters=100, min_characters=5000)
+    fed = fl.partitions.natural()(data)
     method = fl.algorithms.FedAvg()
     with pytest.raises(ConfigError, match="takes numbers, and these samples are tokens"):
         fl.simulate(method, fed, model="mlp", rounds=1)
@@ -193,7 +193,7 @@ def test_parts_that_need_something_else_say_so() -> None:
 
 
 def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
-    fed = fl.partitions.writers()(fl.load("docstrings", length=8, most=100, least=5000))
+    fed = fl.partitions.natural()(fl.load("docstrings", length=8, max_characters=100, min_characters=5000))
     changed = poisoned(fed, FlippedLabels(), torch.tensor([0]), 0)
     old, new = fed.data.y[fed.indices("train", 0)], changed.data.y[fed.indices("train", 0)]
     assert torch.equal(old < 0, new < 0)
@@ -225,7 +225,7 @@ class Bag(torch.nn.Module):
 
 
 def test_a_module_of_the_user_takes_tokens() -> None:
-    fed = fl.partitions.writers(clients=3)(fl.load("docstrings", length=8, most=200))
+    fed = fl.partitions.natural(clients=3)(fl.load("docstrings", length=8, max_characters=200))
     result = fl.simulate(fl.algorithms.FedAvg(), fed, model=Bag, rounds=2, local=fl.LocalSGD(lr=0.5))
     assert float(result.final("global", "loss").mean()) < np.log(len(fed.data.classes)) * 1.5
     with pytest.raises(ConfigError, match=r"must return \[b, 8, "):

@@ -22,7 +22,7 @@ MARK = "run_by_a_file"
 SMALL: dict[str, Any] = {
     "rounds": 1,
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "engine": {"workers": 1},
     "method": [{"algorithm": "ditto"}],
     "tune": {"trials": 1, "space": {"all": {"local.lr": [0.01, 0.02]}}},
@@ -68,7 +68,7 @@ PLACES = {
     "metric": lambda path: {"task": {"metrics": [path]}},
     "optimizer": lambda path: {"local": {"optimizer": path}},
     "regulariser": lambda path: {"method": [{"algorithm": "fedmid", "regulariser": {"kind": path}}]},
-    "channel": lambda path: {"method": [{"algorithm": "fedavg", "channel": {"kind": path}}]},
+    "upload_transform": lambda path: {"method": [{"algorithm": "fedavg", "upload_transform": {"kind": path}}]},
 }
 
 

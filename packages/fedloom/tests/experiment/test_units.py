@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "rounds": 3,
     "seeds": [0, 1],
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto"}],
@@ -78,7 +78,7 @@ def test_as_many_runs_go_on_as_there_are_workers_where_a_cohort_is_one_chunk(
 
 
 def test_a_single_run_has_all_processes_and_several_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    looped = {**SMALL, "partition": {"kind": "iid", "clients": 24}, "engine": {"workers": 4, "oracle": "looped"}}
+    looped = {**SMALL, "partition": {"kind": "iid", "clients": 24}, "engine": {"workers": 4, "gradient_engine": "loop"}}
     one = parse({**looped, "seeds": [0], "method": SMALL["method"][:1]})
     feds = {0: one.partition(one.source.read(None), 0)}
     assert decide_share(one, feds) == (1, 4)
@@ -115,9 +115,13 @@ def test_both_runs_and_chunks_where_both_pay() -> None:
 
 
 def test_runs_with_workers_of_their_own_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = {**SMALL, "partition": {"kind": "iid", "clients": 24}, "engine": {"workers": 1, "oracle": "looped"}}
+    document = {
+        **SMALL,
+        "partition": {"kind": "iid", "clients": 24},
+        "engine": {"workers": 1, "gradient_engine": "loop"},
+    }
     Plan(parse(document), tmp_path / "one").run(page=False)
-    plan = Plan(parse({**document, "engine": {"workers": 4, "oracle": "looped"}}), tmp_path / "both")
+    plan = Plan(parse({**document, "engine": {"workers": 4, "gradient_engine": "loop"}}), tmp_path / "both")
     plan.share = Share(2, 2)
     plan.run(page=False)
     assert results(tmp_path / "both") == results(tmp_path / "one")
@@ -221,8 +225,8 @@ def test_more_rounds_follow_those_of_a_finished_run(change: dict[str, Any], join
     ("change", "option"),
     [
         ({"method": [{"algorithm": "ditto"}]}, "lam"),
-        ({"mixer": {"kind": "proximity"}}, r"mixer\.alpha"),
-        ({"weigher": {"kind": "fairfed"}}, r"weigher\.beta"),
+        ({"personalized_aggregation": {"kind": "proximity"}}, r"personalized_aggregation\.alpha"),
+        ({"aggregation_weights": {"kind": "fairfed"}}, r"aggregation_weights\.beta"),
     ],
 )
 def test_more_rounds_are_refused_where_an_option_depends_on_their_number(

@@ -52,7 +52,7 @@ width = 5
 [sampler]
 kind = "{MODULE}:First"
 clients = 4
-[weigher]
+[aggregation_weights]
 kind = "{MODULE}:Squares"
 [attack]
 kind = "{MODULE}:Zeros"
@@ -63,7 +63,7 @@ mu = 0.25
 aggregator = {{ kind = "{MODULE}:Middle" }}
 [[method]]
 algorithm = "fedavg"
-channel = {{ kind = "{MODULE}:Halved", bound = 3.0 }}
+upload_transform = {{ kind = "{MODULE}:Halved", bound = 3.0 }}
 [[method]]
 algorithm = "fedmid"
 regulariser = {{ kind = "{MODULE}:Scaled", c = 0.2 }}
@@ -107,7 +107,13 @@ def test_every_kind_of_part_runs_by_its_import_path() -> None:
     assert [m.label for m in experiment.methods] == ["Pulled", "fedavg", "fedmid"]
     assert [r.stop.name for r in results] == ["DONE"] * 3
     job: Any = results[0].job
-    named = (job.algorithm, job.setting.sampler, job.setting.weigher, job.setting.aggregator, job.setting.attack)
+    named = (
+        job.algorithm,
+        job.setting.sampler,
+        job.setting.aggregation_weights,
+        job.setting.aggregator,
+        job.setting.attack,
+    )
     assert [type(v).__name__ for v in named] == ["Pulled", "First", "Squares", "Middle", "Zeros"]
     assert job.algorithm.mu == 0.25
     assert job.fed.partition["kind"] == f"{MODULE}:Stripes"
@@ -143,7 +149,7 @@ source = "digits"
 [partition]
 kind = "iid"
 clients = 4
-keep = 60
+max_train_per_client = 60
 validation = 0.25
 [task]
 loss = "{MODULE}:squared"
@@ -153,7 +159,7 @@ class_weights = {{ 3 = 2.0 }}
 lr = 0.01
 optimizer = "{MODULE}:Signs"
 optimizer_options = {{ beta = 0.5 }}
-optimizer_state = "kept"
+optimizer_state = "persistent"
 [[method]]
 algorithm = "ditto"
 """
@@ -229,9 +235,9 @@ PLACES = {
     "algorithm": lambda path: {"method": [{"algorithm": path}]},
     "partition": lambda path: {"partition": {"kind": path}},
     "sampler": lambda path: {"sampler": {"kind": path}},
-    "weigher": lambda path: {"weigher": {"kind": path}},
+    "aggregation_weights": lambda path: {"aggregation_weights": {"kind": path}},
     "aggregator": lambda path: {"method": [{"algorithm": "fedavg", "aggregator": {"kind": path}}]},
-    "channel": lambda path: {"method": [{"algorithm": "fedavg", "channel": {"kind": path}}]},
+    "upload_transform": lambda path: {"method": [{"algorithm": "fedavg", "upload_transform": {"kind": path}}]},
     "attack": lambda path: {"attack": {"kind": path}},
     "model": lambda path: {"model": {"kind": path}},
     "data set": lambda path: {"data": {"source": path}},
@@ -371,12 +377,18 @@ FAULTS = {
     ),
     "sampler of none": ({"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([]), None)})}, "not empty"),
     "sampler fails": ({"sampler": (Uniform, {"apply": _fails})}, r"KeyError: 'oops' \(test_user_code.py, line \d+\)"),
-    "weights of a shape": ({"weigher": (UniformWeigher, {"apply": lambda *_: (torch.ones(3), None)})}, r"\[3, 1\]"),
-    "negative weights": ({"weigher": (UniformWeigher, {"apply": lambda *_: (-torch.ones(3, 1), None)})}, "least -1.0"),
+    "weights of a shape": (
+        {"aggregation_weights": (UniformWeigher, {"apply": lambda *_: (torch.ones(3), None)})},
+        r"\[3, 1\]",
+    ),
+    "negative weights": (
+        {"aggregation_weights": (UniformWeigher, {"apply": lambda *_: (-torch.ones(3, 1), None)})},
+        "least -1.0",
+    ),
     "aggregate of rows": ({"aggregator": (Median, {"apply": lambda _s, state, rows, *_: (rows, state)})}, "one vector"),
     "aggregate of none": ({"aggregator": (Median, {"apply": lambda _s, state, *_: ({}, state)})}, r"got \{\}"),
     "attack of a shape": ({"attack": (SignFlip, {"forge": lambda *_: torch.zeros(3)})}, "forge must return models"),
-    "channel fails": ({"channel": (Clip, {"apply": _fails})}, "channel Broken failed in round 1: KeyError"),
+    "channel fails": ({"upload_transform": (Clip, {"apply": _fails})}, "channel Broken failed in round 1: KeyError"),
     "upload of a shape": ({"algorithm": (FedAvg, {"client": _shorter})}, r"'dw' must be \[3, 650\], got \[3, 5\]"),
     "no upload": ({"algorithm": (FedAvg, {"client": lambda *_: 5})}, r"must return \(upload, rows\), got int"),
     "client fails": ({"algorithm": (FedAvg, {"client": _fails})}, "client step failed at clients .* in round 1"),

@@ -153,7 +153,7 @@ class Problem:
 
 
 def oracles_of(problem: Problem) -> list[str]:
-    return [*(["fused"] if chains_of(problem.module) is not None else []), "stacked", "looped"]
+    return [*(["compiled"] if chains_of(problem.module) is not None else []), "vmap", "loop"]
 
 
 def make_work(oracle: Any, local: LocalSGD, ids: list[int] | None = None, **options: Any) -> Work:

@@ -30,13 +30,13 @@ LOCAL = LocalSGD(lr=0.05, batch_size=16, steps=3)
 PARTS: dict[str, dict[str, Any]] = {"fedem": {"mixture": 3}, "gpfl": {"guided": True}, "knn-per": {"memory": 16}}
 """Parts of the network that methods ask for."""
 NETWORKS: dict[str, tuple[ModelSpec, str]] = {
-    "linear layers": (MLP(hidden=(12, 8), dropout=0.2), "fused"),
-    "group normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="group", dropout=0.1), "stacked"),
-    "batch normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"), "looped"),
-    "mixture": (MLP(hidden=(12,), mixture=2), "stacked"),
-    "guided": (MLP(hidden=(12,), guided=True), "stacked"),
-    "memory": (MLP(hidden=(12,), memory=8), "stacked"),
-    "adapters": (MLP(hidden=(12,), adapters=Adapters(rank=2, on="linear")), "stacked"),
+    "linear layers": (MLP(hidden=(12, 8), dropout=0.2), "compiled"),
+    "group normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="group", dropout=0.1), "vmap"),
+    "batch normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"), "loop"),
+    "mixture": (MLP(hidden=(12,), mixture=2), "vmap"),
+    "guided": (MLP(hidden=(12,), guided=True), "vmap"),
+    "memory": (MLP(hidden=(12,), memory=8), "vmap"),
+    "adapters": (MLP(hidden=(12,), adapters=Adapters(rank=2, on="linear")), "vmap"),
 }
 """Networks, and the oracle that a GPU takes for them."""
 SEQUENCES = {"lstm": LSTM(embedding=4, hidden=6, layers=2), "transformer": Transformer(width=8, layers=2, heads=2)}
@@ -45,7 +45,7 @@ SEQUENCES = {"lstm": LSTM(embedding=4, hidden=6, layers=2), "transformer": Trans
 @pytest.fixture(scope="module")
 def fed() -> Federation:
     """Pictures of nine clients, each in a group."""
-    return in_groups(fl.partitions.iid(clients=9, keep=360)(load("digits"), seed=0))
+    return in_groups(fl.partitions.iid(clients=9, max_train_per_client=360)(load("digits"), seed=0))
 
 
 def run(method: Any, fed: Federation, model: ModelSpec, device: str, dtype: str = "float64", **choices: Any) -> Any:
@@ -99,7 +99,7 @@ def test_every_method_gives_the_same_bits_again_and_after_a_kill(fed: Federation
 
     always = {"checkpoint_every": 1e-6}
     with pytest.raises(KeyboardInterrupt):
-        run(made(name), fed, network, DEVICE, "float32", engine=always, folder=tmp_path, progress=[killed])
+        run(made(name), fed, network, DEVICE, "float32", engine=always, folder=tmp_path, callbacks=[killed])
     same_bits(run(made(name), fed, network, DEVICE, "float32", engine=always, folder=tmp_path), whole)
 
 
@@ -109,7 +109,7 @@ def test_every_network_gives_what_the_cpu_gives(fed: Federation, network: str, m
     if (network, method) == ("batch normalisation", "moon"):
         pytest.skip("a term on a representation needs samples apart")
     model, oracle = NETWORKS[network]
-    augment = {"flip": 0.5, "crop": 1} if oracle == "stacked" else None
+    augment = {"flip": 0.5, "crop": 1} if oracle == "vmap" else None
     found, wanted = (run(method, fed, model, device, augment=augment) for device in (DEVICE, "cpu"))
     assert found.job.oracle.name == oracle
     agree(found, wanted)
@@ -134,7 +134,7 @@ def test_every_part_gives_what_the_cpu_gives(fed: Federation, kind: str, name: s
         pytest.skip("its clusters are of rows that are equal up to rounding")
     choices = choices_of(kind, name, root=0)
     if name == "forged-activations":
-        choices["weights"] = "clusters-2"
+        choices["client_weights"] = "clusters-2"
     every = {} if "sampler" in choices else {"sampler": {"clients": 9}}
     found, wanted = (
         run("fedavg", fed, MLP(hidden=(12, 8)), device, **{**every, **choices}) for device in (DEVICE, "cpu")
@@ -148,7 +148,7 @@ def test_every_network_gives_the_same_bits_again(fed: Federation, network: str, 
     samples = federation(each=True) if network in SEQUENCES else fed
     choices = {"sampler": {"fraction": 1.0}, "evaluate": {"every": 1, "parts": ("train",)}}
     model = SEQUENCES.get(network) or NETWORKS[network][0]
-    if precision == "bf16" and network not in SEQUENCES and NETWORKS[network][1] == "fused":
+    if precision == "bf16" and network not in SEQUENCES and NETWORKS[network][1] == "compiled":
         pytest.skip("linear layers have no bfloat16")
 
     def once() -> Any:
@@ -217,7 +217,7 @@ source = "digits"
 [partition]
 kind = "dirichlet"
 clients = 6
-beta = 0.5
+alpha = 0.5
 [model]
 kind = "cnn"
 channels = [4]

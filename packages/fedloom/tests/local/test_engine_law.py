@@ -80,17 +80,17 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
             init(self, *args)
 
         monkeypatch.setattr(kind, "__init__", spy)
-    compiled = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+    compiled = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
     assert set(used) == {products.Compiled}
     used.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Fused, "loop_for", lambda *_: None)
-        stepwise = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+        stepwise = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
     assert set(used) == {products.Compiled}
     torch.testing.assert_close(stepwise, compiled, **TOLERANCE)
     used.clear()
     monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
-    batched = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+    batched = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
     assert set(used) == {products.Batched}
     torch.testing.assert_close(batched, compiled, **TOLERANCE)
     torch.testing.assert_close(batched, problem.by_hand(SETTINGS[setting]), **TOLERANCE)
@@ -98,7 +98,7 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
 
 def test_rows_that_are_scattered_in_memory_are_changed_in_place() -> None:
     problem = Problem(CASES["mlp"])
-    oracle = problem.oracle("fused")
+    oracle = problem.oracle("compiled")
     work = make_work(oracle, LocalSGD(batch_size="full"))
     batch = work.plan("local", work.steps[:, 0]).batch(0)
     w = problem.start.clone()
@@ -112,12 +112,16 @@ def test_rows_that_are_scattered_in_memory_are_changed_in_place() -> None:
 
 
 def test_fused_is_tested_on_what_it_can_do() -> None:
-    assert {name for name in CASES if "fused" in oracles_of(Problem(CASES[name]))} >= {"softmax", "mlp", "mlp dropout"}
-    assert "fused" not in oracles_of(Problem(CASES["cnn"]))
+    assert {name for name in CASES if "compiled" in oracles_of(Problem(CASES[name]))} >= {
+        "softmax",
+        "mlp",
+        "mlp dropout",
+    }
+    assert "compiled" not in oracles_of(Problem(CASES["cnn"]))
 
 
 @pytest.mark.parametrize("task", ["classification", "binary", "regression"])
-@pytest.mark.parametrize("name", ["fused", "stacked", "looped"])
+@pytest.mark.parametrize("name", ["compiled", "vmap", "loop"])
 def test_all_tasks(task: str, name: str) -> None:
     problem = Problem(CASES["mlp"], task=task)
     setting = Setting({"lr": 0.1, "epochs": 2, "weight_decay": 0.01}, pulls=(("rows", "d"),))
@@ -197,7 +201,7 @@ def test_all_steps_at_once_are_the_steps(
     fed = normalised(stored)
     module = MLP(hidden=(9, 5)).build((6,), 4, seed=3)
     task = task_of(fed.data, Objective(class_weights=weights or None))
-    oracle = make_oracle(module, task, fed, "fused")
+    oracle = make_oracle(module, task, fed, "compiled")
     start = oracle.layout.vector(oracle.module).expand(M, -1)
     scale = torch.tensor([[1.0], [0.5], [2.0], [1.0]])
 
@@ -225,7 +229,7 @@ def test_a_pass_through_the_whole_network_is_its_layers(
     """Block by block too: gradients into other rows, with what they held, and steps in place; and losses."""
     fed = normalised(stored)
     task = task_of(fed.data, Objective(class_weights=weights or None))
-    oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "fused")
+    oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "compiled")
     work = make_work(oracle, LocalSGD(lr=0.1, batch_size="full"))
     monkeypatch.setattr(kernels, "BLOCK_SAMPLES", block)
     w, before, steady = torch.randn(3, M, oracle.layout.d, generator=torch.Generator().manual_seed(1))
@@ -252,7 +256,7 @@ def test_a_pass_through_the_whole_network_is_its_layers(
 def test_what_is_not_finite_stays_so() -> None:
     fed = handwritten.federation(dtype=torch.float32)
     for hidden in ((), (9,)):
-        oracle = make_oracle(MLP(hidden=hidden).build((6,), 4), task_of(fed.data), fed, "fused")
+        oracle = make_oracle(MLP(hidden=hidden).build((6,), 4), task_of(fed.data), fed, "compiled")
         start = oracle.layout.vector(oracle.module).repeat(M, 1)
         start[2, 0] = torch.nan
         start[3, 0] = torch.inf
@@ -263,8 +267,8 @@ def test_what_is_not_finite_stays_so() -> None:
 @pytest.mark.parametrize("case", ["mlp dropout", "mlp tanh"])
 def test_all_steps_are_not_taken_at_once_where_the_loop_has_no_part_for_it(case: str) -> None:
     problem = Problem(CASES[case])
-    assert problem.oracle("fused").loop_for(problem.start) is None
+    assert problem.oracle("compiled").loop_for(problem.start) is None
     softmax = Problem(CASES["softmax"], task="binary")
-    assert softmax.oracle("fused").loop_for(softmax.start) is None
+    assert softmax.oracle("compiled").loop_for(softmax.start) is None
     plain = Problem(CASES["softmax"])
-    assert plain.oracle("fused").loop_for(plain.start.half()) is None
+    assert plain.oracle("compiled").loop_for(plain.start.half()) is None

@@ -29,7 +29,7 @@ def start(work: Work) -> Rows:
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    return Problem(CASES["softmax"]).oracle("fused")
+    return Problem(CASES["softmax"]).oracle("compiled")
 
 
 @given(steps=st.lists(st.integers(0, 6), min_size=M, max_size=M), order=st.permutations(range(M)))

@@ -66,7 +66,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def looped(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, low: precision.Precision = "full") -> Looped:
     fed = handwritten.federation(shape=shape, dtype=dtype)
-    oracle = make_oracle(module, task_of(fed.data), fed, "looped", precision=low)
+    oracle = make_oracle(module, task_of(fed.data), fed, "loop", precision=low)
     assert isinstance(oracle, Looped)
     return oracle
 

@@ -112,7 +112,7 @@ def test_an_own_loss_of_one_number_per_class_has_no_class() -> None:
     problem = Problem(CASES["softmax"], task="regression")
     found, work = work_of(problem, "auto", Objective(loss=functional.mse_loss))
     plain, other = work_of(problem, "auto", Objective())
-    assert found.name == plain.name == "fused"
+    assert found.name == plain.name == "compiled"
     torch.testing.assert_close(work.full_grad(problem.start), other.full_grad(problem.start), **TOLERANCE)
 
 

@@ -63,7 +63,7 @@ def test_plain_sgd_by_torch_s_class_is_plain_sgd() -> None:
     problem = Problem(CASES["mlp"])
     local = {"lr": 0.05, "batch_size": 7, "weight_decay": 0.1}
     plain, other = (
-        problem.by_engine(problem.oracle("fused"), Setting({**local, **more}, **PULLED))
+        problem.by_engine(problem.oracle("compiled"), Setting({**local, **more}, **PULLED))
         for more in ({"momentum": 0.9}, {"optimizer": "torch.optim:SGD", "optimizer_options": {"momentum": 0.9}})
     )
     torch.testing.assert_close(plain, other, **EXACT)
@@ -72,8 +72,8 @@ def test_plain_sgd_by_torch_s_class_is_plain_sgd() -> None:
 def of_one_client(rounds: int, kept: bool) -> tuple[Tensor, Tensor]:
     """FedAvg with one client, and the same written with torch alone."""
     data = fl.load("digits")
-    fed = fl.partitions.iid(clients=1, keep=90)(data, seed=0)
-    state = "kept" if kept else "fresh"
+    fed = fl.partitions.iid(clients=1, max_train_per_client=90)(data, seed=0)
+    state = "persistent" if kept else "fresh"
     local = LocalSGD(lr=0.01, batch_size=16, epochs=2, optimizer="adam", optimizer_state=state)
     found = fl.simulate("fedavg", fed, "mlp", rounds=rounds, local=local, engine={"dtype": "float64"})
     module = found.job.setting.model.build(fed.data.shape, 10, 0).double()
@@ -106,7 +106,7 @@ ALL = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSp
 def test_kept_states_go_on_where_they_stopped(name: str) -> None:
     """Two calls with a memory between them take the steps of one optimiser, whatever its state consists of."""
     problem = Problem(CASES["softmax"])
-    oracle = problem.oracle("fused")
+    oracle = problem.oracle("compiled")
     local = LocalSGD(lr=0.02, batch_size="full", steps=3, optimizer=f"torch.optim:{name}")
     like = oracle.layout.vector(oracle.module)
     memory = OptimizerStates(like.new_zeros(M, 0), slots_of(local, oracle.layout, like))
@@ -122,10 +122,10 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return fl.partitions.dirichlet(clients=5, beta=0.5, keep=200)(fl.load("digits"), seed=0)
+    return fl.partitions.dirichlet(clients=5, alpha=0.5, max_train_per_client=200)(fl.load("digits"), seed=0)
 
 
-KEPT = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "kept"}
+KEPT = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "persistent"}
 
 
 class Crash(BaseException):
@@ -145,7 +145,7 @@ def test_kept_states_resume_bit_for_bit_on_disk_in_memory_and_by_workers(fed: Fe
     for budget in (0, 1024):
         often, folder = {"checkpoint_every": 1e-9, "store_budget": budget}, tmp_path / str(budget)
         with pytest.raises(Crash):
-            fl.simulate("ditto", fed, **options, engine=often, folder=folder, progress=[crash])
+            fl.simulate("ditto", fed, **options, engine=often, folder=folder, callbacks=[crash])
         others.append(fl.simulate("ditto", fed, **options, engine=often, folder=folder))
     for other in others:
         assert other.table().equals(whole.table())
@@ -195,7 +195,7 @@ class Odd(torch.optim.SGD):
         ({"optimizer": "torch.optim:Adm"}, "did you mean 'Adam'"),
         ({"optimizer": nn.Linear}, "must be a subclass of torch.optim.*Optimizer"),
         ({"optimizer": "adam", "momentum": 0.9}, "momentum is of plain sgd"),
-        ({"optimizer_state": "kept"}, "is for optimisers beside plain sgd"),
+        ({"optimizer_state": "persistent"}, "is for optimisers beside plain sgd"),
         ({"optimizer_options": {"nesterov": True}}, "is for optimisers beside plain sgd"),
         ({"optimizer": "adam", "optimizer_options": {"lr": 1.0}}, r"lr is a key of \[local\]"),
         ({"optimizer": "adam", "optimizer_options": {"beta": 3}}, "cannot train this model: .*'beta'"),
@@ -213,7 +213,7 @@ def test_what_cannot_work_is_a_sentence_before_work_starts(
 
 def test_what_no_row_can_hold_is_not_kept() -> None:
     layout = Layout.create_from_shapes({"w": (2, 2)})
-    local = LocalSGD(optimizer=Odd, optimizer_state="kept")
+    local = LocalSGD(optimizer=Odd, optimizer_state="persistent")
     with pytest.raises(ConfigError, match="'said' of .*Odd' is a str"):
         slots_of(local, layout, torch.zeros(4))
 

@@ -140,14 +140,14 @@ TWICE = ("shared layer", "mixture of one network twice")
 def test_what_fused_cannot_compute_is_left_to_others(case: str) -> None:
     fed, module = handwritten.federation(), seeded(UNFUSED[case])
     assert chains_of(module) is None
-    assert oracle_of(module, fed).name == "looped"
-    with pytest.raises(Refused, match="oracle 'fused' needs a sequence of linear layers"):
-        oracle_of(module, fed, "fused")
+    assert oracle_of(module, fed).name == "loop"
+    with pytest.raises(Refused, match="gradient engine 'compiled' needs a sequence of linear layers"):
+        oracle_of(module, fed, "compiled")
     expected = by_hand(module, fed, lr=0.3, epochs=2)
     if case in TWICE:  # vmap leaves its tensors in such a layer, so that no score can be computed
         with pytest.raises(Refused, match="vmap says"):
-            oracle_of(module, fed, "stacked")
-    for name in ("looped",) if case in TWICE else ("stacked", "looped"):
+            oracle_of(module, fed, "vmap")
+    for name in ("loop",) if case in TWICE else ("vmap", "loop"):
         got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
@@ -156,7 +156,7 @@ def test_what_fused_cannot_compute_is_left_to_others(case: str) -> None:
 def test_fused_computes_linear_layers_and_pointwise_activations(case: str) -> None:
     fed, module = handwritten.federation(), seeded(FUSED[case])
     oracle = oracle_of(module, fed)
-    assert oracle.name == "fused"
+    assert oracle.name == "compiled"
     expected = by_hand(module, fed, lr=0.3, epochs=2)
     torch.testing.assert_close(trained(oracle, LocalSGD(lr=0.3, epochs=2), module), expected, **TOLERANCE)
 
@@ -169,7 +169,7 @@ def test_dropout_of_the_inputs() -> None:
     layers = OrderedDict(drop=Dropout(0.3), head=nn.Linear(6, CLASSES))
     fed, module = handwritten.federation(), seeded(lambda: nn.Sequential(layers))
     expected = by_hand(module, fed, lr=0.3, epochs=2, features={"drop": (6,)})
-    for name in ("fused", "stacked", "looped"):
+    for name in ("compiled", "vmap", "loop"):
         got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
@@ -177,19 +177,19 @@ def test_dropout_of_the_inputs() -> None:
 def test_the_rule_for_other_models() -> None:
     flat, images = handwritten.federation(), handwritten.federation(shape=IMAGE)
     for spec in (CNN(channels=(4,), kernel=3), CNN(channels=(4,), kernel=3, norm="batch")):
-        assert oracle_of(spec.build(IMAGE, CLASSES), images).name == "looped"
+        assert oracle_of(spec.build(IMAGE, CLASSES), images).name == "loop"
     for dropout in (0.0, 0.5):
-        assert oracle_of(MLP(dropout=dropout).build((6,), CLASSES), flat).name == "fused"
-    assert oracle_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES)), flat).name == "looped"
+        assert oracle_of(MLP(dropout=dropout).build((6,), CLASSES), flat).name == "compiled"
+    assert oracle_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES)), flat).name == "loop"
 
 
 @pytest.mark.parametrize(
     ("draws", "moved", "rejection", "chosen"),
     [
-        (False, [], "", "stacked"),
-        (True, [], "", "looped"),
-        (False, ["calls"], "", "looped"),
-        (False, [], "no .item()", "looped"),
+        (False, [], "", "vmap"),
+        (True, [], "", "loop"),
+        (False, ["calls"], "", "loop"),
+        (False, [], "no .item()", "loop"),
     ],
 )
 def test_the_rule_on_an_accelerator(
@@ -199,9 +199,9 @@ def test_the_rule_on_an_accelerator(
     monkeypatch.setattr(oracles, "draws_itself", lambda _module, _fed: draws)
     monkeypatch.setattr(oracles, "find_changed_values", lambda _module, _fed: moved)
     fed: Any = SimpleNamespace(device=torch.device("cuda"), data=SimpleNamespace(each=False))
-    assert oracles._rule(MLP().build((6,), CLASSES), fed) == "fused"
+    assert oracles._rule(MLP().build((6,), CLASSES), fed) == "compiled"
     assert oracles._rule(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
-    assert oracles._rule(CNN(channels=(4,), kernel=3, norm="batch").build(IMAGE, CLASSES), fed) == "looped"
+    assert oracles._rule(CNN(channels=(4,), kernel=3, norm="batch").build(IMAGE, CLASSES), fed) == "loop"
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,16 @@ def test_the_rule_on_an_accelerator(
     ],
 )
 def test_stacked_refuses_batch_statistics_and_own_randomness(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(Refused, match="'stacked' cannot take .* set engine="):
-        oracle_of(seeded(make), handwritten.federation(), "stacked")
+    with pytest.raises(Refused, match="'vmap' cannot take .* set engine="):
+        oracle_of(seeded(make), handwritten.federation(), "vmap")
 
 
 def test_unknown_names_are_refused() -> None:
     fed, module = handwritten.federation(), seeded(lambda: nn.Sequential(nn.Linear(6, CLASSES)))
-    with pytest.raises(ConfigError, match="engine.oracle: unknown oracle 'fusd'; did you mean 'fused'"):
-        oracle_of(module, fed, "fusd")
+    with pytest.raises(
+        ConfigError, match="engine.gradient_engine: unknown gradient engine 'compild'; did you mean 'compiled'"
+    ):
+        oracle_of(module, fed, "compild")
 
 
 class Branches(nn.Module):
@@ -235,8 +237,8 @@ class Branches(nn.Module):
 
 def test_a_model_that_vmap_refuses_names_the_way_out() -> None:
     fed, module = handwritten.federation(), seeded(Branches)
-    with pytest.raises(Refused, match=r"vmap says .*item.*engine=\{\"oracle\": 'looped'\}") as refused:
-        oracle_of(module, fed, "stacked")
+    with pytest.raises(Refused, match=r"vmap says .*item.*engine=\{\"gradient_engine\": 'loop'\}") as refused:
+        oracle_of(module, fed, "vmap")
     assert refused.value.rule == "oracle-stacked"
     expected = by_hand(module, fed, lr=0.3)
     torch.testing.assert_close(trained(oracle_of(module, fed), LocalSGD(lr=0.3), module), expected, **TOLERANCE)
@@ -251,7 +253,7 @@ class Unused(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("name", ["stacked", "looped"])
+@pytest.mark.parametrize("name", ["vmap", "loop"])
 def test_a_parameter_that_is_not_used_has_gradient_zero(name: str) -> None:
     fed, module = handwritten.federation(), seeded(Unused)
     got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.5), module)
@@ -272,7 +274,7 @@ class Viewing(nn.Module):
         return self.head(h.view(len(h), -1))
 
 
-@pytest.mark.parametrize("name", ["stacked", "looped"])
+@pytest.mark.parametrize("name", ["vmap", "loop"])
 def test_a_model_that_depends_on_the_order_in_memory(name: str) -> None:
     fed, module = handwritten.federation(shape=IMAGE), seeded(Viewing)
     expected = by_hand(module, fed, lr=0.3, epochs=2)
@@ -318,7 +320,7 @@ def normalised() -> nn.Module:
 def test_batch_normalisation_uses_the_batch() -> None:
     fed, module = handwritten.federation((7, 20, 53, 40)), seeded(normalised)
     oracle = oracle_of(module, fed)
-    assert oracle.name == "looped"
+    assert oracle.name == "loop"
     expected = by_hand(module, fed, lr=0.3, epochs=2)
     torch.testing.assert_close(trained(oracle, LocalSGD(lr=0.3, epochs=2), module), expected, **TOLERANCE)
 
@@ -396,7 +398,7 @@ ORDERS: dict[str, tuple[Callable[[], nn.Module], torch.memory_format]] = {
 
 
 @pytest.mark.parametrize("case", ORDERS)
-@pytest.mark.parametrize("name", ["stacked", "looped"])
+@pytest.mark.parametrize("name", ["vmap", "loop"])
 def test_outputs_do_not_depend_on_the_order_in_memory(name: str, case: str) -> None:
     make, order = ORDERS[case]
     fed, module = handwritten.federation(shape=IMAGE), seeded(make).double()
@@ -452,7 +454,7 @@ def test_a_resnet_with_batch_normalisation_trains() -> None:
 def test_a_modules_own_randomness_comes_from_the_clients_seed(make: Callable[[], nn.Module]) -> None:
     fed, module = handwritten.federation(), seeded(make)
     oracle = oracle_of(module, fed)
-    assert oracle.name == "looped"
+    assert oracle.name == "loop"
     local = LocalSGD(lr=0.3, epochs=2)
     with torch.random.fork_rng():
         runs = []
@@ -499,7 +501,7 @@ def test_no_oracle_touches_the_global_generator(case: str) -> None:
 
 def test_dropout_differs_between_clients_steps_streams_and_rounds() -> None:
     problem = Problem(CASES["mlp dropout"])
-    oracle = problem.oracle("fused")
+    oracle = problem.oracle("compiled")
     start = problem.x.expand(M, -1)
     base = make_work(oracle, LocalSGD(steps=1, batch_size="full"))
 
@@ -540,6 +542,6 @@ def test_the_limit_of_a_chunk_depends_on_model_and_dtype_only() -> None:
     narrow, wide = handwritten.federation(dtype=torch.float32), handwritten.federation()
     module = MLP(hidden=(200, 200)).build((6,), CLASSES)
     limit = chunk_limit(oracle_of(module, narrow))
-    assert limit == chunk_limit(oracle_of(module, narrow, "stacked"))
+    assert limit == chunk_limit(oracle_of(module, narrow, "vmap"))
     assert limit // 2 == chunk_limit(oracle_of(module, wide))
-    assert chunk_limit(oracle_of(module, narrow, "looped")) == 1
+    assert chunk_limit(oracle_of(module, narrow, "loop")) == 1

@@ -24,21 +24,21 @@ from fedloom.models import CNN, MLP
 from tests.engine.test_matrix import KINDS, choices_of, in_groups
 
 MODELS: dict[str, Any] = {
-    "fused": MLP(hidden=(12,), dropout=0.2),
-    "stacked": CNN(channels=(4,), kernel=3, hidden=(8,), norm="group"),
-    "looped": CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"),
+    "compiled": MLP(hidden=(12,), dropout=0.2),
+    "vmap": CNN(channels=(4,), kernel=3, hidden=(8,), norm="group"),
+    "loop": CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"),
 }
 
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Iid(clients=6, keep=100)(load("digits"), seed=0)
+    return Iid(clients=6, max_train_per_client=100)(load("digits"), seed=0)
 
 
 @pytest.fixture(scope="module")
 def nine() -> Federation:
     """Nine clients in two groups."""
-    return in_groups(Iid(clients=9, keep=180)(load("digits"), seed=0))
+    return in_groups(Iid(clients=9, max_train_per_client=180)(load("digits"), seed=0))
 
 
 def run(fed: Federation, method: str, oracle: str, device: str) -> Any:
@@ -50,7 +50,7 @@ def run(fed: Federation, method: str, oracle: str, device: str) -> Any:
         local=LocalSGD(lr=0.05, batch_size=32),
         sampler=Uniform(clients=4),
         evaluate=Evaluate(every=1),
-        engine=Engine(device=device, oracle=oracle if device == "cpu" else "auto", dtype="float64"),
+        engine=Engine(device=device, gradient_engine=oracle if device == "cpu" else "auto", dtype="float64"),
     )
 
 
@@ -67,9 +67,9 @@ def test_a_pretended_device_refuses_to_meet_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("method", "oracle"),
     [
-        *((name, "fused") for name in ("fedavg", "scaffold", "flame", "fedacs")),
-        ("flame", "stacked"),
-        ("fedavg", "looped"),
+        *((name, "compiled") for name in ("fedavg", "scaffold", "flame", "fedacs")),
+        ("flame", "vmap"),
+        ("fedavg", "loop"),
     ],
 )
 def test_a_run_on_a_device_gives_what_the_cpu_gives(fed: Federation, method: str, oracle: str) -> None:
@@ -92,14 +92,18 @@ def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
         assert simulate(
             method,
             fed,
-            MODELS["fused"],
+            MODELS["compiled"],
             rounds=1,
             local=LocalSGD(lr=0.05, batch_size=64),
             engine=Engine(device="cuda:0"),
         ).rounds
 
 
-PAIRS = [("flame", "channel", "top-k"), ("afl", "weigher", "fairfed"), ("fedproto", "schedule", "buffered")]
+PAIRS = [
+    ("flame", "upload_transform", "top-k"),
+    ("afl", "aggregation_weights", "fairfed"),
+    ("fedproto", "schedule", "buffered"),
+]
 """Methods whose first step reads weights, and whose late uploads change, beside FedAvg."""
 
 
@@ -108,7 +112,7 @@ PAIRS = [("flame", "channel", "top-k"), ("afl", "weigher", "fairfed"), ("fedprot
 )
 def test_every_part_keeps_to_the_device(nine: Federation, method: str, kind: str, name: str, tmp_path: Path) -> None:
     choices = {"sampler": Uniform(clients=9), **choices_of(kind, name, root=0)}
-    choices |= {"weights": "clusters-2"} if name == "forged-activations" else {}
+    choices |= {"client_weights": "clusters-2"} if name == "forged-activations" else {}
 
     class Killed(BaseException):
         pass
@@ -121,22 +125,22 @@ def test_every_part_keeps_to_the_device(nine: Federation, method: str, kind: str
     choices |= {"rounds": 3, "local": local, "engine": engine, "folder": tmp_path}
     with pretend.accelerator():
         with pytest.raises(Killed):
-            simulate(method, nine, MODELS["fused"], progress=[kill], **choices)
-        assert simulate(method, nine, MODELS["fused"], **choices).stop is Stop.DONE
+            simulate(method, nine, MODELS["compiled"], callbacks=[kill], **choices)
+        assert simulate(method, nine, MODELS["compiled"], **choices).stop is Stop.DONE
 
 
 @pytest.mark.parametrize("name", ["flame", "ditto", "fedrep", "fedacs", "fedslr", "apfl"])
 def test_a_new_client_adapts_a_run_of_the_device(fed: Federation, name: str) -> None:
-    found = run(fed, name, "fused", "cpu").models.adapt(load("digits"), steps=2).row
+    found = run(fed, name, "compiled", "cpu").models.adapt(load("digits"), steps=2).row
     with pretend.accelerator():
-        result = run(fed, name, "fused", "cuda:0")
+        result = run(fed, name, "compiled", "cuda:0")
         row = result.models.adapt(load("digits"), steps=2).row
     torch.testing.assert_close(row, found, rtol=1e-9, atol=1e-9)
 
 
 def test_a_device_that_is_not_there_is_refused(fed: Federation) -> None:
     with pretend.accelerator(), pytest.raises(ConfigError, match="'cuda:1', but this machine has 1, counted from 0"):
-        simulate("fedavg", fed, MODELS["fused"], rounds=1, engine=Engine(device="cuda:1"))
+        simulate("fedavg", fed, MODELS["compiled"], rounds=1, engine=Engine(device="cuda:1"))
 
 
 def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:
@@ -144,7 +148,7 @@ def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:
         pretend.accelerator(),
         pytest.raises(Refused, match=r"is 2.*leave engine.workers out, or start one"),
     ):
-        simulate("fedavg", fed, MODELS["fused"], rounds=1, engine=Engine(device="cuda:0", workers=2))
+        simulate("fedavg", fed, MODELS["compiled"], rounds=1, engine=Engine(device="cuda:0", workers=2))
 
 
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:

@@ -85,7 +85,7 @@ def after_steps(problem: Problem, oracle: Network) -> tuple[Tensor, Tensor]:
     return w, work.full_grad(problem.start[:3])
 
 
-@pytest.mark.parametrize("name", ["looped", "stacked"])
+@pytest.mark.parametrize("name", ["loop", "vmap"])
 @pytest.mark.parametrize("case", ["cnn", "cnn dropout"])
 @pytest.mark.usefixtures("able")
 def test_steps_are_rounded_and_passes_over_all_samples_are_not(name: str, case: str) -> None:
@@ -103,7 +103,7 @@ def test_steps_are_rounded_and_passes_over_all_samples_are_not(name: str, case: 
 @pytest.mark.usefixtures("able")
 def test_parameters_rounded_once_give_the_bits_of_those_rounded_at_every_use(case: str) -> None:
     problem = Problem(CASES[case], torch.float32)
-    once, every = (oracle_of(problem, "looped", "bf16") for _ in range(2))
+    once, every = (oracle_of(problem, "loop", "bf16") for _ in range(2))
     assert isinstance(once, Looped)
     assert isinstance(every, Looped)
     assert any(once.narrow)
@@ -131,7 +131,7 @@ def test_the_run_does_not_depend_on_workers() -> None:
             rounds=2,
             local=LocalSGD(lr=0.05, batch_size=50),
             evaluate=Evaluate(every=2),
-            engine=Engine(precision="bf16", workers=workers, chunk=1),
+            engine=Engine(precision="bf16", workers=workers, clients_per_batch=1),
         )
 
     one, two = run(1), run(2)

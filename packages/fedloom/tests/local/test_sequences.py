@@ -81,7 +81,7 @@ def by_hand(spec: ModelSpec, fed: Federation, client: int, each: bool) -> Tensor
 
 @pytest.mark.parametrize("each", [False, True], ids=["a label", "a label per position"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ["looped", "stacked"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_is_the_loop_written_by_hand(engine: str, model: str, each: bool) -> None:
     fed = federation(each)
     found = trained(oracle(MODELS[model], fed, engine), LocalSGD(lr=0.1, momentum=0.5, batch_size=4, epochs=2))
@@ -91,7 +91,7 @@ def test_training_is_the_loop_written_by_hand(engine: str, model: str, each: boo
 
 @pytest.mark.parametrize("each", [False, True], ids=["a label", "a label per position"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ["looped", "stacked"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_more_padding_changes_nothing(engine: str, model: str, each: bool) -> None:
     local = LocalSGD(lr=0.1, batch_size=4, epochs=2)
     found = []
@@ -112,7 +112,7 @@ def test_more_padding_changes_nothing(engine: str, model: str, each: bool) -> No
 
 @pytest.mark.parametrize("each", [False, True], ids=["a label", "a label per position"])
 def test_the_loss_that_is_shown_is_the_objective(each: bool) -> None:
-    network = oracle(MODELS["causal"], federation(each), "looped")
+    network = oracle(MODELS["causal"], federation(each), "loop")
     row = network.layout.vector(network.module)
     work = Work(network, torch.arange(len(SIZES)), torch.full((len(SIZES), 1), 1 / 3), LocalSGD())
     index, sizes = network.fed.gather("train", torch.arange(len(SIZES)))
@@ -135,7 +135,7 @@ def own_loss(outputs: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, y)
 
 
-@pytest.mark.parametrize("engine", ["looped", "stacked"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_an_own_loss_and_weights_of_one_see_labelled_positions_only(engine: str) -> None:
     fed, local = federation(True), LocalSGD(lr=0.1, batch_size="full", epochs=3)
     plain = trained(oracle(MODELS["causal"], fed, engine), local)
@@ -147,10 +147,10 @@ def test_an_own_loss_and_weights_of_one_see_labelled_positions_only(engine: str)
 
 def test_engines_agree_with_dropout() -> None:
     fed, spec = federation(True), Transformer(width=4, layers=1, heads=2, dropout=0.3)
-    rows = [trained(oracle(spec, fed, name), LocalSGD(lr=0.1, batch_size=4)) for name in ("looped", "stacked")]
+    rows = [trained(oracle(spec, fed, name), LocalSGD(lr=0.1, batch_size=4)) for name in ("loop", "vmap")]
     torch.testing.assert_close(*rows, **EXACT)
     assert not torch.equal(
-        rows[0], trained(oracle(spec.with_(dropout=0.0), fed, "looped"), LocalSGD(lr=0.1, batch_size=4))
+        rows[0], trained(oracle(spec.with_(dropout=0.0), fed, "loop"), LocalSGD(lr=0.1, batch_size=4))
     )
 
 
@@ -176,7 +176,7 @@ def test_positions_after_a_token_do_not_change_what_is_predicted_there() -> None
 
 
 def test_fused_takes_no_tokens() -> None:
-    assert type(oracle(MODELS["lstm"], federation(False), "auto")) is ORACLES["looped"]
+    assert type(oracle(MODELS["lstm"], federation(False), "auto")) is ORACLES["loop"]
     with pytest.raises(Exception, match="takes numbers, and these samples are tokens"):
         MLP().build((LONGEST,), CLASSES, 0, (VOCABULARY, False))
 
@@ -193,8 +193,8 @@ def test_a_layer_for_every_position_trains() -> None:
     data = fl.Dataset("positions", x, y, classes=("a", "b", "c"), positions=True)
     fed = fl.partitions.iid(clients=2)(data, seed=0)
     rows, net = [], nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
-    for oracle in ("auto", "stacked"):
-        rows.append(fl.simulate("fedavg", fed, net, rounds=2, engine={"oracle": oracle}).models.rows("global"))
+    for oracle in ("auto", "vmap"):
+        rows.append(fl.simulate("fedavg", fed, net, rounds=2, engine={"gradient_engine": oracle}).models.rows("global"))
     torch.testing.assert_close(*rows)
-    with pytest.raises(fl.errors.Refused, match="oracle 'fused' needs"):
-        fl.simulate("fedavg", fed, net, rounds=2, engine={"oracle": "fused"})
+    with pytest.raises(fl.errors.Refused, match="gradient engine 'compiled' needs"):
+        fl.simulate("fedavg", fed, net, rounds=2, engine={"gradient_engine": "compiled"})

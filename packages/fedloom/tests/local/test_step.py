@@ -20,7 +20,7 @@ def problem() -> Problem:
 
 
 def work_of(problem: Problem, **local: Any) -> Work:
-    return make_work(problem.oracle("fused"), LocalSGD(**{"lr": 0.1, "batch_size": 6, **local}))
+    return make_work(problem.oracle("compiled"), LocalSGD(**{"lr": 0.1, "batch_size": 6, **local}))
 
 
 def batch_of(work: Work) -> Batch:
@@ -64,7 +64,7 @@ def test_who_takes_no_step_keeps_what_was(problem: Problem) -> None:
     work, new, old = work_of(problem), problem.start, problem.rows
     assert where_moved(work, new, old) is new
     steps = torch.arange(M)[:, None] % 2
-    some = make_work(problem.oracle("fused"), LocalSGD(), steps=steps)
+    some = make_work(problem.oracle("compiled"), LocalSGD(), steps=steps)
     assert torch.equal(where_moved(some, new, old), torch.stack([new[i] if i % 2 else old[i] for i in range(M)]))
 
 

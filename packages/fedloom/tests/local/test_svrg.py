@@ -34,7 +34,9 @@ class Objective:
         }
 
     def work(self, ids: list[int] | None = None, **local: Any) -> Work:
-        return make_work(self.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, **local), ids, seed=3, round=2)
+        return make_work(
+            self.problem.oracle("compiled"), LocalSGD(lr=LR, weight_decay=0.1, **local), ids, seed=3, round=2
+        )
 
     def sampled(self, w: Tensor, i: int, where: Tensor | None = None) -> Tensor:
         x, y = handwritten.samples(self.problem.fed, i)
@@ -84,7 +86,7 @@ def test_with_all_data_in_the_batch_it_is_gradient_descent() -> None:
     moved = 0
     for seed in range(6):
         work = make_work(
-            objective.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, batch_size="full"), seed=seed
+            objective.problem.oracle("compiled"), LocalSGD(lr=LR, weight_decay=0.1, batch_size="full"), seed=seed
         )
         got = svrg(objective.problem.start, work, **objective.terms, outer=1, inner=inner).w
         for i in range(M):
@@ -104,7 +106,9 @@ def test_the_first_step_from_a_snapshot_is_the_full_gradient() -> None:
     start = objective.problem.start
     seen = set()
     for seed in range(8):
-        work = make_work(objective.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, batch_size=3), seed=seed)
+        work = make_work(
+            objective.problem.oracle("compiled"), LocalSGD(lr=LR, weight_decay=0.1, batch_size=3), seed=seed
+        )
         got = svrg(start, work, **objective.terms, outer=1, inner=2).w
         for i in range(M):
             step = start[i] - LR * (objective.sampled(start[i], i) + objective.declared(start[i], i))

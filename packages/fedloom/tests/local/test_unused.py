@@ -73,7 +73,7 @@ def by_torch(module: nn.Module, make: Any) -> dict[str, Tensor]:
 
 def by_fedloom(module: nn.Module, oracle: str, local: dict[str, Any], method: str = "fedavg") -> dict[str, Tensor]:
     local = {"lr": 0.1, "batch_size": "full", "steps": STEPS, **local}
-    engine = {"oracle": oracle, "dtype": "float64"}
+    engine = {"gradient_engine": oracle, "dtype": "float64"}
     result = fl.simulate(method, federation(), module, rounds=1, local=local, engine=engine)
     return result.models.ready("global").module().state_dict()
 
@@ -90,7 +90,7 @@ CASES: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("oracle", ["looped", "stacked"])
+@pytest.mark.parametrize("oracle", ["loop", "vmap"])
 @pytest.mark.parametrize("made", [Lazy, Detached])
 @pytest.mark.parametrize(("local", "make"), CASES, ids=[str(local) for local, _ in CASES])
 def test_unused_parameters_stay_as_torch_leaves_them(made: Any, oracle: str, local: dict[str, Any], make: Any) -> None:
@@ -105,7 +105,7 @@ def test_unused_parameters_stay_as_torch_leaves_them(made: Any, oracle: str, loc
 @pytest.mark.parametrize(("local", "make"), CASES, ids=[str(local) for local, _ in CASES])
 def test_a_layer_that_some_samples_call_is_trained_and_decays(local: dict[str, Any], make: Any) -> None:
     module = begun(Now)
-    want, got = by_torch(module, make), by_fedloom(module, "looped", local)
+    want, got = by_torch(module, make), by_fedloom(module, "loop", local)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, atol=1e-7, rtol=0)
     assert not torch.equal(got["unused.0.weight"], module.unused[0].weight.double())
@@ -114,7 +114,7 @@ def test_a_layer_that_some_samples_call_is_trained_and_decays(local: dict[str, A
 @pytest.mark.parametrize("method", ["apfl", "ditto", "perfedavg", "pfedme", "fedprox", "scaffold", "dbe", "fedrod"])
 def test_no_method_lets_unused_parameters_of_the_server_decay(method: str) -> None:
     module = begun(Lazy)
-    got = by_fedloom(module, "looped", {"weight_decay": 0.1}, method)
+    got = by_fedloom(module, "loop", {"weight_decay": 0.1}, method)
     for name in ("unused.0.weight", "unused.0.bias", "unused.1.weight", "scale"):
         torch.testing.assert_close(got[name], module.state_dict()[name].double(), atol=1e-12, rtol=0)
 
@@ -153,7 +153,7 @@ def test_parameters_that_a_forward_pass_changes_are_noted_and_trained_as_by_torc
     data = fl.Dataset("tokens", x, y, classes=tuple("abc"), vocabulary=tuple("_ABCDEFGH"))
     fed = fl.partitions.iid(clients=1, test=0, validation=0)(data)
     local = {"lr": 0.5, "batch_size": "full", "steps": STEPS}
-    engine = {"oracle": "looped", "dtype": "float64"}
+    engine = {"gradient_engine": "loop", "dtype": "float64"}
     result = fl.simulate("fedavg", fed, net, rounds=1, local=local, engine=engine)
     assert [note for note in result.notes if f"changes parameters of the model ({name})" in note]
     plain = copy.deepcopy(net).double()
@@ -168,5 +168,5 @@ def test_parameters_that_a_forward_pass_changes_are_noted_and_trained_as_by_torc
 
 def test_a_model_that_changes_nothing_has_no_note() -> None:
     fed = federation()
-    result = fl.simulate("fedavg", fed, Lazy(), rounds=1, local={"lr": 0.1}, engine={"oracle": "looped"})
+    result = fl.simulate("fedavg", fed, Lazy(), rounds=1, local={"lr": 0.1}, engine={"gradient_engine": "loop"})
     assert not [note for note in result.notes if "changes parameters" in note]

@@ -31,7 +31,7 @@ def first_batch(work: Work, steps: int = 1) -> Batch:
     return found[-1]
 
 
-@pytest.fixture(params=["fused", "stacked", "looped"])
+@pytest.fixture(params=["compiled", "vmap", "loop"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -161,21 +161,21 @@ def test_an_epoch_counts_every_sample_once(name: str, epochs: int, batch_size: i
 
 def test_steps_count_their_batches() -> None:
     problem = Problem(CASES["mlp"])
-    work = make_work(problem.oracle("fused"), LocalSGD(batch_size=20), [3, 0, 2, 1])
+    work = make_work(problem.oracle("compiled"), LocalSGD(batch_size=20), [3, 0, 2, 1])
     descend(problem.x, work, steps=torch.tensor([[4], [2], [0], [1]]))
     assert work.counts.backward.tolist() == [20 + 20 + 13 + 20, 1 + 1, 0, 7]
 
 
 def test_svrg_counts_full_gradients_and_both_gradients_of_a_step() -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
+    work = make_work(problem.oracle("compiled"), LocalSGD(batch_size=20, lr=0.1))
     svrg(problem.x, work, outer=3)
     epoch = torch.where(SIZES > 20, SIZES, 2 * SIZES)  # at least two steps; a sweep ends where Option II draws
     passes, steps = (1 + 3) * SIZES, work.counts.backward - (1 + 3) * SIZES
     assert bool((steps % 2 == 0).all())
     assert bool(((steps >= 0) & (steps <= 3 * 2 * epoch)).all())
     assert bool((work.counts.backward > passes).any())
-    stopping = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
+    stopping = make_work(problem.oracle("compiled"), LocalSGD(batch_size=20, lr=0.1))
     svrg(
         problem.x,
         stopping,
@@ -258,7 +258,7 @@ def test_schedules(options: dict[str, Any], rates: dict[int, float]) -> None:
     problem = Problem(CASES["softmax"])
     for t, rate in rates.items():
         assert math.isclose(local.lr_at(t), rate, abs_tol=1e-15)
-        assert make_work(problem.oracle("fused"), local, round=t).lr == local.lr_at(t)
+        assert make_work(problem.oracle("compiled"), local, round=t).lr == local.lr_at(t)
 
 
 @pytest.mark.parametrize(

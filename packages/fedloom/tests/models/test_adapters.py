@@ -151,7 +151,7 @@ def federation() -> fl.data.Federation:
     )
 
 
-@pytest.mark.parametrize("engine", ["looped", "stacked"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_is_that_of_the_adapters_by_hand(engine: str) -> None:
     fed, module = federation(), built(TRANSFORMER, rank=2, head=True)
     oracle = make_oracle(module, Classification(classes=5), fed, engine)
@@ -178,7 +178,7 @@ def test_a_linear_network_with_a_frozen_layer_is_not_fused() -> None:
     module.get_submodule("fc1").requires_grad_(False)
     fed = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
     oracle = make_oracle(module, Classification(classes=2), fed)
-    assert oracle.name == "looped"
+    assert oracle.name == "loop"
     assert oracle.layout.names == ("head.weight", "head.bias")
 
 
@@ -190,10 +190,10 @@ seeds = [0, 1]
 [data]
 source = "docstrings"
 length = 12
-most = 120
+max_characters = 120
 modules = "odd"
 [partition]
-kind = "writers"
+kind = "natural"
 clients = 3
 validation = 0.2
 [model]
@@ -201,7 +201,7 @@ kind = "transformer"
 width = 8
 layers = 1
 heads = 2
-weights = "{weights}"
+init_from = "{weights}"
 adapters = {{ rank = 2, on = "attention" }}
 [local]
 lr = 0.5
@@ -225,7 +225,7 @@ def call(*words: object, code: int = 0) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    data = fl.load("docstrings", length=12, most=120)
+    data = fl.load("docstrings", length=12, max_characters=120)
     spec = Transformer(width=8, layers=1, heads=2)
     save_file(spec.build(data.shape, data.outputs, 7, data.tokens).state_dict(), folder / "base.safetensors")
     (folder / "a.toml").write_text(FILE.format(weights=folder / "base.safetensors"))
@@ -289,7 +289,7 @@ def test_models_come_back_without_the_file_they_began_with(run: Path, tmp_path: 
 
 def test_an_adapted_client_is_a_file_that_holds_all_of_it(run: Path, tmp_path: Path) -> None:
     opened = fl.open_run(run)
-    data = fl.load("docstrings", length=12, most=120, modules="even")
+    data = fl.load("docstrings", length=12, max_characters=120, modules="even")
     made = opened["ditto", 0].models.adapt(data, rounds=1, steps=2)
     path = made.save(tmp_path / "new.safetensors")
     again = opened.load(path)
@@ -330,18 +330,18 @@ def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
     spec = MLP(hidden=(3,))
     save_file(spec.build((4,), 2).state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(ConfigError, match=r"'head.weight' is \[2, 3\] there and \[5, 3\] in the model"):
-        spec.with_(weights=str(tmp_path / "w.safetensors")).build((4,), 5)
+        spec.with_(init_from=str(tmp_path / "w.safetensors")).build((4,), 5)
     save_file({"head.weight": torch.zeros(2, 3)}, tmp_path / "w.safetensors")
     with pytest.raises(ConfigError, match="'fc1.weight' is missing there and"):
-        spec.with_(weights=str(tmp_path / "w.safetensors")).build((4,), 2)
+        spec.with_(init_from=str(tmp_path / "w.safetensors")).build((4,), 2)
     with pytest.raises(ConfigError, match="no readable safetensors file"):
-        spec.with_(weights=str(tmp_path / "none")).build((4,), 2)
+        spec.with_(init_from=str(tmp_path / "none")).build((4,), 2)
 
 
 def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
     spec, file = MLP(hidden=(3,)), tmp_path / "w.safetensors"
     save_file(spec.build((4,), 2, seed=7).state_dict(), file)
-    named = spec.with_(weights=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
+    named = spec.with_(init_from=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
     torch.testing.assert_close(named.build((4,), 2).state_dict(), load_file(file))
     save_file(spec.build((4,), 2, seed=8).state_dict(), file)
     with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted; get that file"):
@@ -351,12 +351,12 @@ def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
 def test_a_run_from_weights_with_a_digest_keeps_checkpoints(tmp_path: Path) -> None:
     spec, file = MLP(hidden=(3,)), tmp_path / "w.safetensors"
     save_file(spec.build((4,), 2).state_dict(), file)
-    named = spec.with_(weights=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
+    named = spec.with_(init_from=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
     clients = [(torch.eye(4), torch.arange(4) % 2)]
     plain, kept, again = (
         fl.simulate("fedavg", clients, model, rounds=2, local={"lr": 0.1}, folder=folder).models.rows("global")
         for model, folder in (
-            (spec.with_(weights=str(file)), None),
+            (spec.with_(init_from=str(file)), None),
             (named, tmp_path / "run"),
             (named, tmp_path / "run"),
         )

@@ -135,7 +135,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     clients = [(torch.rand(30, 6, generator=g), torch.arange(30) % 3) for _ in range(3)]
     folder = tmp_path_factory.mktemp("compared") / "run"
     methods = ["ditto", Mine()]
-    return fl.compare(methods, clients, mixed(), seeds=[0], folder=folder, progress=False, models="all", **SHORT)
+    return fl.compare(
+        methods, clients, mixed(), seeds=[0], folder=folder, progress_bar=False, compare_model="all", **SHORT
+    )
 
 
 def mixed() -> nn.Module:
@@ -187,7 +189,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         partition=fl.partitions.iid(clients=3),
         seeds=[0],
         folder=tmp_path / "run",
-        progress=False,
+        progress_bar=False,
         task={"loss": lambda outputs, y: nn.functional.cross_entropy(outputs, y)},
         **SHORT,
     )

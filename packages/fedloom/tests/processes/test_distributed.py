@@ -80,15 +80,15 @@ aggregator = {kind = "median"}
 [[method]]
 label = "errors fed back"
 algorithm = "fedavg"
-channel = {kind = "top-k"}
+upload_transform = {kind = "top-k"}
 [[method]]
 label = "mixtures"
 algorithm = "flame"
-mixer = {kind = "attention", among = "seen"}
+personalized_aggregation = {kind = "attention", among = "seen"}
 [[method]]
 label = "mixtures of sent models"
 algorithm = "fedavg"
-mixer = {kind = "attention", among = "seen"}
+personalized_aggregation = {kind = "attention", among = "seen"}
 [[method]]
 label = "sums gathered"
 algorithm = "fedadmm"
@@ -96,7 +96,7 @@ aggregator = {kind = "median"}
 [[method]]
 label = "clusters found again"
 algorithm = "feddyn"
-weights = "clusters-3 every 2"
+client_weights = "clusters-3 every 2"
 """
 
 EVERYTHING = HEAD + 'attack = {kind = "alie", fraction = 0.2}\nengine = {chunk = 3, checkpoint_every = 0.01}' + METHODS

@@ -194,7 +194,7 @@ class Recording:
         (path / "experiment.toml").write_text(
             f'name = "{self.name}"\nrounds = {self.rounds}\nseeds = {list(range(self.seeds))}\n\n'
             '[data]\nsource = "digits"\n\n'
-            f'[partition]\nkind = "hybrid"\nclients = {self.clients}\nbeta = 0.5\n\n{attack}'
+            f'[partition]\nkind = "mixed"\nclients = {self.clients}\nalpha = 0.5\n\n{attack}'
             + "".join(
                 f'[[method]]\nalgorithm = "{r["algorithm"]}"\nlabel = "{r["method"]}"\n\n'
                 for r in runs

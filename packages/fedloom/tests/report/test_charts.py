@@ -124,7 +124,7 @@ def test_a_ring_means_that_no_other_is_better_in_both(drawn: dict[str, Figure]) 
 
 def test_skew_of_every_seed_is_the_federations_own() -> None:
     data = source("digits").load(None)
-    fed = partitions.dirichlet(clients=7, beta=0.3)(data, seed=1)
+    fed = partitions.dirichlet(clients=7, alpha=0.3)(data, seed=1)
     own, known = label_skew(fed.class_counts().double().numpy()), fed.skew()
     assert set(own) == {"sizes", "emd", "js", "effective_classes"}
     for name, values in own.items():

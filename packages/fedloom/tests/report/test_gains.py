@@ -31,15 +31,15 @@ seeds = [0, 1, 2, 3, 4]
 [data]
 source = "csv"
 path = "{path}"
-label = "died"
-users = "hospital"
+target = "died"
+client_column = "hospital"
 impute = true
 task = "binary"
 categorical = ["sex", "ward"]
 drop = ["patient_id", "troponin_hs"]
 missing = ["-9"]
 [partition]
-kind = "writers"
+kind = "natural"
 folds = 5
 [model]
 kind = "softmax"

@@ -152,7 +152,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
 
 @pytest.mark.parametrize("models", ["used", "personal", "all"])
 def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, folder: Path, tmp_path: Path) -> None:
-    page = report.write_report([folder], tmp_path / "r.html", models=models, charts=False).read_text()
+    page = report.write_report([folder], tmp_path / "r.html", compare_model=models, charts=False).read_text()
     cards = set(re.findall(r'<p class="who">([^<]+) <span class="model" data-model="(\w+)"', page))
     compared = {(pair.row.method, pair.row.model) for pair in pairs(*_read(folder), None, models)}
     assert cards
@@ -236,17 +236,17 @@ def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run
 
 def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.html"
-    found = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--against", "local"])
+    found = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--baseline", "local"])
     assert found.exit_code == 0, found.output
     assert "Every method against local" in out.read_text()
     assert (tmp_path / "r" / "pairs.csv").read_text().count("\n") == 7
     assert "\\toprule" in (tmp_path / "r" / "pairs.tex").read_text()
-    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--against", "locl"])
+    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--baseline", "locl"])
     assert (wrong.exit_code, "did you mean 'local'?" in wrong.output) == (2, True)
-    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--models", "mine"])
+    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--compare-model", "mine"])
     assert (wrong.exit_code, "allowed: all, personal, used" in wrong.output) == (2, True)
     with pytest.raises(ConfigError, match="method to compare with"):
-        report.write_report([folder], out, against="nobody")
+        report.write_report([folder], out, baseline="nobody")
 
 
 def test_runs_under_other_attacks_have_references_of_their_own(tmp_path: Path) -> None:

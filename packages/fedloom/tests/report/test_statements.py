@@ -184,7 +184,7 @@ def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
 
 
 def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
-    fed = fl.partitions.iid(clients=2, keep=60)(fl.load("digits"), 0)
+    fed = fl.partitions.iid(clients=2, max_train_per_client=60)(fl.load("digits"), 0)
     for name in ("fedavg-ft", "fedbabu"):
         rows = fl.simulate(name, fed, "mlp", rounds=1).table().to_pylist()
         at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]

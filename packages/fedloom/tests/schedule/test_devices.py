@@ -303,7 +303,7 @@ def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
     centres = (0.25, 4.25)
     clients = [((np.ones((3, 1)), np.full(3, c)), (np.ones((1, 1)), np.full(1, c))) for c in centres]
     result = fl.simulate(
-        "fedavg", Federation.create(clients, validation=0.0), rounds=400, weights="uniform",
+        "fedavg", Federation.create(clients, validation=0.0), rounds=400, client_weights="uniform",
         local={"lr": 0.005, "batch_size": "full", "steps": 1}, evaluate={"every": 1000},
         devices=Speeds(speeds=(90.0, 30.0)), schedule=Buffered(buffer=1, discount="none"),
     )  # fmt: skip
@@ -313,7 +313,7 @@ def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
 
 def test_workers_change_no_bit() -> None:
     one, two = (
-        run_rounds("flame", LogNormal(), Buffered(buffer=3), engine={"workers": w, "chunk": 2}, rounds=6)
+        run_rounds("flame", LogNormal(), Buffered(buffer=3), engine={"workers": w, "clients_per_batch": 2}, rounds=6)
         for w in (1, 2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one.state.server, two.state.server, strict=True))
@@ -342,7 +342,7 @@ seeds = [0, 1]
 source = "digits"
 [partition]
 kind = "dirichlet"
-beta = 0.5
+alpha = 0.5
 clients = 12
 [sampler]
 clients = 4
@@ -403,12 +403,12 @@ def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
     "choices",
     [
         {"aggregator": "median"},
-        {"channel": {"kind": "top-k"}},
+        {"upload_transform": {"kind": "top-k"}},
         {"attack": {"kind": "sign-flip", "fraction": 0.25}},
-        {"weigher": "fairfed"},
+        {"aggregation_weights": "fairfed"},
         {"sampler": {"kind": "clustered", "clients": 4, "by": "size"}},
-        {"mixer": {"kind": "attention", "among": "all"}},
-        {"local": {"lr": 0.1, "batch_size": 2, "optimizer": "torch.optim:SGD", "optimizer_state": "kept"}},
+        {"personalized_aggregation": {"kind": "attention", "among": "all"}},
+        {"local": {"lr": 0.1, "batch_size": 2, "optimizer": "torch.optim:SGD", "optimizer_state": "persistent"}},
     ],
     ids=lambda choices: next(iter(choices)),
 )

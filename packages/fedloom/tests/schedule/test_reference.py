@@ -35,7 +35,7 @@ def engine(schedule: Schedule, clients: int, **more: object) -> Result:
     devices = Speeds(speeds=SPEEDS)
     sampler = {"kind": "uniform", "clients": clients}
     return fl.simulate(
-        "fedavg", fed, rounds=ROUNDS, devices=devices, schedule=schedule, sampler=sampler, weights="uniform",
+        "fedavg", fed, rounds=ROUNDS, devices=devices, schedule=schedule, sampler=sampler, client_weights="uniform",
         engine={"dtype": "float64"}, initial=torch.zeros(3, dtype=torch.float64), **given,
     )  # fmt: skip
 
@@ -122,9 +122,9 @@ def test_a_kill_in_flight_and_a_resumed_run_give_the_same_bits(tmp_path: Path) -
     setting = whole.job.setting.with_(engine=at_once)
     initial = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(KeyboardInterrupt):
-        fl.simulate(setting, fed, folder=tmp_path, progress=[kill], initial=initial)
+        fl.simulate(setting, fed, folder=tmp_path, callbacks=[kill], initial=initial)
     resumed: list[int] = []
-    again = fl.simulate(setting, fed, folder=tmp_path, progress=[lambda s: resumed.append(s.round)], initial=initial)
+    again = fl.simulate(setting, fed, folder=tmp_path, callbacks=[lambda s: resumed.append(s.round)], initial=initial)
     assert resumed[0] == 11
     assert torch.equal(again.state.server.x, whole.state.server.x)
     clocks = [result.state.clock for result in (again, whole)]

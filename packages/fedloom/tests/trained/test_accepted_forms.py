@@ -183,7 +183,7 @@ def test_a_mean_and_a_deviation_apply_to_bytes_and_floats_alike() -> None:
 
 def test_bytes_with_noise_of_a_partition_were_bytes() -> None:
     """The noise makes floats of them; what comes later is divided by 255 all the same."""
-    fed = fl.partitions.quality(clients=2, sigma=0.1)(fl.Dataset.create((BYTES, Y)), seed=0)
+    fed = fl.partitions.feature_noise(clients=2, sigma=0.1)(fl.Dataset.create((BYTES, Y)), seed=0)
     assert fed.data.x.is_floating_point()
     models = fl.simulate("fedavg", fed, "softmax", **CHOICES).models
     np.testing.assert_allclose(models.predict_proba(FLOATS), models.predict_proba(BYTES), atol=1e-6)
@@ -400,7 +400,7 @@ def test_a_run_shows_the_notes_on_its_data_however_it_is_started() -> None:
         assert [note.startswith(words) for note in notes].count(True) == 1
     by_hand = fl.Federation(data, fed.parts, fed.names)
     assert any("numbers of up to 255" in note for note in fl.simulate("fedavg", by_hand, rounds=1).notes)
-    comparison = fl.compare(["fedavg"], fed, "softmax", rounds=1, seeds=[0, 1], progress=False)
+    comparison = fl.compare(["fedavg"], fed, "softmax", rounds=1, seeds=[0, 1], progress_bar=False)
     recorded = fl.open_run(comparison.folder)
     said = (recorded.path / "summary.json").read_text()
     assert said.count("numbers of up to 255") == 2, "once for every seed"

@@ -25,7 +25,7 @@ from fedloom.trained.model import open_tensors
 SMALL: dict[str, Any] = {
     "rounds": 1,
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 30, "validation": 0.2},
     "model": {"kind": "mlp", "hidden": [4]},
     "engine": {"workers": 1},
     "method": [{"algorithm": "ditto"}],

@@ -51,12 +51,12 @@ EXPERIMENT = """
 rounds = 2
 [data]
 source = "PATH"
-users = "site"
+client_column = "site"
 missing = ["-9"]
 impute = true
 TARGET
 [partition]
-kind = "writers"
+kind = "natural"
 validation = 0.2
 [model]
 kind = "mlp"
@@ -142,7 +142,7 @@ def labelled(opened: RunDirectory, frame: pd.DataFrame, target: str, folder: Pat
     frame.to_parquet(folder / "labelled.parquet")
     made = {name: opened.read(folder / name) for name in ("labelled.csv", "labelled.parquet")}
     keys: dict[str, Any] = tomllib.loads(TARGETS[target])
-    keys |= {"users": "site", "missing": ("-9",), "impute": True}
+    keys |= {"client_column": "site", "missing": ("-9",), "impute": True}
     label = keys.pop("label")
     return made | {"pandas": Dataset.create(frame, label, **keys), "hub": Dataset.create(hub(frame), label, **keys)}
 
@@ -224,7 +224,7 @@ def test_models_in_use_have_the_figures_that_the_run_recorded(target: str, tmp_p
         except Refused:  # a method that needs classes
             continue
         opened = fl.open_run(tmp_path / name)
-        fed = fl.partitions.writers(validation=0.2)(opened.read(tmp_path / "t.csv"), seed=0)
+        fed = fl.partitions.natural(validation=0.2)(opened.read(tmp_path / "t.csv"), seed=0)
         run = opened[name, 0]
         for kind in run.models.kinds():
             scores = opened.predict(tmp_path / "t.csv", name, kind=kind).scores
@@ -247,8 +247,8 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     frame = table("binary", 120, 0)
     other = frame.assign(age=frame.age * 2, dose=frame.dose.where(frame.site != "west", frame.dose * 16))
     other = other if "dose" in factors else other.assign(dose=frame.dose)
-    keys: dict[str, Any] = {"users": "site", "missing": ["-9", "-144"], "impute": True, "categorical": ["ward"]}
-    partition, short = fl.partitions.writers(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
+    keys: dict[str, Any] = {"client_column": "site", "missing": ["-9", "-144"], "impute": True, "categorical": ["ward"]}
+    partition, short = fl.partitions.natural(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
     want, found = (
         fl.simulate("ditto", partition(Dataset.create(rows, "ill", task="binary", **keys, **more), seed=0), **short)
         for rows, more in ((frame, {}), (other, {"factors": factors}))
@@ -256,11 +256,11 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     other.to_csv(tmp_path / "t.csv", index=False)
     compared = fl.compare(
         ["ditto"],
-        fl.load(tmp_path / "t.csv", label="ill", task="binary", factors=factors, **keys),
+        fl.load(tmp_path / "t.csv", target="ill", task="binary", factors=factors, **keys),
         partition=partition,
         seeds=[0],
         folder=tmp_path / "run",
-        progress=False,
+        progress_bar=False,
         **short,
     )
     opened = fl.open_run(compared.folder)

@@ -56,7 +56,7 @@ def digits() -> Dataset:
 
 @pytest.fixture(scope="module")
 def fed(digits: Dataset) -> Federation:
-    return fl.partitions.hybrid(clients=5, labels_per_client=3)(digits, seed=0)
+    return fl.partitions.mixed(clients=5, labels_per_client=3)(digits, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
     def table(text: str) -> Dataset:
         path = tmp_path / f"t{abs(hash(text))}.csv"
         path.write_text(text)
-        return fl.load(path, label="y", categorical=["colour"])
+        return fl.load(path, target="y", categorical=["colour"])
 
     rows = [f"{k},{('red', 'green', 'blue')[k % 3]},{k % 2}" for k in range(60)]
     data = table("\n".join(["a,colour,y", *rows]))
@@ -320,7 +320,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
         models.adapt(stranger, rounds=0)
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)
-    ended = run(fed, Ditto(), local=LocalSGD(lr=0.1, schedule="cosine", horizon=2)).models
+    ended = run(fed, Ditto(), local=LocalSGD(lr=0.1, schedule="cosine", decay_rounds=2)).models
     with pytest.raises(ConfigError, match="step size is 0 in round 3"):
         ended.adapt(stranger)
     assert bool(ended.adapt(stranger, lr=0.1).row.isfinite().all())
@@ -396,7 +396,7 @@ def test_exported_models_predict_alike_everywhere(fed: Federation, tmp_path: Pat
 
 def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_path: Path) -> None:
     spec = MLP(hidden=(32,))
-    model = run(fed, FedSLR(lam=0.03, settings="paper"), spec, rounds=4).models.model("global")
+    model = run(fed, FedSLR(lam=0.03, defaults="paper"), spec, rounds=4).models.model("global")
     ranks = {format: export_model(model, tmp_path / format, format, factorised=True) for format in EXPORT_FORMATS}
     assert ranks["torch"] == ranks["safetensors"] == ranks["onnx"]
     assert ranks["torch"]

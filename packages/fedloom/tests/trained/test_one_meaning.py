@@ -28,15 +28,15 @@ rounds = 3
 seeds = [0]
 [data]
 source = "PATH"
-label = "died"
+target = "died"
 task = "binary"
-users = "hospital"
+client_column = "hospital"
 categorical = ["sex", "ward"]
 drop = ["patient_id", "troponin_hs", "hours_to_death"]
 missing = ["-9"]
 impute = true
 [partition]
-kind = "writers"
+kind = "natural"
 validation = 0.2
 [local]
 lr = 0.1
@@ -195,7 +195,10 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
 ) -> None:
     rows = hospitals.patients("Amsel", seed=4, si=True)
     file = hospitals.write(tmp_path / "si.csv", rows)
-    said = call("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
+    words = ("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
+    said = call(*words, code=3)
+    assert "'glucose', 'creatinine': most numbers lie far beyond the training data" in said
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + len(rows)
     for column in ("glucose", "creatinine"):
         assert f"column {column!r}: 100% of the rows lie beyond" in said
         assert said.count(f"column {column!r}: 100%") == 1
@@ -219,14 +222,14 @@ def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: RunDirecto
     rows = hospitals.patients("Amsel", seed=6)
     file, out = hospitals.write(tmp_path / "new.csv", rows), tmp_path / "p.csv"
     words = ("predict", opened.path, file, "--method", "fedavg", "--out", out)
-    call(*words, "--keep", "patient_id", "--keep", "age", "--threshold", 0.05)
+    call(*words, "--id-column", "patient_id", "--id-column", "age", "--threshold", 0.05)
     with out.open(newline="") as source:
         table = list(csv.DictReader(source))
     assert [row["patient_id"] for row in table] == [row["patient_id"] for row in rows]
     assert [int(row["age"]) for row in table] == [row["age"] for row in rows]
     assert all((row["prediction"] == "1") == (float(row["probability of 1"]) >= 0.05) for row in table)
     assert 0 < sum(row["prediction"] == "1" for row in table) < len(table)
-    assert "no column 'id' to keep" in call(*words, "--keep", "id", code=2)
+    assert "no column 'id' to keep" in call(*words, "--id-column", "id", code=2)
     assert "must be a probability from 0 to 1" in call(*words, "--threshold", 5, code=2)
 
 

@@ -32,12 +32,12 @@ rounds = 3
 seeds = [0, 1]
 [data]
 source = "PATH"
-label = "ill"
-users = "site"
+target = "ill"
+client_column = "site"
 categorical = ["ward"]
 impute = true
 [partition]
-kind = "writers"
+kind = "natural"
 validation = 0.2
 [local]
 lr = 0.2
@@ -116,8 +116,10 @@ def _sites(path: Path) -> list[str]:
 
 
 def _sizes(opened: RunDirectory, part: str) -> np.ndarray:
-    data = fl.load(opened.path.parent / "all.csv", label="ill", users="site", categorical=("ward",), impute=True)
-    return fl.partitions.writers(validation=0.2)(data, seed=1).sizes(part).numpy()
+    data = fl.load(
+        opened.path.parent / "all.csv", target="ill", client_column="site", categorical=("ward",), impute=True
+    )
+    return fl.partitions.natural(validation=0.2)(data, seed=1).sizes(part).numpy()
 
 
 def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:

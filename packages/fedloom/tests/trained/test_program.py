@@ -211,7 +211,7 @@ def test_two_parts_of_one_name_are_refused(program: Path) -> None:
 def test_what_is_no_archive_or_one_of_another_kind_is_refused(program: Path) -> None:
     whole = program.read_bytes()
     script = io.BytesIO()
-    torch.save({"weights": torch.zeros(3)}, script)
+    torch.save({"client_weights": torch.zeros(3)}, script)
     for content in (PICKLE, saved(Bomb()), script.getvalue(), whole[: len(whole) // 2], b""):
         Path("changed.pt2").write_bytes(content)
         with pytest.raises(LayoutError):

@@ -32,7 +32,7 @@ source = "digits"
 kind = "shards"
 clients = 4
 labels_per_client = 3
-keep = 60
+max_train_per_client = 60
 [local]
 lr = 0.05
 [tune]
@@ -41,7 +41,7 @@ rounds = 3
 model = "mean"
 prune = false
 equal_work = false
-defaults = false
+default_spaces = false
 [tune.space.all]
 "local.lr" = [0.001, 0.01, 0.05]
 [tune.space.ditto]

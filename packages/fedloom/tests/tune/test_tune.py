@@ -41,10 +41,10 @@ seeds = [0, 1]
 [data]
 source = "digits"
 [partition]
-kind = "hybrid"
+kind = "mixed"
 clients = 6
 labels_per_client = 2
-beta = 0.5
+alpha = 0.5
 [local]
 lr = 0.05
 [tune]
@@ -128,7 +128,7 @@ def test_an_executor_finds_the_same_and_resumes(finished: Path, tmp_path: Path) 
 def test_data_of_memory_are_searched_elsewhere(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(0, 1, (120, 4)).astype(np.float32), np.arange(120) % 3
     cut = fl.partitions.iid(clients=3, validation=0.2)
-    given = {"partition": cut, "seeds": [0], "rounds": 2, "tune": 2, "progress": False}
+    given = {"partition": cut, "seeds": [0], "rounds": 2, "tune": 2, "progress_bar": False}
     here = fl.compare(["fedavg", "ditto"], (x, y), **given)
     with ThreadPoolExecutor(1) as executor:
         there = fl.compare(["fedavg", "ditto"], (x, y), executor=executor, **given)
@@ -253,7 +253,7 @@ def tune_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 PLAIN = 24 * sum(
-    fl.partitions.hybrid(clients=6, labels_per_client=2, beta=0.5)(fl.load("digits"), seed=0).sizes("train")
+    fl.partitions.mixed(clients=6, labels_per_client=2, alpha=0.5)(fl.load("digits"), seed=0).sizes("train")
 )
 
 

@@ -1,5 +1,5 @@
 """Commands that this package adds to ``fedloom``."""
 
-from fedloom_clinic.cli import cox, glm
+from fedloom_clinic.cli import cox, glm, init
 
-__all__ = ["cox", "glm"]
+__all__ = ["cox", "glm", "init"]

@@ -25,7 +25,7 @@ def cox(
         float | None,
         typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
     ] = None,
-    least: Annotated[
+    min_events: Annotated[
         int,
         typer.Option(
             min=1, help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing"
@@ -76,11 +76,11 @@ def cox(
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
             secure = fit_secure_cox(
-                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
+                sites, agreement_on(sites, bins, min_events, ties, None if chosen == "cv" else chosen), table.columns
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, at least {least} events and rows of a site: "
+                f"bins of {option(bins)}, at least {min_events} events and rows of a site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
                 f"({losses.rare} in bins with too few, {losses.uncovered} late)"
             )

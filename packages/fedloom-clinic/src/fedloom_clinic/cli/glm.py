@@ -13,7 +13,7 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 @app.command(rich_help_panel="Statistics")
 def glm(
     file: FileArgument,
-    by_site: Annotated[bool, typer.Option("--by-site", help="use an intercept per site")] = False,
+    by_client: Annotated[bool, typer.Option("--by-client", help="use an intercept for every client")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
     data_dir: DataDir = None,
@@ -44,7 +44,7 @@ def glm(
         family = families[rows.data.task]
         say(*rows.notes)
         sites = [GlmSite(x, y[:, 0]) for x, y in rows.sites]
-        fit = fit_glm(sites, family, rows.columns, rows.names if by_site else None, penalty=penalty, strength=chosen)
+        fit = fit_glm(sites, family, rows.columns, rows.names if by_client else None, penalty=penalty, strength=chosen)
         low, high = fit.interval()
         ratio = {"logistic": "odds ratio", "poisson": "rate ratio"}.get(family)
         shown = np.stack([fit.beta, low, high])

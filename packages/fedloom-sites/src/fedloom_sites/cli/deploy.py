@@ -142,7 +142,7 @@ def analyze(
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the sites agree on, as least=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="what the sites agree on, as min_subjects=5; may be repeated")
     ] = None,
     sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
@@ -358,6 +358,31 @@ def status(
             return
         say(*lines(shown))
         print_rows(table(shown), ("site",), width=FILE_COLUMNS)
+
+
+@deploy.command()
+def stop(
+    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="allow the next start")] = False,
+) -> None:
+    """Stop a run after its current round. Nothing is lost, and the run resumes later.
+
+    Example: fedloom deploy stop hospitals
+    """
+    with errors():
+        from fedloom.storage.files import discard, write_atomic
+        from fedloom.storage.locks import is_in_use
+        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.server.run import stop_file
+
+        server = server_of(folder)
+        if undo:
+            discard(stop_file(server))
+            say("the next start resumes the run; start the run's service, or the run, again")
+            return
+        write_atomic(stop_file(server), b"")
+        runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"
+        say(f"{runs}; to resume later: fedloom deploy stop {folder} --undo, then start the run again")
 
 
 @deploy.command("verify-log")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli import ForceOption, KeepOption, PredictionsFile, ThresholdOption, errors, say
+from fedloom.lab.cli import ForceOption, IdColumnOption, PredictionsFile, ThresholdOption, errors, say
 from fedloom_sites.cli.deploy import SiteFolder, deploy
 
 FileKind = Annotated[
@@ -52,7 +52,7 @@ def predict(
     rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
     model: FileKind = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
-    keep: KeepOption = None,
+    id_column: IdColumnOption = None,
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -68,7 +68,7 @@ def predict(
 
         file = PredictionsFile(out, (rows,), force=force)
         trained = used(site, model)
-        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
+        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(id_column or ()))
         predictions = predicted(inputs, predict_with_one(trained, inputs))
         file.write(predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}")
 

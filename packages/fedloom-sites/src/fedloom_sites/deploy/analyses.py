@@ -11,6 +11,7 @@ the sum of answers is exact, whatever the range.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Rules, Schema
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Question, Rules, Schema, answer_question
 from fedloom.analyses.registry import name_of
 from fedloom.data.input_spec import InputSpec
+from fedloom.data.survey.agreement import Agreement
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import ConfigError, Refused
@@ -68,16 +70,16 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Return the rules before the number of absent sites is known."""
         chosen = self.analysis.rules
-        rules = chosen or Rules(least=DEFAULT_LEAST)
+        rules = chosen or Rules(min_subjects=DEFAULT_LEAST)
         is_agreed = chosen is not None and "questions" in chosen.model_fields_set
         questions = rules.questions if is_agreed else self.analysis.most_questions
         if self.threshold is not None:
-            fewest = max(MIN_SITES, rules.fewest)
-        elif chosen is None or "fewest" not in chosen.model_fields_set:
+            fewest = max(MIN_SITES, rules.min_clients)
+        elif chosen is None or "min_clients" not in chosen.model_fields_set:
             fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
         else:
-            fewest = rules.fewest
-        return rules.with_(questions=questions, fewest=fewest)
+            fewest = rules.min_clients
+        return rules.with_(questions=questions, min_clients=fewest)
 
     @cached_property
     def before(self) -> AnalysisTerms:
@@ -100,14 +102,54 @@ class AgreedAnalysis:
         Raises:
             FedloomError: too few sites reach the cells.
         """
-        flags = dict(zip(terms.cohort, terms.bins(self.first, self.flags), strict=True))
-        nothing = torch.zeros(self.flags, dtype=torch.float64)
-        published = tuple(
-            torch.from_numpy(flags[c].astype(np.float64)) if c in flags else nothing for c in range(self.clients)
-        )
         missing = self.rules.missing if self.threshold is None else len(terms.cohort) - self.threshold
-        sizes = torch.tensor(terms.sizes).sum(1)
-        return AnalysisTerms(self.schema, sizes, self.rules.with_(missing=missing), published)
+        return self.public(
+            [sum(one) for one in terms.sizes], dict(zip(terms.cohort, terms.bits(), strict=True)), missing
+        )
+
+    def public(self, sizes: Sequence[int], bits: Mapping[int, int], missing: int) -> AnalysisTerms:
+        """Return what is public of an analysis.
+
+        Args:
+            sizes: rows of every site.
+            bits: of the sites that are asked, by number.
+            missing: of these, sites that may be absent from a sum.
+        """
+        published = tuple(
+            torch.tensor([float(bits.get(c, 0) >> self.first + k & 1) for k in range(self.flags)], dtype=torch.float64)
+            for c in range(self.clients)
+        )
+        return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
+
+    def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
+        """Return the question of a step, if it may be asked there, and the bounds of an answer.
+
+        Raises:
+            WireError: the bytes are none.
+            Refused: it is not the question of this step, the rules do not lead to it, or it is one step too many.
+        """
+        analysis, order = self.analysis, self.analysis.order
+        if step >= self.rules.questions:
+            raise Broken(f"the analysis {self.name} has {self.rules.questions} steps at most, step {step} is one more")
+        question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
+        if question.name != wanted:
+            raise Broken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")
+        analysis.check_question(question, terms)
+        return question, analysis.bounds(question, terms)
+
+    def answer(
+        self, question: Question, bounds: Bounds, form: AnswerForm, rows: ClientRows, terms: AnalysisTerms
+    ) -> tuple[Integers, int, bool]:
+        """Return a site's answer as whole numbers, how many were clipped, and whether the site has a part in the sum.
+
+        Raises:
+            Refused: the site has none, as where it has too few subjects.
+        """
+        reply = answer_question(self.analysis, question, rows, terms, bounds, "this site")
+        if reply.neutral:
+            raise Refused("too few subjects have a part in the sums, or one of them outweighs all others")
+        vector = form.encode(reply.values, reply.clipped, reply.rows)
+        return vector, reply.clipped, len(self.analysis.used(rows, terms)) > 0
 
 
 class AnswerForm:
@@ -224,7 +266,7 @@ def check_analyses(
     for analysis in experiment.analyses:
         if analysis.by_sums:
             name = name_of(analysis)
-            if accounted(job.setting.channel, job.setting.aggregator) is not None:
+            if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
                     f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site; leave one "
                     "out"
@@ -245,15 +287,28 @@ def check_analyses(
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
     """Return the columns, levels and ranges that the sites have agreed on."""
     agreement = getattr(experiment.source, "agreement", None)
-    table = samples.table if agreement is None else agreement.table
-    ranges = (None,) * (1 if samples.classed else samples.targets)
-    if agreement is not None and agreement.target_range is not None:
-        ranges = (agreement.target_range, *ranges[1:])
-    levels = {} if agreement is None else {name: agreement.levels.get(name) for name in experiment.kept_columns}
+    if agreement is not None:
+        return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
+    columns, ranges = () if samples.table is None else samples.table.columns, (None,) * samples.targets
+    ranges = (None,) if samples.classed else ranges
+    is_table = samples.table is not None
     return Schema(
-        experiment.head.name, samples.task, () if table is None else table.columns, samples.classes, samples.outputs,
-        ranges, {name: names for name, names in levels.items() if names}, table is not None,
+        experiment.head.name, samples.task, columns, samples.classes, samples.outputs, ranges, {}, is_table
     )  # fmt: skip
+
+
+def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = ()) -> Schema:
+    """Return the columns, levels and ranges of an agreement.
+
+    Args:
+        agreement: what people have signed.
+        name: of the data.
+        kept: columns whose levels are kept beside those that models get.
+    """
+    outputs = len(agreement.classes) if agreement.task == "classification" else 1
+    ranges = (agreement.target_range, *((None,) if agreement.task == "survival" else ()))
+    levels = {column: agreement.levels[column] for column in kept if column in agreement.levels}
+    return Schema(name, agreement.task, agreement.table.columns, agreement.classes, outputs, ranges, levels)
 
 
 def stem_of(name: str) -> str:

@@ -115,7 +115,7 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
     vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
-    return read(shared.experiment, _start_of(shared), document=document, **engine)
+    return read(shared.experiment, _start_of(shared), recorded=True, document=document, **engine)
 
 
 def module_of(path: str) -> str:
@@ -176,7 +176,7 @@ def _start_of(shared: Shared) -> list[str]:
     content = content_of(file, "the initial model", "get it from the server")
     check_agreed(f"{file}", "initial model", content, shared.start)
     return [
-        f"model.weights={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"
+        f"model.init_from={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"
     ]  # compared again where the file is loaded
 
 

@@ -50,7 +50,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 def min_rows(experiment: Experiment) -> int:
     """Rows of a group, and of each class or events among them, below which a site does not publish it."""
     choice = experiment.find("groups")
-    return 0 if choice is None else int(choice.least)
+    return 0 if choice is None else int(choice.min_rows)
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:

@@ -170,12 +170,16 @@ class ReleasedMean(PrivateMean):
 
 def deployed(setting: Setting, survivors: int | None = None) -> Setting:
     """Return a run's setting with channel and aggregator in their deployed form, see `released`."""
-    return setting.with_(channel=released(setting.channel), aggregator=released(setting.aggregator, survivors))
+    return setting.with_(
+        upload_transform=released(setting.upload_transform), aggregator=released(setting.aggregator, survivors)
+    )
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
     """Return the noise behind a site's own epsilon: noise of the server does not protect a site from the server."""
-    return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
+    return accounted(
+        setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
+    )
 
 
 def released(part: Any, survivors: int | None = None) -> Any:

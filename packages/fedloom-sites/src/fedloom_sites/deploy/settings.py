@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_va
 
 from fedloom.data import SOURCES
 from fedloom.data.input_spec import InputSpec
+from fedloom.engine.checks.moved import update_document
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage import read_toml
@@ -450,6 +451,8 @@ def check_agreed(
 
 def _read(kind: type[V], path: Path, what: str) -> V:
     document = read_toml(path, what)
+    if isinstance(document.get("data"), dict):  # of a site, which may be of an earlier version
+        document = {**document, "data": update_document({"data": document["data"]})["data"]}
     try:
         value = make(kind, document, str(path), fields_of(kind))
     except ConfigError as error:

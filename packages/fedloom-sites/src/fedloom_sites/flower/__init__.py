@@ -6,8 +6,9 @@ except ModuleNotFoundError as error:
     sentence = f"fedloom_sites.flower needs {error.name}; install it with: pip install fedloom-sites"
     raise ModuleNotFoundError(sentence, name=error.name) from None
 
+from fedloom_sites.flower.analyses import Analyses, analyze
 from fedloom_sites.flower.local import Local
 from fedloom_sites.flower.node import client, personal_model
 from fedloom_sites.flower.strategy import Strategy
 
-__all__ = ["Local", "Strategy", "client", "personal_model"]
+__all__ = ["Analyses", "Local", "Strategy", "analyze", "client", "personal_model"]

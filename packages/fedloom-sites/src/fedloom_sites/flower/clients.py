@@ -198,7 +198,7 @@ class FlowerClients(RemoteClients):
 
     def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
         rows = answers.get(name)
-        if name == "weigher" and rows is None and self._job.setting.weigher.probes:
+        if name == "weigher" and rows is None and self._job.setting.aggregation_weights.probes:
             raise WireError("it has no answer to the weigher")
         if rows is not None and (rows.dim() != 2 or len(rows) != 1 or not bool(rows.isfinite().all())):
             raise WireError(f"its answer to the {name} must be finite numbers [1, k]")

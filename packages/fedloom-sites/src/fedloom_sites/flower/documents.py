@@ -40,8 +40,8 @@ OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate
 CLIPPING_KEY = "clipping_norm"
 """Key by which Flower's strategies with differential privacy have a mod clip."""
 PRIVACY_HINT = (
-    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with the channel: "
-    "channel={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
+    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with an upload transform: "
+    "upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
 """Advice instead of a strategy that wraps one of fedloom's."""
 
@@ -86,7 +86,7 @@ def resolved_document(setting: Setting) -> str:
     """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
-        name for name in STRATEGY_FIELDS if name not in ("aggregator", "weights")
+        name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
     ]  # which the server has for itself
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
     return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
@@ -153,9 +153,9 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
             rule="deploy-sampler-models",
             fix="choose another {sampler}",
         )
-    if (clusters := uses_clusters(setting.weights)) or column_of_shares(setting.weights):
+    if (clusters := uses_clusters(setting.client_weights)) or column_of_shares(setting.client_weights):
         raise Refused(
-            f"weights = {setting.weights!r} needs all samples in one place",
+            f"client_weights = {setting.client_weights!r} needs all samples in one place",
             rule="deploy-weights",
             fix="set {weigher = 'equitable'}" if clusters else "give a number for each client in {weights}",
         )

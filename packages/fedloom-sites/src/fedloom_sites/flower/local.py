@@ -21,6 +21,7 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
@@ -53,11 +54,12 @@ class Local:
             Several inputs are given to the model by name.
         subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
             is no input, and a subject in two of the sets is refused.
-        channel: the node's own noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
-            document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
-            else this one takes its place. Scores travel without noise.
+        upload_transform: the node's own noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its
+            options. No document of the server lowers it: noise of the document counts where it clips to no
+            more and adds no less, else this one takes its place. Scores travel without noise.
         norm_bound: longest difference (L2) of every field that leaves the node, greater than 0. What is longer is
             shortened, whatever the server's document says. None: any length.
+        analyses: analyses by sums that the node answers, with the agreement on its columns. None: it answers none.
     """
 
     model: nn.Module
@@ -69,8 +71,9 @@ class Local:
     folder: Path | str | None = None
     keys: Sequence[str] = ()
     subject: str | None = None
-    channel: GaussianNoise | Mapping[str, Any] | None = None
+    upload_transform: GaussianNoise | Mapping[str, Any] | None = None
     norm_bound: float | None = None
+    analyses: Analyses | None = None
 
     def with_floor(self, setting: Setting) -> Setting:
         """Give a run of the server's document at least the node's own noise.
@@ -79,13 +82,13 @@ class Local:
             ConfigError: the channel is no noise.
             Refused: the document has a channel that does something else, and two channels cannot be.
         """
-        own_noise, channel = self._noise(), setting.channel
+        own_noise, channel = self._noise(), setting.upload_transform
         if own_noise is None:
             return setting
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds its own noise (Local(channel=...)), and an upload passes one channel: leave the "
-                f"strategy's channel {type(channel).__name__} out"
+                "this node adds its own noise (Local(upload_transform=...)), and an upload passes one transform: "
+                f"leave the strategy's upload_transform {type(channel).__name__} out"
             )
         if (
             channel is not None
@@ -93,7 +96,7 @@ class Local:
             and channel.sigma * channel.clip >= own_noise.sigma * own_noise.clip
         ):
             return setting
-        return setting.with_(channel=own_noise)
+        return setting.with_(upload_transform=own_noise)
 
     def shorten(self, job: Job, upload: Any, down: object) -> Any:
         """Shorten the upload of a node to its own bound. Fields ``[1, .]``."""
@@ -102,15 +105,15 @@ class Local:
         return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
 
     def _noise(self) -> GaussianNoise | None:
-        if self.channel is None or isinstance(self.channel, GaussianNoise):
-            return self.channel
-        given: Any = self.channel
+        if self.upload_transform is None or isinstance(self.upload_transform, GaussianNoise):
+            return self.upload_transform
+        given: Any = self.upload_transform
         options = {"kind": "gaussian-noise", **given} if isinstance(given, Mapping) else given
         try:
             return GaussianNoise.model_validate(options)
         except ValidationError as error:
             what = error.errors()[0]
-            where = ".".join(map(str, ("channel", *what["loc"])))
+            where = ".".join(map(str, ("upload_transform", *what["loc"])))
             raise ConfigError(
                 f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
                 "fl.channels.GaussianNoise(clip=1.0, sigma=1.0)"

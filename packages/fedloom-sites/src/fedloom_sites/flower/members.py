@@ -25,7 +25,7 @@ NODE_POLL_SECONDS = 1.0
 """Seconds between two looks for nodes."""
 MODS_HINT = (
     "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
-    "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
+    "noise with an upload transform of the strategy, such as upload_transform={'kind': 'clip', 'bound': 1.0}"
 )
 """Advice for a node whose mods refuse messages."""
 STRANGE_NODE_REASON = (

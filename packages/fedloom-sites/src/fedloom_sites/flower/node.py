@@ -31,6 +31,7 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.trained.model import open_tensors, running_statistics
 from fedloom_sites.deploy.noise import deployed
 from fedloom_sites.deploy.site.local_data import part_sizes, seated
+from fedloom_sites.flower.analyses import ANALYZE_ACTION, answer_step
 from fedloom_sites.flower.documents import setting_of
 from fedloom_sites.flower.local import Local, NodeProblem
 from fedloom_sites.flower.records import (
@@ -82,7 +83,10 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         if not callable(function):
             raise ConfigError(f"@client(app) takes a function of Flower's context, got {type(function).__name__}")
         node = _Node(function, app)
-        answers = {"query": {DEFAULT_ACTION: node.hello, "ask": node.ask}, "train": {DEFAULT_ACTION: node.train}}
+        answers = {
+            "query": {DEFAULT_ACTION: node.hello, "ask": node.ask, ANALYZE_ACTION: node.analyze},
+            "train": {DEFAULT_ACTION: node.train},
+        }
         for kind, acts in {**answers, "evaluate": {DEFAULT_ACTION: node.evaluate}}.items():
             for action, act in acts.items():
                 try:
@@ -194,6 +198,11 @@ class _Node:
         work = counts[0, :3].tolist()
         return RecordDict({VALUES_RECORD: write_values(work=work), "answers": arrays_of({"sampler": answer})})
 
+    def analyze(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Answer a step of an analysis by sums."""
+        run = self._run(context)
+        return answer_step(values, run.local.analyses, run.problem.fed, context.state)
+
     def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Train from the state that the server names as accepted. The new state waits for the next message."""
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
@@ -272,7 +281,9 @@ class _Node:
         if start or run.key != key:
             model, objective = run.problem.model, run.problem.objective
             setting = setting_of(values["document"], model, values["rounds"], task=objective)
-            setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
+            setting = setting.with_(
+                engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
+            )
             setting = run.local.with_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)

@@ -70,7 +70,8 @@ class Strategy(FlowerStrategy):
         evaluate_every: rounds between two evaluations at the nodes. 0 for none.
         folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
             interrupted resumes it, with the same nodes. None for no checkpoint.
-        choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
+        choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
+            ``upload_transform``, ``client_weights``, ``seed``,
             ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`. All others are options of
             the method.
 
@@ -325,8 +326,8 @@ class Strategy(FlowerStrategy):
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
         setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
-            engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
-            evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
+            engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, clients_per_batch=1),
+            evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # as nodes score
         )
         fed = federation_of(schema, torch.tensor(members.sizes))
         job, server = make_job(setting, fed)

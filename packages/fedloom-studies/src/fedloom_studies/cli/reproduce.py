@@ -48,6 +48,9 @@ def reproduce(
         Path | None,
         typer.Option(help="write the page of all papers to this file, and the recipes' pages into a folder"),
     ] = None,
+    tables_of_others: Annotated[
+        bool, typer.Option("--others", help="with --page: write the page of other programs' tables instead")
+    ] = False,
     estimate: Annotated[
         bool,
         typer.Option(
@@ -61,7 +64,14 @@ def reproduce(
     verify: Annotated[
         bool, typer.Option("--verify", help="run one seed of NAME again. Compare with its summary")
     ] = False,
-    decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
+    decide: Annotated[
+        bool,
+        typer.Option(
+            "--decide",
+            help="add seeds to NAME, up to 20, while a claim is undecided. Without NAME: work through the frozen list "
+            "of experiments for open headline claims",
+        ),
+    ] = False,
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
@@ -71,8 +81,11 @@ def reproduce(
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
-    if sum((name is not None, list_, all_, page is not None, estimate and not list_)) != 1:
-        raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
+    works_through = decide and name is None and not all_
+    if sum((name is not None, list_, all_, page is not None, estimate and not list_, works_through)) != 1:
+        raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate, --decide")
+    if tables_of_others and page is None:
+        raise typer.BadParameter("--others needs --page, the file to write")
     with errors():
         from fedloom.outputs import check_output_folder
         from fedloom.values import choose
@@ -91,12 +104,14 @@ def reproduce(
             _list(how_much, recorded, data_dir, estimate)
             return
         from fedloom_studies.appendices import write_pages
+        from fedloom_studies.others import page as tables
         from fedloom_studies.reproduce import TimeBudget, recipe, recipes
         from fedloom_studies.reproduce.papers import pages
         from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
         if page is not None:
-            write_pages(page, PAPERS_FOLDER, pages(recipes(), recorded))
+            contents = (tables.pages if tables_of_others else pages)(recipes(), recorded)
+            write_pages(page, PAPERS_FOLDER, contents)
             say(f"page: {page}")
             return
         if estimate:
@@ -117,6 +132,9 @@ def reproduce(
 
         engine = None if executor is None else open_executor(executor)
         time = TimeBudget(None if budget is None else seconds(budget))
+        if works_through:
+            _work_through(out, recorded, data_dir, workers, time)
+            return
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         seed_numbers = _seeds(seeds)
         for one in chosen:
@@ -213,6 +231,44 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
         if any(one.verdict == UNDECIDED for one in verdicts if one.measured) and not run(recipe.seeds(count)):
             return False
     return True
+
+
+def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
+    """Run the experiments of the frozen list, the cheapest per claim first, until the time is over (exit 130)."""
+    from fedloom.lab.printing import print_texts
+    from fedloom.lab.progress import count_progress
+    from fedloom_studies import decide
+    from fedloom_studies.reproduce import recipes
+    from fedloom_studies.reproduce import reproduce as run
+    from fedloom_studies.reproduce.summary import read_summary, write_summary
+
+    by_name = recipes()
+    titles = ("recipe", "what it adds", "core-hours", "claims", "state")
+    print_texts(titles, list(decide.listing(by_name, results)), names=True)
+    for one in decide.decisions()[0]:
+        for name in filter(None, (by_name[one.recipe].paper.rivals, one.recipe)):
+            recipe, summary = by_name[name], read_summary(results, name, "laptop")
+            if decide.is_done(one, recipe, summary):
+                continue
+            say(f"{name}: {one.how}")
+            if decide.can_extend(recipe, summary):
+                assert summary is not None
+                seeds = decide.seeds_to_run(recipe, summary, one.seeds)
+                done = decide.add_seeds(
+                    recipe, summary, seeds, out / name / "decide", data_dir=data_dir,
+                    workers=worker_count(workers), budget=budget, show=count_progress,
+                ) if budget.left > 0 else None  # fmt: skip
+                if done is not None:
+                    write_summary(done, results)
+            else:
+                done = run(
+                    recipe, "laptop", out / name / "laptop", results=results, data_dir=data_dir,
+                    workers=worker_count(workers), budget=budget, show=count_progress,
+                ) if budget.left > 0 else None  # fmt: skip
+            if done is None or not done.complete:
+                say(f"stopped at {name}: the same command resumes from here", err=True)
+                raise typer.Exit(130)
+            _print_verdicts(recipe, done)
 
 
 def _verify(

@@ -25,6 +25,7 @@ from fedloom_studies.map.records import (
     NOT_APPLICABLE,
     REUSED_STATUS,
     CellRecord,
+    Series,
     new_record,
     read_records,
     record_cell,
@@ -280,6 +281,11 @@ class CellWork(NamedTuple):
         if fields is None:
             return None
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
+
+    def run_seeds(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Series] | None:
+        """Run seeds with given settings. Return the series of the seeds with a result, or None if interrupted."""
+        fields = self._run(seeds, chosen, (self.budget,))
+        return None if fields is None else fields["seeds"]
 
     def _minutes(self, what: str) -> float:
         return summaries.spent(self.folder)[what] / 60

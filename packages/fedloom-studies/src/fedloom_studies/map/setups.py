@@ -23,7 +23,7 @@ from fedloom.lab.experiment import Experiment, Tune, parse
 from fedloom.rundir import file_name
 from fedloom.storage import read_toml
 from fedloom.values import choose, dump, make
-from fedloom_studies.reproduce.recipe import merge_tables, remove_uniform
+from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
@@ -153,7 +153,7 @@ class Cell:
     @property
     def search(self) -> dict[str, Any]:
         """The experiment of its search for settings."""
-        plain = {"model": "used", "prune": False, "equal_work": self.protocol == "gradients"}
+        plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
         return {**self.document, "tune": tune}
@@ -174,7 +174,7 @@ class Cell:
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
-        search = remove_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
+        search = restore_recorded({**self.search, "tune": {**self.search["tune"], "trials": None}})
         text = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
         return f"{text}-{self.setup.trials}"
 

@@ -220,7 +220,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
         **({"metric": metric} if (metric := document.get("choose", {}).get("metric")) else {}),
         "prune": False,
         "equal_work": False,
-        "defaults": False,
+        "default_spaces": False,
         "space": space,
     }
     plain = [{k: v for k, v in m.items() if k != "choose"} for m in methods]

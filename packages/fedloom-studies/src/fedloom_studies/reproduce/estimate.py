@@ -83,7 +83,7 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
     if cut["kind"] == "clusters" and cut.get("per_class"):
         each = cut["per_class"] if isinstance(cut["per_class"], list) else [cut["per_class"]] * len(cut["sizes"])
         samples = sum(n * c * k for n, c, k in zip(cut["sizes"], cut["classes"], each, strict=True))
-    return clients, min(samples * share, clients * cut.get("keep", math.inf))
+    return clients, min(samples * share, clients * cut.get("max_train_per_client", math.inf))
 
 
 def _cohort(method: Method, clients: int) -> float:

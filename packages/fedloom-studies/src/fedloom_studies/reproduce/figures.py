@@ -3,9 +3,10 @@
 A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
 global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
 for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
-common. WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
-rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
-reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
+common. The statistic ``client-K`` is the figure of client number K alone. WHEN the last round unless it is
+``validation`` (the round best on validation), ``mean`` (over the evaluated rounds, a measure of speed), a round's
+number, or ``to VALUE``: the first evaluated round whose validation figure reaches the value, for claims about work. A
+model that never reaches it has the last round's, the least that it needs.
 
 `unit` is the form in which a figure is shown: accuracies in percent and their differences in points, bytes as MB.
 """
@@ -26,6 +27,8 @@ from fedloom.metrics import TASK_ROLES, metric
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
 """Figures without a unit, such as counts of parameters, have no decimals from here on."""
+CLIENT_STATISTIC = "client-"
+"""Start of the statistic of one client, before its number."""
 UNSCALED_STATISTICS = ("variance", "jain")
 """Statistics over clients that do not have the unit of their metric."""
 
@@ -155,6 +158,13 @@ def _curve(run: Run, key: Key) -> Curve:
         key = key._replace(part=words[0], metric=words[1])
     if key.model == "hybrid-validation":
         return _validation_curve(run, key)
+    base, _, statistic = key.metric.partition("/")
+    if statistic.startswith(CLIENT_STATISTIC):
+        of_clients = run.benign(key._replace(metric=base))
+        if of_clients is None:
+            return EMPTY_CURVE
+        of_client = of_clients.at(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
+        return Curve(of_client.round, of_client.value)
     if "/" not in key.metric:
         curve_points = curve(run, key, "mean")
         if len(curve_points.round):

@@ -89,7 +89,7 @@ def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None
 def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
     paper = recipe.paper
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODE_TEXTS[paper.mode]} Protocol: {paper.protocol}", "")
-    yield from ("[All papers](../papers.md)", "")
+    yield from ("[Tables of others](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
     if regime:

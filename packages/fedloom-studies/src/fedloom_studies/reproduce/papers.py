@@ -44,7 +44,7 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with grids of equal size for every method. [How claims are judged](#how-claims-are-judged).
+with grids of equal size for every method. [Rules](#how-claims-are-judged). [Tables of others](others.md).
 """
 CLOSING_TEXT = """\
 The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
@@ -88,6 +88,7 @@ class Sheet(Value):
     claims: str = Field("", description="the paper's idea, in one line of plain words")
     number: str = Field("", description="first words of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
+    objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
     beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes made after a table had been seen")
     anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
@@ -107,6 +108,11 @@ def sheets() -> tuple[Sheet, ...]:
     return tuple(Sheet(**one) for one in document["paper"])
 
 
+def of_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Return the recipes without those of others' tables, which have a page of their own."""
+    return {name: one for name, one in recipes.items() if not one.paper.table}
+
+
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
     """Name and text of every file: "" for the page of all papers, else a mark, or the page or figure of a recipe.
 
@@ -114,6 +120,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
         RunDirError: a file in ``results`` is not a summary.
         ConfigError: a sentence of ``papers.toml`` rests on a difference that is not clear.
     """
+    recipes = of_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
     yield from marks.draw_marks().items()
@@ -132,6 +139,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """Render the page of all papers."""
+    recipes = of_papers(recipes)
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
@@ -167,7 +175,7 @@ def _section(
         yield f"| {row.text} | {beside} | {show_mark(published)} | {show_mark(fair)} |"
     yield from ("", "</div>", "")
     reason = fill_numbers(sheet.why, recipes, summaries)
-    for paragraph in (reason, sheet.beside):
+    for paragraph in (reason, _objection(sheet, cells, recipes, summaries), sheet.beside):
         if paragraph:
             yield from (paragraph, "")
     yield from _less(cells, recipes, summaries)
@@ -195,6 +203,19 @@ def _section(
         came_out = ", in another regime" if far else _verdicts(one, summary)
         yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
+
+
+def _objection(
+    sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
+) -> str:
+    """Render what the author could still object to, with the number of claims that are open."""
+    if not sheet.objection:
+        return ""
+    candidates = [cell for pair in cells for cell in pair if cell.is_asked]
+    undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
+    count = f"{len(undecided)} of {len(candidates)} asked claims {'is' if len(undecided) == 1 else 'are'} open."
+    text = fill_numbers(sheet.objection, recipes, summaries)
+    return f"**What its author could still object to:** {text} {count}"
 
 
 def _less(

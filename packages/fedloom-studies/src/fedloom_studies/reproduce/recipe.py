@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.errors import ConfigError
+from fedloom.lab.experiment import restore_document
 from fedloom.rundir import label_of
 from fedloom.values import Value, choose, make
 
@@ -42,7 +43,7 @@ SINGLE_VARIANT = "all"
 """The variant of a recipe without variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
-    "partition": {"min_size": 1, "keep": 20},
+    "partition": {"min_size": 1, "max_train_per_client": 20},
     "rounds": 1,
     "evaluate": {"every": 1},
 }
@@ -63,6 +64,10 @@ NOMINAL_SETS = {
     "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
     "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
     "digits": Nominal(1797, 0, (1, 8, 8), 10),
+    "fedloom_studies.others.sources:AflAdult": Nominal(32_561, 16_281, (99,), 2, 2),
+    "fedloom_studies.others.sources:AflFashion": Nominal(18_000, 3_000, (784,), 3, 3),
+    "fedloom_studies.others.sources:FlambyBrca": Nominal(866, 222, (39,), 0, 6),
+    "fedloom_studies.others.sources:FlambyHeart": Nominal(486, 254, (13,), 2, 4),
     "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
     "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
     "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
@@ -132,6 +137,11 @@ class Paper(Value):
             "trials and stated budgets. near: the stated protocol, with equal choices for all methods "
             "where it is silent"
         ),
+    )
+    table: str = Field("", description="a table of others, as the page of these tables calls it (empty: of the papers)")
+    gap_limit: float = Field(0.0, ge=0, description="of a table of others: difference that is called close")
+    explained: dict[str, str] = Field(
+        default_factory=dict, description="of a table of others: the cause of a larger difference, by column"
     )
     nearest: str = Field("", description="recipe nearer to the protocol, which counts this recipe's cells")
     rivals: str = Field("", description="recipe with the same experiment whose record has the claims' other methods")
@@ -262,20 +272,21 @@ def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> di
 
 
 def digest_of(document: object) -> str:
-    """16 hexadecimal digits of what JSON can hold, of experiments, without uniform weights.
-
-    Uniform weights were the default when the first records were made, which did not state them.
-    """
+    """16 hexadecimal digits of what JSON can hold, of experiments, in the form of the first records."""
     if isinstance(document, Mapping):
-        document = {key: remove_uniform(value) for key, value in remove_uniform(document).items()}
+        document = {key: restore_recorded(value) for key, value in restore_recorded(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def remove_uniform(document: object) -> Any:
-    """Rewrite an experiment document to its form from the time when clients had uniform weights by default."""
-    if not isinstance(document, Mapping) or document.get("weights") != "uniform":
+def restore_recorded(document: object) -> Any:
+    """Rewrite an experiment document to its form when the first records were made: keys had their first names.
+
+    Clients had uniform weights by default.
+    """
+    if not isinstance(document, Mapping):
         return document
-    return {key: value for key, value in document.items() if key != "weights"}
+    first = restore_document(document)
+    return {key: value for key, value in first.items() if (key, value) != ("weights", "uniform")}
 
 
 def recipe_names() -> Iterator[str]:
@@ -328,13 +339,15 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
     """Build the recipe of a resolved document.
 
     Raises:
-        ConfigError: [paper] or weights is missing, [paper] has a value that cannot be, or there is an unknown scale.
+        ConfigError: [paper] or client_weights is missing, [paper] has a value that cannot be, or a scale is unknown.
     """
     rest = deepcopy(dict(document))
     if "paper" not in rest:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
-    if "weights" not in rest:
-        raise ConfigError(f"recipe {name}: weights is missing; say how its clients are weighed, 'uniform' or 'samples'")
+    if "client_weights" not in rest:
+        raise ConfigError(
+            f"recipe {name}: client_weights is missing; say how its clients are weighted, 'uniform' or 'samples'"
+        )
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {SINGLE_VARIANT: {}}
     variants = {v: choose("variant", variants, v, f"recipe {name}") for v in rest.pop("variants", variants)}

@@ -219,6 +219,14 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
     return list(dict.fromkeys(reference for reference in named if reference.method in methods))
 
 
+def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
+    """Return the figures that the claims need of the methods of a document."""
+    labels = {label_of(method) for method in document["method"]}
+    sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
+    read = [Reference.create(side, recipe.paper.figure) for side in sides]
+    return {str(reference) for reference in read if reference.method in labels}
+
+
 @contextmanager
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     """Add the processor time spent within the block to ``spent.json`` in a recipe's folder.

@@ -57,23 +57,23 @@ def by_rule(**field: Any) -> Any:
     return Field(None, **field)
 
 
-SETTINGS = ("default", "paper", "released")
+DEFAULT_KINDS = ("default", "paper", "released")
 """Default values of options: fedloom's, the values that the paper prints, or the values of its public code."""
 
 
-def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the constants that the option ``settings`` selects.
+def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the constants that the option ``defaults`` selects.
 
     Raises:
         ValueError: it is neither "default", "paper" nor "released", or the method has no released constants.
     """
-    if settings not in SETTINGS:
-        raise ValueError(f"settings must be 'default', 'paper' or 'released', got {settings!r}")
-    if settings == "released" and not released:
+    if defaults not in DEFAULT_KINDS:
+        raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
+    if defaults == "released" and not released:
         raise ValueError(
-            "settings = 'released' needs a method with constants of a released code; give this one settings = 'paper'"
+            "defaults = 'released' needs a method with constants of a released code; give this one defaults = 'paper'"
         )
-    return {"default": {}, "paper": paper, "released": released}[settings]
+    return {"default": {}, "paper": paper, "released": released}[defaults]
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
@@ -84,7 +84,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
-        raise Refused(f"{name} with {option} weighs clients by their samples in itself; set weights = 'uniform'")
+        raise Refused(f"{name} with {option} weighs clients by their samples in itself; set client_weights = 'uniform'")
 
 
 class Algorithm(Value, ABC):
@@ -115,24 +115,24 @@ class Algorithm(Value, ABC):
     family: ClassVar[str] = "consensus"
     """Family for lists: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """The paper's own values of options with another default: ``settings = "paper"`` selects them."""
+    """The paper's own values of options with another default: ``defaults = "paper"`` selects them."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """Values and variants of the paper's public code that differ from the paper: ``settings = "released"`` selects
+    """Values and variants of the paper's public code that differ from the paper: ``defaults = "released"`` selects
     them."""
 
     @model_validator(mode="before")
     @classmethod
-    def _settings(cls, options: Any) -> Any:
+    def _choose_defaults(cls, options: Any) -> Any:
         if not isinstance(options, dict):
             return options
         for key in options:
             if key in LocalSGD.model_fields and key not in cls.model_fields:
                 place = f"local={ {key: options[key]}!r} of the run"
                 raise ValueError(f"unknown key {key!r}; how clients train is no option of a method: give {place}")
-        if "settings" not in options or "settings" in cls.model_fields:
+        if "defaults" not in options or "defaults" in cls.model_fields:
             return options
-        rest = {key: value for key, value in options.items() if key != "settings"}
-        return {**chosen_settings(options["settings"], cls.paper, cls.released), **rest}
+        rest = {key: value for key, value in options.items() if key != "defaults"}
+        return {**choose_defaults(options["defaults"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         """Return values of the options that are None, from facts known before the first round."""

@@ -15,9 +15,9 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 Kept by a client: d (hi). Sent per round: d down, d up.
 
 Deviations: alpha is the paper's constant. The public code scales a client's alpha by mean(n)/n_i (``scaled``, one more
-number down). This already weights by samples, so it needs ``weights = "uniform"``. It also clips gradients at 10, which
-is a setting of local training here. The difference w - x is sent once: both the server's h and its mean over the cohort
-use it.
+number down). This already weights by samples, so it needs ``client_weights = "uniform"``. It also clips gradients at
+10, a setting of local training here. The difference w - x is sent once: both the server's h and its mean over the
+cohort use it.
 
 Replayed: the clients of alpemreacar/FedDyn (48a19fa) give the same models, to 1e-15, with ``scaled`` and clipping at
 10.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fedloom.algorithms._base import Algorithm, chosen_settings
+from fedloom.algorithms._base import Algorithm, choose_defaults
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfChoice, Sampler, Weigher
@@ -74,9 +74,9 @@ class Preset:
         Raises:
             ConfigError: no part has the option, or its value is out of range.
         """
-        if "settings" in options:
-            options = {**chosen_settings(options["settings"], self.paper, self.released), **options}
-            del options["settings"]
+        if "defaults" in options:
+            options = {**choose_defaults(options["defaults"], self.paper, self.released), **options}
+            del options["defaults"]
         chosen = {**self.defaults, **options}
         for name in chosen:
             if name not in self.options:

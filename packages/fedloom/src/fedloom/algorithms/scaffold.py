@@ -18,7 +18,7 @@ Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 Deviations: K is each client's own number of steps, not a common one. Variates start at zero. ``scaled`` follows
 FedDyn's public code (alpemreacar/FedDyn), with one more number down: with s_i = n_i/mean(n), clients correct by c/s_i -
 c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. It already weights by samples, so it
-needs ``weights = "uniform"``.
+needs ``client_weights = "uniform"``.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same x and c, to 1e-15, with equal shares.
 

@@ -1,6 +1,6 @@
-"""Analyses: questions to all clients whose answers are sums, and what is read off the models of a run.
+"""Analyses: questions to all clients whose answers are sums, and results that are read from the models of a run.
 
-Names are imported when they are first touched, so that the registry lists analyses without torch.
+Names are imported on first use, so the registry lists analyses without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Form of an analysis: a frozen value with pure functions that asks all clients questions whose answers are sums."""
+"""Form of an analysis: a frozen value with pure functions that asks all clients questions. The answers are summed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 State = Any
-"""Knowledge of an analysis between two questions. It has its own type and is never modified."""
+"""State of an analysis between two questions. It has its own type and is never modified."""
 MAX_QUESTION_BYTES = 2**26
 _LENGTH_STRUCT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Public numbers that every client gets alike.
+    """Public numbers that are sent to every client.
 
     Args:
         name: a key of the analysis' `questions`.
@@ -47,7 +47,7 @@ class Question:
         return hash(self.encode())
 
     def encode(self) -> bytes:
-        """Return the bytes: a JSON head with the name and the shapes, then the numbers, little-endian."""
+        """Return the bytes: a JSON header with the name and the shapes, then the numbers, little-endian."""
         shapes = {name: list(value.shape) for name, value in self.values.items()}
         head = json.dumps([self.name, shapes], separators=(",", ":")).encode()
         body = b"".join(value.double().contiguous().numpy().astype("<f8").tobytes() for value in self.values.values())
@@ -59,10 +59,10 @@ class Question:
 
         Args:
             content: the bytes.
-            forms: the fields of every question, with the number of their dimensions, see `Analysis.questions`.
+            forms: fields of every question with their numbers of dimensions, see `Analysis.questions`.
 
         Raises:
-            WireError: the bytes are no question of these forms.
+            WireError: the bytes are not a question of these forms.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -91,12 +91,12 @@ class Question:
 
 
 class Bounds(NamedTuple):
-    """Range and step of every number of a client's answer. A function of public numbers only.
+    """Range and step of every number of a client's answer. They depend only on public numbers.
 
     Attributes:
         low: ``[k]`` smallest possible value.
         high: ``[k]`` largest.
-        step: ``[k]`` > 0. Under masks a number is rounded to a multiple of it. In process nothing is rounded.
+        step: ``[k]`` > 0. Under masks a number is rounded to a multiple of it. In one process nothing is rounded.
     """
 
     low: Tensor
@@ -105,7 +105,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def counts(cls, numbers: int, most: float) -> Bounds:
-        """Return the bounds of whole numbers from 0 to ``most``."""
+        """Return the bounds of integers from 0 to ``most``."""
         return cls.between(torch.zeros(numbers), torch.full((numbers,), float(most)), 1.0)
 
     @classmethod
@@ -125,13 +125,14 @@ class Bounds(NamedTuple):
 
 
 class Info(NamedTuple):
-    """Facts about a sum beside its numbers.
+    """Facts about a sum, beside its numbers.
 
     Attributes:
-        clients: how many clients it is of.
-        clipped: numbers that were outside their bounds. A result has none.
-        neutral: clients with rows that answered zeros: they have fewer than the agreed least, or decline.
-        rows: rows of the clients that did answer.
+        clients: number of summed clients.
+        clipped: number of values that were outside their bounds. A result requires 0.
+        neutral: number of clients with rows that answered zeros, because they have fewer rows than the agreed minimum,
+            or decline.
+        rows: number of rows of the clients that answered.
     """
 
     clients: int
@@ -141,15 +142,15 @@ class Info(NamedTuple):
 
 
 class Rules(Value):
-    """Rules that all parties agree on before the first question of an analysis."""
+    """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
         200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
     )
-    least: int = Field(
+    min_subjects: int = Field(
         1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
     )
-    fewest: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
+    min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
     missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
 
 
@@ -159,9 +160,9 @@ class AnalysisTerms:
 
     Args:
         schema: columns, levels and agreed ranges.
-        sizes: rows of every client ``[n]`` int64.
-        rules: what was agreed on.
-        published: of every client the numbers ``[c]`` of `Analysis.publish`. Empty tensors without any.
+        sizes: numbers of rows of all clients ``[n]`` int64.
+        rules: the agreed rules.
+        published: numbers ``[c]`` of `Analysis.publish` for every client. The tensors are empty if there are none.
     """
 
     schema: Schema
@@ -171,17 +172,17 @@ class AnalysisTerms:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest client."""
+        """Number of rows of the largest client."""
         return int(self.sizes.max())
 
 
 class FurtherRun(NamedTuple):
-    """A run that an analysis needs, and what becomes of its result.
+    """A run that an analysis needs, and the use of its result.
 
     Attributes:
-        setting: of the run.
+        setting: setting of the run.
         fed: its clients.
-        measure: gives the rows of the analysis' table.
+        measure: returns the rows of the analysis' table.
     """
 
     setting: Setting
@@ -190,58 +191,59 @@ class FurtherRun(NamedTuple):
 
 
 class Analysis(Value):
-    """Question of a whole federation, as a frozen value: options are its fields, its functions are pure.
+    """A question about a whole federation, as a frozen value: options are its fields, and its functions are pure.
 
     An analysis by sums has `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in process, at sites
     (plain or masked) and in a Flower app, with the same result. An analysis of a run has `measure`: it reads the models
-    of a `fedloom.engine.result.Result`. One that needs further runs has `units`.
+    of a `fedloom.engine.result.Result`. An analysis that needs further runs has `units`.
     """
 
     kind: ClassVar[str]
-    """The name in files and in `fl.analyze`, of user code its import path."""
+    """The name in files and in `fl.analyze`. For user code it is the import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    """The declared form of every question: its fields by name, with the number of their dimensions.
+    """Declared form of every question: its fields by name, with their numbers of dimensions.
 
-    They are in the order in which they are asked. Real sites answer no other order. The last one may be repeated.
+    Questions are asked in this order. Real sites answer no other order. The last question may be repeated.
     """
     most_questions: ClassVar[int] = 24
-    """Questions that a real site answers at most, where no rules say how many."""
+    """Largest number of questions that a real site answers, if no rules state it."""
     retried: ClassVar[Collection[str]] = ()
-    """Questions that a client may be unable to answer, as where a step is too long. `step` then tries another one."""
+    """Questions that a client may be unable to answer, for instance because a step is too long. `step` then tries
+    another one."""
     suppresses: ClassVar[bool] = False
-    """Whether a client leaves its rare cells out of every answer itself, so that they need no merging without masks."""
+    """True if a client omits its rare cells from every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
-    """True if an answer reads `ClientRows.models`, so that a run must come first."""
+    """True if an answer reads `ClientRows.models`, so a run must come first."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
     rules: Rules | None = Field(None, description="what clients agree on; none: the defaults of the place")
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        """Refuse data or a setting that the analysis cannot be of. Called before any work.
+        """Raise if the analysis does not fit the data or the setting. Called before any work.
 
         Args:
-            schema: of the data.
-            setting: of the run whose models are analysed. None without one.
+            schema: schema of the data.
+            setting: setting of the run whose models are analyzed. None without one.
 
         Raises:
-            ConfigError: with what, where, what was got and what to do.
+            ConfigError: the message says what is wrong, where, and what to do.
             Refused: the analysis makes no sense for these data.
         """
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Refuse a federation that the analysis cannot be of, see `check`."""
+        """Raise if the analysis does not fit a federation, see `check`."""
         self.check(schema_of(fed.data), setting)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
-        """Refuse an agreement by which real sites cannot answer. Called when they agree, after `check`.
+        """Raise if real sites cannot answer by an agreement. It is called when they agree, after `check`.
 
         Args:
-            schema: with the agreed ranges.
-            masked: whether answers are summed under masks.
+            schema: schema with the agreed ranges.
+            masked: True if answers are summed under masks.
 
         Raises:
-            ConfigError: the analysis shows figures of single clients, or a number has no agreed range.
+            ConfigError: the analysis shows figures of individual clients, or a number has no agreed range.
         """
         if masked and self.shows_rows:
             raise ConfigError(
@@ -258,26 +260,28 @@ class Analysis(Value):
 
     @property
     def kept_columns(self) -> Sequence[str]:
-        """Columns, or bounds of them, that a table must keep beside those that models get."""
+        """Return columns, or bounds of them, that a table must keep beside the models' inputs."""
         return ()
 
     @property
     def shows_rows(self) -> bool:
-        """True if `publish` has figures of single rows, which a plain agreement allows and masks do not."""
+        """True if `publish` contains figures of individual rows, which a plain agreement allows and masks do not."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        """Return what a client makes public before the first question, float64 ``[c]``. Most analyses have nothing.
+        """Return the numbers that a client publishes before the first question, float64 ``[c]``.
 
-        At real sites these are flags only: 1 for a cell that reaches the minimum at the client, else 0. The sizes of
-        the others are not known then.
+        Most analyses publish nothing.
+
+        At real sites these are only flags: 1 for a cell that reaches the minimum at the client, else 0. The sizes of
+        other clients are unknown at that time.
         """
         return torch.zeros(0, dtype=torch.float64)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        """Return the rows of a client that have a part in sums: all of them, if the analysis says nothing else.
+        """Return the rows of a client that sums include. The default is all rows.
 
-        A client whose part has fewer subjects than agreed answers zeros.
+        A client with fewer subjects than agreed in these rows answers zeros.
         """
         return client
 
@@ -286,19 +290,19 @@ class Analysis(Value):
         raise NotImplementedError
 
     def question(self, state: State) -> Question | None:
-        """Return the next question. None when the analysis is finished."""
+        """Return the next question. None after the last question."""
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        """Refuse a question that a client should not answer. Called there, with public arguments only.
+        """Raise if a client should not answer a question. It is called at the client, with public arguments only.
 
         Raises:
-            Refused: the question is none that the rules lead to.
+            ConfigError: the rules do not lead to this question.
         """
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the questions in the order in which they are asked. The last one may be repeated."""
+        """Names of the questions, in the order in which they are asked. The last question may be repeated."""
         return tuple(self.questions)
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -308,8 +312,8 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return the client's answer, float64 ``[k]``: a sum over its rows. Zeros without rows.
 
-        None stands for zeros of a client whose rows are a reason not to answer, as where one row alone decides the
-        sum. Such a client counts as neutral, and nobody learns which it is.
+        None stands for zeros of a client whose rows are a reason not to answer, for instance because a single row
+        decides the sum. Such a client counts as neutral, and nobody learns which client it is.
         """
         raise NotImplementedError
 
@@ -318,11 +322,11 @@ class Analysis(Value):
 
         Args:
             state: before it.
-            total: the sum of the answers ``[k]``.
-            info: what is known of the sum.
+            total: sum of the answers ``[k]``.
+            info: facts about the sum.
 
         Raises:
-            DataError: the analysis has no answer, as where a fit is not finite.
+            DataError: the analysis has no result, for instance because a fit is not finite.
         """
         raise NotImplementedError
 
@@ -331,9 +335,9 @@ class Analysis(Value):
         raise NotImplementedError
 
     def model(self, state: State) -> nn.Module | None:
-        """Return the predictor of a finished analysis, None if it is no predictor.
+        """Return the predictor of a finished analysis, or None if it has none.
 
-        It maps inputs ``[b, *shape]``, as models of the federation get them, to outputs ``[b, c]``.
+        It maps inputs ``[b, *shape]``, in the form of the federation's models, to outputs ``[b, c]``.
         """
         return None
 
@@ -342,12 +346,12 @@ class Analysis(Value):
         raise NotImplementedError
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
-        """Yield the further runs that the analysis needs of a method and seed, beside its own.
+        """Yield the further runs that the analysis needs for a method and seed.
 
         Args:
-            setting: of the run.
+            setting: setting of the run.
             fed: its clients.
-            result: of the run, which went to its end.
+            result: result of the complete run.
         """
         yield from ()
 
@@ -358,16 +362,16 @@ class Analysis(Value):
 
     @property
     def by_sums(self) -> bool:
-        """True if the analysis is one by sums."""
+        """True if the analysis works by sums."""
         return type(self).answer is not Analysis.answer
 
     def named(self) -> str:
-        """Return the name in files, of user code without its module."""
+        """Return the name in files, for user code without its module."""
         return kind_of(self).rpartition(":")[2]
 
 
 def require_questions(analysis: Analysis) -> None:
-    """Refuse an analysis that does not work by sums.
+    """Raise if an analysis does not work by sums.
 
     Raises:
         ConfigError: it has no answer.

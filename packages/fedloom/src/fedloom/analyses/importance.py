@@ -28,13 +28,13 @@ from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
 
 PERMUTATION_REPEATS = 5
-"""Times that a column is permuted."""
+"""Number of times that a column is permuted."""
 MIN_IMPORTANCE_SAMPLES = 10
-"""Test samples of a client at least."""
+"""Smallest number of test samples of a client."""
 
 
 class Importance(Analysis):
-    """Loss of every client's leading metric by permuting a column of its test part, after the last round."""
+    """Loss of every client's leading metric when a column of its test part is permuted, after the last round."""
 
     kind: ClassVar[str] = "importance"
 
@@ -49,7 +49,7 @@ def check_importance(fed: Federation) -> Table:
     """Return the table whose columns are permuted.
 
     Raises:
-        Refused: the samples are no rows of a table.
+        ConfigError: the samples are not rows of a table.
     """
     if fed.data.fitted is None:
         raise Refused(
@@ -63,7 +63,8 @@ def check_importance(fed: Federation) -> Table:
 def importance(result: Result) -> pa.Table:
     """Measure how much a client's leading test metric worsens when a column is permuted there.
 
-    A column is permuted with all its features: levels, and the flag of missing cells. Columns client, model, column,
+    A column is permuted together with all its features: levels, and the flag of missing cells. Columns client, model,
+    column,
     metric, value (mean over `PERMUTATION_REPEATS` permutations), spread (their standard deviation).
     """
     job = result.job
@@ -87,13 +88,13 @@ def importance(result: Result) -> pa.Table:
 
 
 class Scored:
-    """A client's model as scikit-learn scores it: row ``[i, j]`` of X is where column j of sample i comes from.
+    """A client's model in scikit-learn's form: row ``[i, j]`` of X is the row from which column j of sample i comes.
 
     Args:
         run: outputs ``[N, k]`` of the model on features.
-        task: which scores them.
-        fed: the samples, of a table.
-        index: those of the client.
+        task: task with the metrics.
+        fed: the samples of a table.
+        index: samples of the client.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], task: Task, fed: Federation, index: Tensor) -> None:
@@ -106,7 +107,7 @@ class Scored:
         self.lead = leading(self._scores(self.places))
 
     def fit(self, *_: object) -> Scored:
-        """Do nothing, as scikit-learn needs."""
+        """Do nothing, because scikit-learn requires this method."""
         return self
 
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
@@ -125,7 +126,7 @@ def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, flo
 
     Args:
         scored: the client's model on its samples.
-        seed: of the run, which names the permutations with the next.
+        seed: seed of the run, which determines the permutations with the next argument.
         client: its number.
     """
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for

@@ -1,4 +1,4 @@
-"""Models on single clients after the last round: confusion counts, and representations in the plane."""
+"""Models at single clients after the last round: confusion counts, and representations in the plane."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
 FEWEST_SAMPLES = 5
-"""t-SNE needs so many test samples of a client."""
+"""Smallest number of test samples of a client for t-SNE."""
 TSNE_PERPLEXITY = 30.0
 """Perplexity of t-SNE, as scikit-learn's default. Smaller if a client has few samples."""
 
@@ -71,9 +71,9 @@ class Tsne(Analysis):
 
 
 def confusion(result: Result) -> pa.Table:
-    """Confusion counts on every scored client's test part, after the last round: client, model, true, predicted, count.
+    """Return confusion counts on every client's test part: client, model, true, predicted, count.
 
-    Classes are their codes. Cells without a sample are left out. Rows are sorted.
+    Classes are their codes. Cells without a sample are omitted. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -102,10 +102,12 @@ def confusion(result: Result) -> pa.Table:
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """t-SNE of the head's inputs for clients' test samples: client, model, label, x, y. And notes on who is left out.
+    """Return t-SNE of the head's inputs for clients' test samples: client, model, label, x, y.
 
-    The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
-    plane of its own, a function of the run's seed. A label is a class's code, NaN without classes.
+    Also return notes on omitted clients.
+
+    The model is the client's personal model, or the global model if there is none (FedSLR, Fig. 4). Every client has
+    its own plane, determined by the run's seed. A label is a class's code, or NaN without classes.
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from fedloom.engine.result import Result
 
 MODELS_TOGETHER = 32
-"""Personal models made at a time."""
+"""Number of personal models that are created at a time."""
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their model, the normalisation statistics set for it. Nothing if there is no such model.
+    """Yield clients and their model, with its normalization statistics set.
 
-    Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
+    Nothing is yielded if there is no such model.
+
+    The statistics of the global model are the cohort's or the client's own, see `Evaluate.batchnorm_stats`.
     """
-    oracle, separately = result.job.oracle, result.job.setting.evaluate.statistics == "own"
+    oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
         return
     if model == "global":

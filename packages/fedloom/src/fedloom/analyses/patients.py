@@ -1,4 +1,4 @@
-"""Test samples one by one after the last round: what was predicted, and scores of groups within clients."""
+"""Single test samples after the last round: their predictions, and scores of groups within clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 GroupScore = tuple[int, str, str, str, float]
 """Client (-1: all together), model, group, metric and value."""
 MAX_OUTPUTS = 64
-"""Outputs of a sample whose prediction is kept."""
+"""Largest number of outputs of a sample whose prediction is stored."""
 
 
 class KeptPredictions(Analysis):
@@ -32,10 +32,10 @@ class KeptPredictions(Analysis):
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Refuse a federation of too many outputs.
+        """Raise if a federation has too many outputs.
 
         Raises:
-            Refused: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
+            ConfigError: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
             raise Refused(f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample; leave it out")
@@ -51,7 +51,7 @@ class Groups(Analysis):
     by: tuple[str, ...] = Field(
         min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
     )
-    least: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
+    min_rows: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
 
     @property
     def kept_columns(self) -> Sequence[str]:
@@ -61,11 +61,11 @@ class Groups(Analysis):
         groups_of(fed.data, self.by)
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
-        return group_scores(result, self.by, self.least), ()
+        return group_scores(result, self.by, self.min_rows), ()
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Every kind of model with its outputs ``[N, k]`` on test samples, their places ``[N]`` and clients ``[N]``."""
+    """Yield kinds of models with outputs ``[N, k]`` on test samples, their indices ``[N]`` and clients ``[N]``."""
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
     for kind, (outputs, index, sizes) in outputs_of.items():
@@ -80,10 +80,10 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 
 
 def predictions(result: Result) -> pa.Table:
-    """Columns client, model, row (place in the data), target [, event, subject], and prediction, or one per class.
+    """Return a table: client, model, row (index in the data), target [, event, subject], and predictions.
 
-    Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
-    means of counts, and risks by the horizon (without one log hazards) of a survival task.
+    Predictions are probabilities of classes (for a binary task of the second class), values in units of the label,
+    means of counts, and for a survival task risks by the horizon, or log hazards without a horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final(result):
@@ -108,14 +108,16 @@ def predictions(result: Result) -> pa.Table:
 
 
 def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
-    """Columns client (-1: all together), model, subgroup, metric, value, of every group first its samples.
+    """Return a table with the columns client (-1: all together), model, subgroup, metric, value.
 
-    Groups with fewer samples (known subjects) than `least`, or of a class or of events, have no other figure.
+    The first metric of a group is its number of samples.
+
+    Groups with fewer samples (or subjects, if known) than `least`, also in a class or in events, have no other metric.
 
     Args:
-        result: of a run.
+        result: result of a run.
         by: columns, or bounds of them.
-        least: rows or subjects of every kind in a group that is scored.
+        least: smallest number of rows or subjects of every kind in an evaluated group.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()

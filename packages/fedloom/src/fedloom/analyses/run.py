@@ -247,7 +247,7 @@ def answer_question(
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
         analysis.check_question(question, terms)
-        if 0 < analysis.used(client, terms).count < terms.rules.least:
+        if 0 < analysis.used(client, terms).count < terms.rules.min_subjects:
             return Answer(torch.zeros_like(bounds.low), 0, True, 0)
         answer = analysis.answer(question, client, terms)
     if answer is None:

@@ -35,7 +35,7 @@ class Mixer(Value, ABC):
     among: Among = Field(
         "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
     )
-    share: float = Field(
+    mixing_weight: float = Field(
         1.0,
         ge=0,
         le=1,
@@ -226,7 +226,7 @@ class ClusterMeans(Mixer):
             raise ConfigError(
                 f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}",
                 rule="mixer-clusters",
-                fix=f"set {{mixer.clusters = {n}}}, or less",
+                fix=f"set {{personalized_aggregation.clusters = {n}}}, or less",
             )
 
 

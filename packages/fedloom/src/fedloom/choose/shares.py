@@ -55,9 +55,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "weights = 'groups' needs clients in groups, and this partition has none",
+                "client_weights = 'groups' needs clients in groups, and this partition has none",
                 rule="shares-need-groups",
-                fix="set {weights = 'samples'}",
+                fix="set {client_weights = 'samples'}",
             )
         masses = _alike(fed.groups.cpu())
     elif column is not None:
@@ -70,7 +70,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
             raise ConfigError(
                 f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}",
                 rule="shares-of-other-clients",
-                fix="set {weights = 'samples'}, or give the numbers",
+                fix="set {client_weights = 'samples'}, or give the numbers",
             )
     return (masses / masses.sum())[:, None]
 
@@ -87,7 +87,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
         ConfigError: the column does not exist, a client
             has several levels, or a row has no level.
     """
-    data, what = fed.data, f"weights = 'groups by {column}'"
+    data, what = fed.data, f"client_weights = 'groups by {column}'"
     if column not in data.columns:
         cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}; name those of a table in data.kept"
         raise unknown("column", column, data.columns, what, cure)
@@ -99,7 +99,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
             raise Refused(
                 f"{what} needs one level of every client, but client {fed.names[client]!r} has {', '.join(names[:4])}",
                 rule="shares-need-one-level",
-                fix="set {weights = 'uniform'}, or partition by that column",
+                fix="set {client_weights = 'uniform'}, or partition by that column",
             )
         levels += codes
     return torch.tensor(levels)
@@ -144,15 +144,15 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
-            f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}",
+            f"client_weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}",
             rule="shares-clusters",
-            fix="set {weights = 'uniform'}, or fewer clusters",
+            fix="set {client_weights = 'uniform'}, or fewer clusters",
         )
     if not bool((ctx.sizes > 0).all()):
         raise Refused(
             "weights by clusters needs training samples of every client",
             rule="shares-of-empty-clients",
-            fix="set {weights = 'uniform'}",
+            fix="set {client_weights = 'uniform'}",
         )
 
 

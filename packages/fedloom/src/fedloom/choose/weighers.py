@@ -156,8 +156,8 @@ class EquitableWeigher(Weigher):
         if self.clusters is not None:
             return []
         return [
-            f"weigher {self.kind!r} looks for clusters of clients in every round, and weighs clients alike where it "
-            "finds none that are clearly apart: give clusters, as many as the federation has"
+            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weighs clients alike "
+            "where it finds none that are clearly apart: give clusters, as many as the federation has"
         ]
 
     def check(self, n: int) -> None:

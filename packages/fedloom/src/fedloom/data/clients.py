@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partitions import Writers
+from fedloom.data.partitions import Natural
 from fedloom.data.samples import find_pair
 from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
 from fedloom.data.sources.table.frames import is_frame
@@ -94,9 +94,9 @@ def as_federation(
     classes = common_classes(side for parts in sides for side in parts)
     in_order = [_sides(client, both)[k] for k in range(len(sides[0])) for client in named.values()]
     options = {**join_roles(in_order, name), **options}
-    options = {"users": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
+    options = {"clients": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.create(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
-    cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
+    cut = Natural(test=0.0 if both else test, validation=validation, test_from="clients" if both else "own")
     fed = cut(data, seed)
     everyone = list(named)
     notes = list(dict.fromkeys(note for parts in sides for part in parts for note in part.notes))

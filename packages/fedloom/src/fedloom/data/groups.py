@@ -192,7 +192,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
         return source
     if not isinstance(source, TableSource):
         raise ConfigError("groups of rows need a table with named columns in [data]")
-    keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
+    keeps: Source = source.with_(group_columns=tuple(dict.fromkeys((*source.group_columns, *columns))))
     return keeps
 
 

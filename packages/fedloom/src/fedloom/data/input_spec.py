@@ -129,7 +129,9 @@ class InputSpec(Value):
             raise DataError(
                 "data: is a table; give fl.Dataset.create(table, LABEL, ...) with the options of the training"
             )
-        return Dataset.create(data, task=self.task, **({"vocabulary": self.vocabulary} if self.vocabulary else {}))
+        options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
+        options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
+        return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
         """Convert new data to the old data's terms: classes and columns by name, the same scaling.
@@ -152,6 +154,7 @@ class InputSpec(Value):
             centre=self.centre,
             unit=self.unit,
             vocabulary=self.vocabulary,
+            positions=self.each and not self.vocabulary,
             original_dtype=data.original_dtype,
             design=data.design,
         )
@@ -226,6 +229,8 @@ class InputSpec(Value):
             raise DataError(
                 f"{data.name}: unknown class {unknown[0]!r}; the model has {', '.join(map(repr, self.classes))}"
             )
+        if self.each and not self.vocabulary:
+            return torch.where(data.y < 0, NO_LABEL, code[data.y])
         if self.each:
             return functional.pad(
                 torch.where(data.y < 0, NO_LABEL, code[data.y]), (0, self.shape[0] - data.y.shape[1]), value=NO_LABEL

@@ -32,13 +32,19 @@ FIXED_TABLE_OPTIONS = (
     "columns",
     "missing",
     "impute",
-    "kept",
+    "group_columns",
     "task",
     "centre",
     "unit",
     "scale",
 )
 """Options of a table that a trained model fixes."""
+
+
+def client_column_of(conversion: Mapping[str, Any]) -> str | None:
+    """Return the column of clients of the options of a run's data, which models of earlier versions call ``users``."""
+    column: str | None = conversion.get("client_column", conversion.get("users"))
+    return column
 
 
 class NewData(NamedTuple):
@@ -78,7 +84,7 @@ class NewData(NamedTuple):
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
         """Rows without labels, of a file or in memory. Arguments and errors as `labelled`, and `new_rows`."""
-        users, factors = self.options.get("users"), self.factors
+        users, factors = client_column_of(self.options), self.factors
         if not isinstance(data, str | Path):
             return new_rows(facts, data, "rows", users, factors, keep, self.options.get("days_since"))
         if facts.vocabulary and Path(data).suffix == ".txt":
@@ -116,8 +122,8 @@ class NewData(NamedTuple):
             k: v for k, v in options.items() if k in fields_of(kind) and v not in DETECTED_OPTION_DEFAULTS.get(k, ())
         }
         if tables and facts.table is not None:
-            if "label" not in chosen and (agreed := agreement_of(options.get("agreement"))) is not None:
-                chosen |= {"label": agreed.target, "event": agreed.event}
+            if "target" not in chosen and (agreed := agreement_of(options.get("agreement"))) is not None:
+                chosen |= {"target": agreed.target, "event": agreed.event}
             chosen = {k: v for k, v in chosen.items() if k not in FIXED_TABLE_OPTIONS} | {"agreement": facts.agreement}
         return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})
 

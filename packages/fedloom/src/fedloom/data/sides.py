@@ -152,7 +152,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
-        return Side.create(*pair, name, obj.get("users"))._replace(notes=_unread(obj, name))
+        return Side.create(*pair, name, obj.get("clients", obj.get("users")))._replace(notes=_unread(obj, name))
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
@@ -192,7 +192,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
-            "fl.Dataset.create(frame, label='ill', users='site'), and give partition=fl.partitions.writers()"
+            "fl.Dataset.create(frame, target='ill', client_column='site'), and give partition=fl.partitions.natural()"
         )
     sampler = type(getattr(obj, "sampler", None))
     subset = sampler not in (type(None), SequentialSampler, RandomSampler)
@@ -245,7 +245,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """
     x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
-        key for key in obj if key not in (x, y, "users", "frame", *SAMPLE_ROLES)
+        key for key in obj if key not in (x, y, "clients", "users", "frame", *SAMPLE_ROLES)
     ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(

@@ -60,7 +60,7 @@ def rows_by_site(
         raise ConfigError("a regression reads its columns from [data] itself; give categorical and drop, no agreement")
     source = source.with_(impute=True, unlabelled="drop", **changes)
     if test is not None:
-        source = source.with_(kept=(*source.kept, test[0]), drop=(*source.drop, test[0]))
+        source = source.with_(group_columns=(*source.group_columns, test[0]), drop=(*source.drop, test[0]))
     data = source.read(data_dir)
     assert isinstance(data.prepare, Table)
     whole = ~data.x.isnan().any(1)
@@ -125,8 +125,8 @@ def survival_rows(
     """`rows_by_site` whose targets are times from 0 on and events.
 
     Args:
-        source: as there. Its label is no column.
-        time: column of times. None: the source's label.
+        source: as there. Its target is no column.
+        time: column of times. None: the source's target.
         event: column with 1 for an event and 0 for none. None: the source's.
         data_dir: folder of data sets.
         test: as there.
@@ -135,11 +135,11 @@ def survival_rows(
         ConfigError: see `rows_by_site`. Or time and event are not named.
         DataError: see `rows_by_site`.
     """
-    label, named, drop = (getattr(source, key, None) for key in ("label", "event", "drop"))
-    time, event = label if time is None else time, named if event is None else event
+    target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))
+    time, event = target if time is None else time, named if event is None else event
     if time is None or event is None:
-        raise ConfigError("which columns are the time and the event? name them here, or label and event in [data]")
-    unused = {*(drop or ()), *(column for column in (label, named) if column is not None)} - {time, event}
+        raise ConfigError("which columns are the time and the event? name them here, or target and event in [data]")
+    unused = {*(drop or ()), *(column for column in (target, named) if column is not None)} - {time, event}
     return rows_by_site(
-        source, data_dir, test, label=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
+        source, data_dir, test, target=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
     )

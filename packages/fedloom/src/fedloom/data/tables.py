@@ -86,6 +86,8 @@ FITTED_NUMBERS = 5
 """Numbers that are fitted to a column at a client."""
 MAX_RANGE_WIDTHS = 0.5
 """Widths of where the training lies, beyond which a single number is noted."""
+FAR_ROW_SHARE = 0.5
+"""Share of a column's rows beyond which a prediction has another exit code."""
 NOTED_ROW_SHARE = 0.1
 """Share of a column's rows from which a note reports that they lie far from the training."""
 
@@ -226,6 +228,19 @@ class Table(Value):
                     "cells?"
                 )
         return sentences
+
+    def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
+        """Return the columns of raw ``[N, p]`` of which most numbers lie beyond the training range.
+
+        Such columns are in another unit, or of other people. Bounds and ``fitted`` as in `strange`.
+        """
+        far = []
+        for k, column in enumerate(self.columns):
+            values, bounds = x[:, k][~x[:, k].isnan()], self._bounds(column, fitted[k])
+            if not column.levels and bounds is not None and len(values):
+                outside = (values < bounds[0]) | (values > bounds[1])
+                far += [column.name] * (float(outside.double().mean()) > FAR_ROW_SHARE)
+        return far
 
     @staticmethod
     def _bounds(column: TableColumn, fitted: Tensor) -> tuple[float, float] | None:

@@ -1,6 +1,6 @@
 """Runs: a setting, its rounds, their evaluation and the result.
 
-Every name is imported when it is first touched.
+Every name is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checkpoints of a run, and the fingerprint that they and all ranks must agree on.
+"""Checkpoints of a run, and the fingerprint on which they and all ranks must agree.
 
-Of several ranks, the first reads and writes for all.
+With several ranks, the first one reads and writes for all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedloom.engine.checks.moved import restore_numbers, update_numbers
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Setting
@@ -29,18 +30,18 @@ from fedloom.values import Value
 from fedloom.version import __version__
 
 UNATTACKED_NOTE = "no attacker took part in any round: none was attacked"
-"""Note on a run after its last round."""
+"""Note about a run after its last round."""
 
 
 class Resumed(NamedTuple):
-    """A run as its newest checkpoint has it.
+    """A run, as its newest checkpoint contains it.
 
     Attributes:
-        state: the state to go on from.
-        stop: why the run had ended there. None where the same command resumes it.
+        state: state from which the run continues.
+        stop: reason why the run had ended there. None if the same command resumes it.
         detail: round, clients and numbers of that end.
-        diverged: the round by which the run had diverged, if it went on to its end.
-        extras: what a kind of run saves beside its state.
+        diverged: round by which the run had diverged, if it continued to its end.
+        extras: further values that this kind of run saves.
     """
 
     state: State
@@ -51,25 +52,27 @@ class Resumed(NamedTuple):
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, without a folder, nothing is saved.
+    """Checkpoints of a run. Without a folder, nothing is saved.
 
     Args:
         job: the run.
         folder: the folder of the checkpoints.
-        mark: what the checkpoints must agree on. The job's fingerprint when None.
-        every_round: save after every round, whenever the last one was.
+        mark: fingerprint on which the checkpoints must agree. None: the job's fingerprint.
+        every_round: True saves after every round, however recent the last checkpoint is.
     """
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
         self._job, self._stores = job, job.stores
         self._saves, self.every_round, self._extends = folder is not None, every_round, mark is None
-        self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
+        self._checkpoints = (
+            None if folder is None or job.ranks.rank > 0 else Checkpoints(folder, update_numbers=update_numbers)
+        )
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._numbers = {**job.setting.numbers(), **job.replay.marks()}
         self._saved = time.monotonic()
 
     def resume(self, start: State) -> Resumed:
-        """Read the newest checkpoint. Return ``start`` without one."""
+        """Read the newest checkpoint. Without a checkpoint, return ``start``."""
         resumed, ranks = self._resume(start), self._job.ranks
         if ranks.size == 1:
             return resumed
@@ -102,13 +105,13 @@ class RunCheckpoints:
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the rounds of a shorter run that has ended in the folder, which this run continues.
+        """Return the rounds of a shorter run that ended in the folder and that this run continues.
 
         Raises:
-            RunDirError: something in it depends on the number of rounds, so that the longer run is another one.
+            RunDirError: something in the run depends on the number of rounds, so the longer run is a different one.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
-        before: dict[str, Any] = (meta or {}).get("numbers") or {}
+        before = update_numbers((meta or {}).get("numbers") or {})
         ended = int(before.get("rounds", rounds))
         if meta is None or not meta["stop"] or meta["round"] != ended or ended >= rounds:
             return None
@@ -124,7 +127,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of the state. ``extras`` are what JSON can hold."""
+        """Write a checkpoint of the state. JSON must be able to represent ``extras``."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -139,7 +142,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether the last checkpoint is long enough ago for another."""
+        """Return whether the last checkpoint is old enough for another one."""
         return (
             self._saves
             and not self.every_round
@@ -148,7 +151,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Name the choices of a run whose code reads the number of rounds, as ``weigher.beta``: by what is not given."""
+    """Name the choices of a run not given that read the number of rounds, as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
@@ -170,17 +173,18 @@ def _replace_rounds(job: Job, rounds: int) -> Job:
 
 
 def fingerprint(job: Job) -> str:
-    """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits of everything on which a run's numbers depend."""
     data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
     for part in sorted(job.eval_fed.parts):
         data.update(job.eval_fed.parts[part].index.cpu().numpy().tobytes())
         data.update(job.eval_fed.parts[part].offsets.cpu().numpy().tobytes())
     if job.fed.noise is not None:
         data.update(job.fed.noise.cpu().numpy().tobytes())
+    named = restore_numbers({"engine.gradient_engine": job.oracle.name})
     text = json.dumps(
         {
-            "setting": {**job.setting.numbers(), **job.replay.marks()},
-            "engine": [job.oracle.name, job.chunk],
+            "setting": {**restore_numbers(job.setting.numbers()), **job.replay.marks()},
+            "engine": [*named.values(), job.chunk],
             "data": [job.eval_fed.data.checksum(), data.hexdigest(), job.fed.n],
             **_external_digests(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
@@ -191,32 +195,32 @@ def fingerprint(job: Job) -> str:
 
 
 def _external_digests(job: Job) -> dict[str, str]:
-    """Return digests of a run's external inputs: frozen parameters, a file of weights, a file of devices."""
+    """Return digests of a run's external inputs: frozen parameters, a weight file, a file of devices."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
     digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):
         trace = Path(job.setting.devices.file).expanduser().read_bytes()
         digests["devices"] = hashlib.blake2b(trace, digest_size=16).hexdigest()
-    if not frozen and job.setting.model.weights is None:
+    if not frozen and job.setting.model.init_from is None:
         return digests
     digest = hashlib.blake2b(digest_size=16)
     for p in frozen:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    if job.setting.model.weights is not None:
-        digest.update(weights_content(job.setting.model.weights))
+    if job.setting.model.init_from is not None:
+        digest.update(weights_content(job.setting.model.init_from))
     return {**digests, "base": digest.hexdigest()}
 
 
 def _user_code(setting: Setting) -> list[Any]:
-    """Classes and functions that may be a user's."""
+    """Return the classes and functions that may be a user's."""
     return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
 
 
 def check_ranks(job: Job) -> None:
-    """Refuse ranks that would not compute the same numbers.
+    """Raise if the ranks would not compute the same numbers.
 
     Raises:
-        ConfigError: another experiment, other data, libraries or instructions of the processor.
+        ConfigError: experiment, data, libraries or processor instructions differ.
     """
     if job.ranks.size == 1:
         return

@@ -1,8 +1,8 @@
-"""EarlyStop: the end of a run whose validation metric no longer improves, and the round that is kept."""
+"""EarlyStop: ends a run whose validation metric no longer improves, and chooses the round to keep."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field, field_validator
 
@@ -13,13 +13,21 @@ from fedloom.values import Value
 
 if TYPE_CHECKING:
     from fedloom.engine.records import Record, Records
-    from fedloom.engine.state import State
+
+
+class ScoredState(Protocol):
+    """A run's state with its scores (`fedloom.engine.state.State`)."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def records(self) -> Records: ...
 
 
 class EarlyStop(Value):
     """Ends a run whose validation metric has not improved in the last evaluations.
 
-    The metric is the mean over clients. With ``keep = "best"``, the result is the best evaluated round instead of the
+    The metric is the mean over clients. With ``result = "best"``, the result is the best evaluated round instead of the
     last one. fedloom plays the rounds up to it again, so the run costs up to twice as much. As a callback, it only ends
     the run.
     """
@@ -32,7 +40,7 @@ class EarlyStop(Value):
         "validation", description="part of the clients that is watched. Never the test part"
     )
     patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
-    least: float = Field(0.0, ge=0, description="smallest improvement that counts")
+    min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
 
     @field_validator("metric")
     @classmethod
@@ -41,9 +49,9 @@ class EarlyStop(Value):
             raise unknown("metric", metric, METRICS)
         return metric
 
-    keep: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
+    result: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
 
-    def __call__(self, state: State) -> str | None:
+    def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""
         model, history = self._history(state.records)
         if not history or history[-1][0] != state.round:
@@ -60,17 +68,17 @@ class EarlyStop(Value):
         return history[self._best(history)][0] if history else None
 
     def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
-        """Return the model that is watched, and its metric by round."""
+        """Return the monitored model, and its metric by round."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
     def _best(self, history: list[tuple[int, float]]) -> int:
-        """Return the place of the best value, the first among values that differ by at most ``least``."""
+        """Return the index of the best value, the first among values that differ by at most ``least``."""
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):
-            if sign * value < sign * best - self.least:
+            if sign * value < sign * best - self.min_delta:
                 best, last = value, k
         return last
 

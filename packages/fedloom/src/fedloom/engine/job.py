@@ -1,4 +1,4 @@
-"""Job: the facts of a run in every process, fixed before the first round."""
+"""Job: facts of a run that every process knows, fixed before the first round."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedloom.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFacts):
-    """A problem with room for the clients' state, and the processes that compute it.
+    """A problem with storage for the clients' state, and the processes that compute it.
 
     Attributes:
         workers: number of processes forked from this one.
-        ranks: processes that go through the run together.
+        ranks: processes that run together.
         clients: state rows of the clients.
-        kept: rows that the server keeps of every client.
-        models: last models of the clients, for a mixer, where `kept` does not have them.
-        summed: what the clients' uploads have added up to (`summed_fields`).
-        residue: what the channel has not sent yet, of every client.
-        optimizer: states of every client's optimisers. Where they are kept.
+        kept: the server's stored rows of every client.
+        models: last models of the clients for a mixer, if `kept` does not contain them.
+        summed: accumulated uploads of every client (`summed_fields`).
+        residue: every client's differences that the channel has not sent.
+        optimizer: states of every client's optimizers, if they are stored.
         locations: the machines that have the latest row of every client.
     """
 
@@ -46,7 +46,7 @@ class Job(JobFacts):
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
-        """Everything that is kept by client."""
+        """All state that is stored by client."""
         return {
             "clients": self.clients,
             "kept": self.kept,
@@ -62,20 +62,20 @@ class Job(JobFacts):
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the run at a server whose clients keep what is theirs."""
+        """Return the run at a server whose clients store their own state."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
     def replace_shares(self, alpha: Tensor | None) -> Job:
-        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. This run when None."""
+        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. None: this run."""
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """Return the local problems of clients in a round, with the replayed batches if they train.
 
-        With ``steps [m]`` they take so many. Where the states of their optimisers are kept, these go on from the round
-        before.
+        With ``steps [m]`` they take that number of steps. Stored states of their optimizers continue from the previous
+        round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
@@ -96,24 +96,24 @@ class Job(JobFacts):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the base of a difference upload, as the server has it, see `Messages.tracks`."""
+        """Return the server's base of a difference upload, see `Messages.tracks`."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
         return row.to(self.oracle.device)
 
     def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
-        """Return the download of a cohort. None stands for all clients."""
+        """Return the download of a cohort. None: all clients."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
             down = self.algorithm.down(server, kept, ctx)
-        mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
+        mixer = self.setting.personalized_aggregation or (self.algorithm.mixer(round) if self.robust else None)
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by every client's mixture, of a part only what travels."""
-        if not mixer.share:
+        """Replace the model in a download by every client's mixture, of a part only the sent coordinates."""
+        if not mixer.mixing_weight:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
         rows, start = getattr(models.read(self.mixed(ctx.ids)), name), getattr(models.template, name)
@@ -129,11 +129,15 @@ class Job(JobFacts):
         mixtures = mixtures.to(shared)
         if mask is not None:
             mixtures = shared.repeat(ctx.m, 1).masked_scatter_(mask, mixtures)
-        mixed = mixtures if mixer.share == 1 else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.share)
+        mixed = (
+            mixtures
+            if mixer.mixing_weight == 1
+            else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.mixing_weight)
+        )
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """Return the aggregator as a mixer's rule, with too few models, a mixture is the client's own model."""
+        """Return the aggregator as a mixer's rule. With too few models, a mixture is the client's own model."""
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None
 

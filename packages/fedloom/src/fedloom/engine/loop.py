@@ -1,4 +1,4 @@
-"""The loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment alike."""
+"""The loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class End(NamedTuple):
 
     Attributes:
         state: the run after its last round.
-        stop: why it ended.
+        stop: reason why it ended.
         detail: round, clients and numbers of an early end.
-        diverged: the round by which the run had diverged, if it went on to its end.
+        diverged: round by which the run had diverged, if it continued to its end.
     """
 
     state: State
@@ -34,12 +34,13 @@ class End(NamedTuple):
 
 
 class Hooks:
-    """Actions of a kind of run around its rounds. This base does nothing.
+    """Actions of a kind of run around its rounds. This base class does nothing.
 
     Attributes:
-        scores_with_training: clients score the models of a round with the training of the next, in one message.
-        robust_losses: whether the run diverges is judged by the median of the clients' losses, not by their mean.
-        pause: round after which the run is evaluated and interrupted. None: the run goes on.
+        scores_with_training: True if clients evaluate the models of a round together with the next training, in one
+            message.
+        robust_losses: True if the median of the clients' losses, and not their mean, decides whether the run diverges.
+        pause: round after which the run is evaluated and interrupted. None: the run continues.
     """
 
     scores_with_training = False
@@ -47,32 +48,32 @@ class Hooks:
     pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Prepare the next round. Why it must not begin, if it must not."""
+        """Prepare the next round. Return the reason why it must not start, if there is one."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
-        """Have the next training bring the scores of this state, which `evaluate` then has."""
+        """Let the next training also return the scores of this state, which `evaluate` then uses."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores among the records. And a sentence if the run cannot go on from them."""
+        """Return the state with its scores in the records, and a sentence if the run cannot continue from them."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:
-        """Take note of a round that changed the server's state. Sentences for the run's notes."""
+        """Record a round that changed the server's state. Return sentences for the run's notes."""
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
-        """Take note that a run diverges and continues."""
+        """Record that a run diverges and continues."""
 
     def record_failure(self, state: State, error: GivenUp) -> None:
-        """Take note of a round that changes nothing."""
+        """Record a round that changes nothing."""
 
     def review_round(self, state: State) -> str | None:
-        """Look at a round whose scores are there. A sentence ends the run."""
+        """Inspect a round after its scores are known. A returned sentence ends the run."""
         return None
 
     def interrupted(self) -> bool:
-        """Return whether the user wants the run to stop and to go on later."""
+        """Return whether the user wants to stop the run and resume it later."""
         return False
 
     def extras(self, state: State) -> dict[str, Any]:
@@ -81,14 +82,14 @@ class Hooks:
 
 
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
-    """Run the rounds that are left, and save the end.
+    """Run the remaining rounds, and save the end.
 
-    A run in which no upload was used, or that changed no loss, has trained nothing, and has failed however many rounds
-    have passed. A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no
-    checkpoint is written, and the run resumes from the newest one.
+    A run in which no upload was used, or that changed no loss, has trained nothing. It has failed, however many rounds
+    have passed. A round that fails changes nothing: the end contains the state before it. If such an end can be
+    resumed, no checkpoint is written, and the run resumes from the newest checkpoint.
 
     Raises:
-        ClientError: code of the method failed.
+        ClientError: the method's code failed.
         CheckpointError: a checkpoint cannot be written.
     """
     loop = _Loop(job, clients, checkpoints, hooks, state)
@@ -115,7 +116,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
 
 
 class _Loop:
-    """A run in progress. `state` is the newest that all of a round, or of an evaluation, has led to."""
+    """A run in progress. `state` is the newest state after a complete round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
@@ -124,7 +125,7 @@ class _Loop:
         self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
-        """Run to the end. Why it ends, with the detail.
+        """Run to the end. The reason why it ends, with the detail.
 
         Raises:
             RunStopped: it ends within a round or an evaluation.
@@ -166,7 +167,7 @@ class _Loop:
                 self._save()
 
     def _train_and_score(self) -> None:
-        """Train a round whose messages bring the scores of the round before."""
+        """Train a round whose messages contain the scores of the previous round."""
         before = self.state
         self._hooks.ask_for_scores(before)
         try:
@@ -194,7 +195,7 @@ class _Loop:
         """Score the state.
 
         Raises:
-            RunStopped: the run cannot go on from these scores.
+            RunStopped: the run cannot continue from these scores.
         """
         self.state, unusable = self._evaluated(self.state)
         if unusable:
@@ -208,7 +209,7 @@ class _Loop:
         return scored.with_(times=scored.times.add_evaluation(time.perf_counter() - start)), unusable
 
     def _review_round(self, state: State) -> str | None:
-        """Show the hooks a round of this process."""
+        """Report a round of this process to the hooks."""
         return self._hooks.review_round(state) if state.round > self._begun else None
 
     def _save(self) -> None:
@@ -216,6 +217,6 @@ class _Loop:
 
 
 def _abandon_round(before: State, error: GivenUp) -> State:
-    """Return the state after a round without a result: unchanged, but for its cost of privacy."""
+    """Return the state after a round without a result: unchanged, except for its privacy cost."""
     clients = torch.tensor(error.clients)
     return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

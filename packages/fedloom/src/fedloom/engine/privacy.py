@@ -1,18 +1,19 @@
-"""The guarantee of a channel's noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
+"""The guarantee of noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
 
-Noise of the channel is local: each client adds it before its upload leaves the device. The figure is then the
-client-level local differential privacy of all that one client has sent, against everyone who receives it, the server
-included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
-against those who receive the models that leave the server, not against the server. Both are the Gaussian mechanism
-composed over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism
-with multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
+Noise of the channel is local: each client adds it before its upload leaves the device. Epsilon then describes the
+client-level local differential privacy of everything that one client has sent, against every recipient, including the
+server. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and epsilon holds against
+recipients of the models, but not against the server. Both are the Gaussian mechanism composed over the rounds of the
+client that took part most often: one Gaussian mechanism with multiplier / sqrt(rounds), whose epsilon is exact with
+``pld``. Amplification by sampling is not used.
 
-A simulation draws continuous noise from seeded generators and protects no client. Its figure is that of the same run
-with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`) and always
+A simulation draws continuous noise from seeded generators and protects no client. Its epsilon is the epsilon of the
+same run with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`)
+and always
 accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one
 (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha
-* rho, which is what ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven for
-continuous noise only.
+* rho, which ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven only for continuous
+noise.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Accountant = Literal["rdp", "pld"]
 
 
 Noise = GaussianNoise | PrivateMean
-"""Source of Gaussian noise: clients before they send, or the server on their sum."""
+"""Source of Gaussian noise: clients before they send, or the server on the sum."""
 
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
-    """Return the noise that epsilon is recorded for: Gaussian noise with a delta, the clients' first."""
+    """Return the noise for which epsilon is recorded: Gaussian noise with a delta, the clients' first."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
 
@@ -46,11 +47,11 @@ def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> 
 def check_privacy(
     algorithm: Algorithm, channel: Channel | None, aggregator: Aggregator | None, sampler: Sampler, weigher: Weigher
 ) -> None:
-    """Refuse to account for what the accountant cannot know.
+    """Raise if the accountant cannot cover the run.
 
     Raises:
-        ConfigError: the accountant is not installed.
-        Refused: clients also send answers that no noise is added to, or what is clipped is no difference.
+        ConfigError: the accountant is not installed,
+        clients also send answers without noise, or the clipped values are not differences.
     """
     fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
     if isinstance(aggregator, PrivateMean):
@@ -58,21 +59,21 @@ def check_privacy(
             raise Refused(
                 f"aggregator 'private-mean' clips differences, but {name} uploads absolute values",
                 rule="noise-needs-differences",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}, which acts on their changes",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which acts on their changes",
             )
         if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
                 "clients",
                 rule="noise-misses-single-uploads",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
     noise = accounted(channel, aggregator)
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
-    table = "channel" if isinstance(noise, GaussianNoise) else "aggregator"
+    table = "upload_transform" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(
             f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
@@ -82,7 +83,7 @@ def check_privacy(
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
-        ("weigher", weigher.kind, weigher.probes),
+        ("aggregation_weights", weigher.kind, weigher.probes),
         ("sampler", sampler.kind, sampler.probes or reports),
     ):
         if asks:
@@ -94,7 +95,7 @@ def check_privacy(
 
 
 def epsilon(channel: Noise, uploads: int) -> float:
-    """Epsilon at ``channel.delta`` of one client that ``uploads`` uploads came from.
+    """Return epsilon at ``channel.delta`` of a client that has sent ``uploads`` uploads.
 
     With sensitivity 2 clip (``replace``: any two uploads, local differential privacy) or clip (``zero``: an upload
     against none), the noise multiplier is sigma / 2 or sigma.
@@ -105,11 +106,12 @@ def epsilon(channel: Noise, uploads: int) -> float:
 
 
 def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
-    """Epsilon of the worst client after a round.
+    """Return epsilon of the worst client after a round.
 
     Args:
-        channel: with a delta.
-        sampler: one that learns from uploads could reveal something by whom it draws: every round counts for all then.
+        channel: channel with a delta.
+        sampler: the choices of a sampler that learns from uploads could reveal something, so every round then counts
+            for all clients.
         uploads: ``[n]`` rounds in which every client took part.
         round: rounds done.
     """
@@ -118,7 +120,7 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
 
 @cache
 def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Epsilon of ``times`` Gaussian mechanisms with this noise multiplier: of one with multiplier/sqrt(times)."""
+    """Return epsilon of ``times`` Gaussian mechanisms, which equals epsilon of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
     from dp_accounting import dp_event, get_epsilon_gaussian, rdp

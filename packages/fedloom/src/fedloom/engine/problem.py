@@ -29,17 +29,17 @@ class JobFacts:
     """Computation of a run: its choices, data and local problems, without any state.
 
     Attributes:
-        setting: the choices of a user, presets resolved.
+        setting: choices of the user, with presets resolved.
         oracle: the local problems.
         fed: the data that clients train on.
-        eval_fed: the data that models are evaluated on. `fed`, unless the clients were pooled.
+        eval_fed: the data on which models are evaluated: `fed`, unless the clients were pooled.
         attackers: ``[b]`` ids of the attackers.
-        alpha: ``[n, 1]`` the clients' shares of the objective; those before round 1, but for `Job.replace_shares`.
-        chunk: most clients of a chunk.
-        memory: the form of the states of the clients' optimisers; None: they start anew in every round.
-        notes: sentences on what is known before the first round.
-        replay: what takes the place of the run's own draws.
-        spent: ``[7]`` work and traffic before round 1 (`COUNTS`), if there was any.
+        alpha: ``[n, 1]`` the clients' shares of the objective before round 1, or after `Job.replace_shares`.
+        chunk: largest number of clients per chunk.
+        memory: form of the clients' optimizer states. None: optimizers start without a state in every round.
+        notes: sentences known before the first round.
+        replay: values that replace the run's own draws.
+        spent: ``[7]`` work and traffic before round 1 (`COUNTS`), if any.
     """
 
     setting: Setting
@@ -71,10 +71,10 @@ class JobFacts:
 
     @cached_property
     def masses(self) -> Tensor:
-        """``[n, 1]`` float64: how much a client counts beside others in what is kept or added up, see `Ctx.masses`.
+        """Weights ``[n, 1]`` float64 of clients in stored or accumulated sums, see `Ctx.masses`.
 
-        1 for each where the aggregator reads no weights, or the method has the shares, or weights of its own, in what
-        its clients send.
+        They are 1 if the aggregator reads no weights, or if the method's uploads already contain the shares or other
+        weights.
         """
         aggregator = self.setting.aggregator
         weighed = any(kind.weight for kind in self.fields.values())
@@ -82,13 +82,13 @@ class JobFacts:
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
     def weights(self, up: Fields) -> list[Tensor]:
-        """Return the upload fields ``[m, 1]`` that weight other fields in the mean of what clients keep."""
+        """Return the upload fields ``[m, 1]`` that weight other stored fields in their mean."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
     @cached_property
     def primary(self) -> str:
-        """The upload field that carries the model."""
+        """Upload field that contains the model."""
         return primary_field(type(self.algorithm))
 
     @cached_property
@@ -99,49 +99,49 @@ class JobFacts:
 
     @property
     def gathers(self) -> bool:
-        """Uploads are gathered as rows, not summed chunk by chunk."""
-        return self.setting.weigher.probes or self.robust
+        """True if uploads are gathered as rows, and not summed chunk by chunk."""
+        return self.setting.aggregation_weights.probes or self.robust
 
     @property
     def robust(self) -> bool:
-        """The aggregator is more than a weighted mean."""
+        """True if the aggregator is more than a weighted mean."""
         return self.setting.aggregator is not None and not self.setting.aggregator.linear
 
     @property
     def forges(self) -> bool:
-        """Attackers send other uploads than they should. None where nothing is uploaded."""
+        """True if attackers forge uploads. None if nothing is uploaded."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
     def sees_honest(self) -> bool:
-        """Attackers read the models of the honest clients."""
+        """True if attackers read the models of the honest clients."""
         return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
-        """Clients answer questions about the model that they trained."""
-        return self.setting.weigher.probes or self.setting.sampler.learns
+        """True if clients answer questions about the model that they trained."""
+        return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
     def model_field(self) -> str:
-        """The upload field that the server's side looks at as a model. Empty if it looks at none."""
+        """Upload field that the server's side reads as a model. Empty if it reads none."""
         return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
     def malicious(self) -> Tensor:
-        """``[n]`` clients that attack."""
+        """Mask ``[n]`` of the attackers."""
         return torch.isin(torch.arange(self.eval_fed.n), self.attackers)
 
     @cached_property
     def scored_ids(self) -> Tensor:
-        """Ids ``[s]`` of the clients that are scored, ascending: all, or those that the run's seed draws."""
+        """Ids ``[s]`` of the evaluated clients, ascending: all, or the clients that the run's seed draws."""
         n, most = self.eval_fed.n, self.setting.evaluate.clients
         if most is None or most >= n:
             return torch.arange(n)
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of a cohort's clients who train as they should, and of those who forge their uploads."""
+        """Return indices of a cohort's honest clients, and of the clients that forge their uploads."""
         if not self.forges:
             return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
         forges = self.malicious[ids]
@@ -149,21 +149,21 @@ class JobFacts:
 
     @property
     def kept_fields(self) -> list[str]:
-        """Upload fields of which the server keeps every client's last row."""
+        """Upload fields of which the server stores every client's last row."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def regroups(self) -> bool:
-        """Clusters, and with them the clients' shares, are found again between two rounds of this run."""
-        period = period_of(self.setting.weights)
+        """True if clusters, and so the clients' shares, are found again between two rounds."""
+        period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Fields that the server adds up, keeping each client's sum.
+        """Fields that the server accumulates, while each client's sum is stored.
 
-        A robust rule decides on the sums of changes to clients' rows. Where shares change, a sum by shares is found
-        anew from those of the clients.
+        A robust rule decides on the sums of changes to clients' rows. If shares change, a sum by shares is computed
+        again from the clients' sums.
         """
         fields = self.fields.items() if self.robust or self.regroups else ()
         whole = self.regroups and not self.robust
@@ -171,11 +171,13 @@ class JobFacts:
 
     @property
     def has_personal(self) -> bool:
-        """Clients have models of their own: the method's personal models, or what a mixer sends them."""
-        return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
+        """True if clients have their own models: the method's personal models, or a mixer's mixtures."""
+        return (
+            self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
+        )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Personal models ``[m, d]``, of a method without any, the mixtures that clients receive."""
+        """Return personal models ``[m, d]``, or for a method without them the mixtures that clients receive."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)
@@ -183,12 +185,12 @@ class JobFacts:
 
     @property
     def mixes(self) -> bool:
-        """Downloads are mixed from what the server keeps of single clients."""
-        return self.setting.mixer is not None or self.algorithm.mixes
+        """True if downloads are mixtures of the server's stored rows of individual clients."""
+        return self.setting.personalized_aggregation is not None or self.algorithm.mixes
 
     @cached_property
     def train_sizes(self) -> Tensor:
-        """``[n, 1]`` training samples."""
+        """Numbers ``[n, 1]`` of training samples."""
         return self.fed.sizes("train").cpu()[:, None]
 
     @cached_property
@@ -197,7 +199,7 @@ class JobFacts:
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """Return the server's context in a round with the cohort ``ids``. None stands for all clients."""
+        """Return the server's context in a round with the cohort ``ids``. None: all clients."""
         ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
@@ -205,8 +207,8 @@ class JobFacts:
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
 
     def mixed(self, ids: Tensor) -> Tensor:
-        """Clients whose kept rows the download of a cohort is mixed from."""
-        mixer = self.setting.mixer
+        """Return the clients whose stored rows the download of a cohort mixes."""
+        mixer = self.setting.personalized_aggregation
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 
     @cached_property
@@ -218,5 +220,5 @@ class JobFacts:
     @cached_property
     def messages(self) -> Messages:
         """Encoding of downloads and uploads."""
-        oracle, mixed = self.oracle, self.setting.mixer is not None
-        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.channel, mixed=mixed)
+        oracle, mixed = self.oracle, self.setting.personalized_aggregation is not None
+        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.upload_transform, mixed=mixed)

@@ -1,4 +1,4 @@
-"""Records: everything measured in a run, as a tidy table, without times."""
+"""Records: everything measured in a run, as a tidy table without times."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
 DIVERGENCE_FACTOR = 10.0
-"""Multiple of the initial mean training loss (at least 1) beyond which a run diverges."""
+"""A run diverges if its mean training loss exceeds this multiple of its initial value (at least 1)."""
 DIVERGING_EVALUATIONS = 3
-"""Evaluations in a row that make a diverging run diverged. Fewer where the run ends with them."""
+"""Number of consecutive diverging evaluations after which a run has diverged. Fewer if the run ends with them."""
 
 FEDERATION_CLIENT = -1
-"""The client number of a figure of the whole federation."""
+"""Client number of a figure of the whole federation."""
 
 
 class Record(NamedTuple):
-    """One figure of every client, or one of the federation.
+    """One figure of every client, or one figure of the federation.
 
     Attributes:
         round: round number, 0 before the first.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
         metric: name.
-        values: float64 ``[s]`` by client that is scored, or ``[1]`` of the federation.
-        total: a figure of the federation.
+        values: float64 ``[s]`` by evaluated client, or ``[1]`` of the federation.
+        total: True for a figure of the federation.
     """
 
     round: int
@@ -47,21 +47,21 @@ class Record(NamedTuple):
 
     @classmethod
     def make_client_record(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
-        """Make the record of a figure of every client that is scored, ``[s]``."""
+        """Create the record of a figure of every evaluated client, ``[s]``."""
         return cls(round, model, part, metric, values.double().numpy(), total=False)
 
     @classmethod
     def make_federation_record(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
-        """Make the record of a figure of the federation."""
+        """Create the record of a figure of the federation."""
         return cls(round, model, part, metric, np.array([float(value)]), total=True)
 
 
 class Records:
-    """Records of a run, an immutable value that becomes a table, and tensors for a checkpoint.
+    """Records of a run: an immutable value that can be converted to a table, and to tensors for a checkpoint.
 
     Args:
         items: the records.
-        ids: ``[s]`` the clients that are scored, ascending. None: all.
+        ids: ``[s]`` evaluated clients, ascending. None: all.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
@@ -73,7 +73,7 @@ class Records:
 
     @property
     def round(self) -> int:
-        """The round of the newest record. -1 before the first."""
+        """Round of the newest record, or -1 before the first."""
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
@@ -103,7 +103,7 @@ class Records:
         return None
 
     def is_unchanged(self) -> bool:
-        """Return whether every loss that was measured in several rounds is equal to the bit in the first and last."""
+        """Return whether every loss measured in several rounds is equal, bit for bit, in the first and last one."""
         losses: dict[tuple[str, str, bool], list[Record]] = {}
         for r in self.items:
             if r.metric == "loss":
@@ -133,13 +133,13 @@ class Records:
 def score_records(
     round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
 ) -> Iterator[Record]:
-    """Yield the records of scores, and of the federation's figures that follow from them.
+    """Yield the records of scores, and the federation's figures that follow from them.
 
     Args:
-        round: the round after which the models were scored.
+        round: the round after which the models were evaluated.
         scores: the scores of every model.
-        sizes: ``[s]`` samples of the clients that are scored, by part.
-        benign: ``[s]`` nan for attackers, who count in no figure of the federation. None without them.
+        sizes: ``[s]`` samples of the evaluated clients, by part.
+        benign: ``[s]`` NaN for attackers, which no figure of the federation includes. None without them.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
@@ -159,18 +159,18 @@ def score_records(
 
 
 class Divergence:
-    """True if a run diverges while its figures are finite. The verdict follows from the records alone.
+    """Decides whether a run diverges while its figures are finite. The verdict depends only on the records.
 
-    The start is the largest training loss at the first evaluation, of any model. Without ``train`` among the parts that
-    are evaluated nothing is found.
+    The start is the largest training loss of any model at the first evaluation. If ``train`` is not evaluated, no
+    divergence is found.
 
     Args:
-        robust: the loss is the median over the clients, so that one of three or more decides nothing alone, where the
-            records have sums only, nothing is found. Otherwise it is their mean.
+        robust: True uses the median loss over the clients, so a single one of three or more clients cannot decide. If
+            the records only contain sums, no divergence is found. False uses the mean.
 
     Attributes:
-        round: of the evaluation by which the run had diverged. None while it has not.
-        sentence: the model, its loss and its start. Empty while it has not.
+        round: evaluation by which the run had diverged. None if it has not.
+        sentence: the model, its loss and its start. Empty if it has not.
     """
 
     def __init__(self, *, robust: bool = False) -> None:
@@ -181,11 +181,11 @@ class Divergence:
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
-        """Read what is new of a run's records. The sentence, if it has diverged by that, else the empty text.
+        """Read the new records of a run. Return the sentence if the run has diverged by now, else an empty text.
 
         Args:
-            records: of the run. Those that were read before are skipped.
-            ended: there will be no further evaluation.
+            records: records of the run. Records that were read before are skipped.
+            ended: True if there is no further evaluation.
         """
         before = self.sentence
         for record in records.items[self._records_read :]:
@@ -224,7 +224,7 @@ class Divergence:
 
 
 def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """Build the error for a missing figure. ``measured`` are (model, part, metric)."""
+    """Build the error for a missing figure. ``measured`` lists (model, part, metric)."""
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:

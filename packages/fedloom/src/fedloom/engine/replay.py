@@ -1,4 +1,4 @@
-"""Replay given values instead of a run's own draws, to follow other people's code step by step."""
+"""Replay given values instead of a run's own draws, to follow other code step by step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values. The run draws a value that is None.
+    """Given values. A run draws the values that are None.
 
     Attributes:
-        initial: ``[d]``, in the order of the model's ``named_parameters()``, or these by name (a state dict).
-        cohorts: client ids of every round. A client that is there twice counts twice in a mean.
-        batches: of every client (a list of n, or by id), of every round a list of steps, each a list of positions in
-            the client's training part. They are those of the stream "local", for a method with more streams, of which
-            an error gives the names, a round is a table of such lists by stream. A client takes as many steps as there
-            are batches (Per-FedAvg's steps take two or three each), unless ``local.steps`` is given. Where a round has
-            other streams than "local", its evaluation takes them for personal models that it trains.
-        projection: ``[dim, d]``, the matrix of a method in a subspace (Lp-Proj, ADMM-Lp-Proj).
+        initial: ``[d]``, in the order of the model's ``named_parameters()``, or tensors by name (a state dict).
+        cohorts: client ids of every round. A client that occurs twice counts twice in a mean.
+        batches: for every client (a list of n, or by id) and every round a list of steps, each a list of positions in
+            the client's training part. They belong to the stream "local". For a method with more streams, a round is a
+            table of such lists by stream, and an error names the streams. A client takes one step per batch
+            (Per-FedAvg's steps take two or three batches each), unless ``local.steps`` is given. If a round has streams
+            other than "local", its evaluation uses them for personal models that it trains.
+        projection: ``[dim, d]``, the matrix of a subspace method (Lp-Proj, ADMM-Lp-Proj).
     """
 
     initial: Tensor | Mapping[str, Tensor] | None = None
@@ -43,7 +43,7 @@ class Replay:
         """Return the initial model ``[d]``, or ``default`` if none is given.
 
         Raises:
-            ConfigError: of another model, or not finite.
+            ConfigError: it belongs to another model, or is not finite.
         """
         if self.initial is None:
             return default
@@ -74,7 +74,7 @@ class Replay:
         return start
 
     def cohort(self, round: int) -> Tensor | None:
-        """Ids of the clients of a round, from 1, if they are given."""
+        """Return the ids of the clients of a round, from 1, if they are given."""
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
@@ -90,17 +90,17 @@ class Replay:
         return [tuning.get(i, {}) for i in ids.tolist()] if any(tuning.values()) else None
 
     def check(self, algorithm: Algorithm, sampler: Sampler, rounds: int, sizes: Tensor) -> None:
-        """Read cohorts and batches.
+        """Check cohorts and batches.
 
         Args:
             algorithm: the method.
-            sampler: of the run.
-            rounds: of the run.
+            sampler: sampler of the run.
+            rounds: number of rounds of the run.
             sizes: ``[n, 1]`` training samples.
 
         Raises:
-            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches.
-                (Refused) what is given has nothing to act on, or the sampler decides the same.
+            ConfigError: a length, an id or a position is wrong, a client of a cohort has no batches,
+                a given value has no effect, or the sampler decides the same thing.
         """
         if self.cohorts is not None and sampler != Uniform():
             raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
@@ -158,7 +158,7 @@ def _numbers(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: it is not one of numbers. ``rule`` has what it must be.
+        ConfigError: it does not consist of numbers. ``rule`` describes the required value.
     """
     try:
         return torch.as_tensor(value)
@@ -173,7 +173,7 @@ def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
 
 
 def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
-    """Whole numbers from 0 to ``below`` - 1, at least one."""
+    """Check that there is at least one integer, and that all are between 0 and ``below`` - 1."""
     try:
         integers = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
@@ -193,7 +193,7 @@ def _short(value: object) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Everything in ``value`` into a digest."""
+    """Add everything in ``value`` to a digest."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             digest.update(repr(key).encode())

@@ -1,4 +1,4 @@
-"""Result of a run: what was measured, and the models."""
+"""Result of a run: its measurements and models."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Result:
     """Result of a run.
 
     Attributes:
-        stop: why it ended.
+        stop: reason why it ended.
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
-        notes: sentences on the data and how they were split, which begin with ``data:``, and on the run, such as
-            dropped clients. Equal ones once, with how often they came.
-        status: how it ended in a word: done, diverged, interrupted or failed.
-        diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
-        seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
-        startup: those costs, of every round: compilation, forks, page faults, see `fedloom.engine.state.Times`.
-        models: "global", "personal" and "hybrid", as far as the method has them, see `Models`.
+        notes: sentences on the data and their split, which start with ``data:``, and on the run, for instance on
+            dropped clients. Equal sentences occur once, with their number.
+        status: done, diverged, interrupted or failed.
+        diverged: round by which a run had diverged that continued to its end with finite figures, else None.
+        seconds: seconds of every round, without evaluation, and without the one-off costs of a process's first round.
+        startup: one-off costs of every round: compilation, forks, page faults, see `fedloom.engine.state.Times`.
+        models: "global", "personal" and "hybrid", if the method has them, see `Models`.
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Result:
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
-        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        """Return a tidy table: round, client (-1 is the federation), model, part, metric, value."""
         return self.state.records.table()
 
     def to_pandas(self) -> Any:
@@ -69,13 +69,13 @@ class Result:
         return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return a metric of every scored client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
+        """Return a metric of every evaluated client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid". None: the model that a client would use, the hybrid one where it
-                was measured, else the personal one, else the global one.
-            metric: its name. None: accuracy, or the metric that leads where that was not measured.
-            part: of the clients' samples.
+            model: "global", "personal" or "hybrid". None: the model that a client would use: hybrid if it was measured,
+                else personal, else global.
+            metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
+            part: part of the clients' samples.
 
         Raises:
             ConfigError: it was not measured.
@@ -97,16 +97,16 @@ class Result:
 
     @property
     def used(self) -> str:
-        """The model that a client would use: the most personal one that was measured."""
+        """Model that a client would use: the most personal one that was measured."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
 
     def uploads(self) -> pa.Table:
-        """Every piece of work in virtual time, in the order in which it ended.
+        """Return every piece of work in virtual time, in the order of its end.
 
-        Columns: ``client``. ``version``, the server's steps at its dispatch; ``round``, the step that took it or in
-        which it was given up; ``start``, ``end`` and ``busy`` in seconds; ``fate``, in a word
-        (`fedloom.engine.virtual.clock.Fate`); and ``staleness``, steps of the server in between.
+        Columns: ``client``. ``version`` is the number of server steps at its dispatch. ``round`` is the step that used
+        it, or in which it was given up. ``start``, ``end`` and ``busy`` are in seconds. ``fate`` is a word
+        (`fedloom.engine.virtual.clock.Fate`), and ``staleness`` the number of server steps in between.
 
         Raises:
             ConfigError: the run has no devices.
@@ -129,10 +129,11 @@ class Result:
 
         Args:
             target: the value to reach.
-            metric: its name. None: accuracy, or the metric that leads where that was not measured.
+            metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
             model: "global", "personal" or "hybrid". None: the model that a client would use.
-            part: of the clients' samples.
-            by: "all": of the mean over the clients. "client": of each, by number. "device": of the mean of each class.
+            part: part of the clients' samples.
+            by: "all": for the mean over the clients. "client": for each client, by number. "device": for the mean of
+                each class.
 
         Raises:
             ConfigError: the run has no devices, or the metric was not measured.
@@ -176,7 +177,7 @@ class Result:
         return page
 
     def __repr__(self) -> str:
-        """One line on how it went."""
+        """Return one line on how the run went."""
         end = f" ({self.detail})" if self.detail else ""
         parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
@@ -234,7 +235,7 @@ class Live:
 
     @cached_property
     def _down(self) -> Fields:
-        """The download of all clients, which may mix all that is kept."""
+        """Return the download of all clients, which may mix all stored rows."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
     @undisturbed()

@@ -1,4 +1,4 @@
-"""The round: sample, download, train in chunks, aggregate what was accepted, step the server."""
+"""The round: sample clients, send the download, train in chunks, aggregate accepted uploads, step the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     """Run one round.
 
     Returns:
-        The state after the round, and sentences on what happened in it.
+        The state after the round, and sentences on events in it.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -33,7 +33,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     cohort, times = drawn.unique(return_counts=True)
     order = longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
-    if not job.setting.weigher.probes:
+    if not job.setting.aggregation_weights.probes:
         shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)
@@ -56,7 +56,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 def take(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Step the server on the uploads of a cohort ``[m]``, after a draw with ``sampler`` and ``query_counts [7]``.
+    """Take the server's step with the uploads of a cohort ``[m]``, drawn with ``sampler`` at cost ``query_counts [7]``.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -91,7 +91,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort. Return it with the sampler's new state and the cost ``[7]`` of asking candidates."""
+    """Draw the cohort. Also return the sampler's new state and the cost ``[7]`` of queries."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
@@ -109,12 +109,12 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fi
 
 
 def checked_ids(ids: Tensor, n: int) -> Tensor:
-    """Check positions of clients."""
+    """Check indices of clients."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
         raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids
 
 
 def longest_first(job: Job, cohort: Tensor) -> Tensor:
-    """Places of the cohort's clients by falling number of training samples, then by place."""
+    """Return indices of the cohort's clients by decreasing number of training samples, then by index."""
     return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

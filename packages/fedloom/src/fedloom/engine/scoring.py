@@ -28,11 +28,11 @@ from fedloom.schedule import Fleet
 
 
 def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
-    """Score every model after a round.
+    """Evaluate every model after a round.
 
     Returns:
-        The state with the scores among its records. And a sentence if a model's training loss is not finite, or where
-        training parts are not scored, its loss on a part that is.
+        Return the state with the scores added to its records, and a sentence if a model's training loss is not finite,
+        or if training parts are not evaluated, its loss on an evaluated part.
     """
     job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -51,7 +51,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part with a loss that is not finite at clients with samples: the part, whose loss, these clients."""
+    """Yield each part with a loss that is not finite at clients with samples: the part, the model, these clients."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:
@@ -62,7 +62,7 @@ def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:
-    """Ask for the scores of every model after a round, or None if no model can be scored."""
+    """Request the scores of every model after a round, or return None if no model can be evaluated."""
     t = state.round
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
@@ -77,7 +77,7 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
 
 
 def scores_of(job: Job, clients: Clients, state: State) -> Scores:
-    """Scores of every model that there is after a round, the hybrid model included."""
+    """Return the scores of every model after a round, including the hybrid model."""
     request = score_request(job, state)
     if request is None:
         return {}
@@ -90,10 +90,10 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
-    """Yield the records of a round: scores, clients' work so far, privacy spent, and recovered groups.
+    """Yield the records of a round: scores, the clients' work so far, the privacy cost, and recovered groups.
 
-    What the clients did is the training of all rounds and what the personal models after this one took, where some
-    clients are scored only, as much per client for the others.
+    The clients' work is the training of all rounds plus the work of the personal models after this round. If only some
+    clients are evaluated, the other clients count with the same work.
     """
     t, scored = state.round, job.scored_ids
     cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
@@ -111,10 +111,10 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
         yield from _upload_records(t, state.clock, job.n, scored)
         if job.fleet is not None:
             yield from _time_records(t, state.clock, job.fleet, scored)
-    noise = accounted(job.setting.channel, job.setting.aggregator)
+    noise = accounted(job.setting.upload_transform, job.setting.aggregator)
     if noise is not None:
         yield Record.make_federation_record(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
-    if uses_clusters(job.setting.weights):
+    if uses_clusters(job.setting.client_weights):
         yield Record.make_client_record(t, "", "", "share", job.alpha[scored, 0])
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
@@ -130,7 +130,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
-    """Yield the virtual time of a round, and how the clients used theirs until then."""
+    """Yield the virtual time of a round, and how the clients have used their time."""
     use = use_of(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
@@ -143,7 +143,7 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
-    """Yield whose uploads came until a round, and how stale they were."""
+    """Yield the clients whose uploads arrived until a round, and their staleness."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE_COLUMN] == Fate.USED]
@@ -156,7 +156,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
-    """Compute the method's own figures after a round. They do not count as its work."""
+    """Compute the method's own figures after a round. Computing them does not count as the method's work."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):

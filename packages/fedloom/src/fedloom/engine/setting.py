@@ -1,4 +1,4 @@
-"""Setting: one run as a value. Its tables are those of an experiment file, its numbers what a run is known by."""
+"""Setting: one run as a value. Its tables are the tables of an experiment file, and its numbers identify a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """When and on what models are scored. Nothing here changes what is learned."""
+    """Which models are evaluated, when and on which parts. These options do not change training."""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +47,7 @@ class Evaluate(Value):
     clients: int | None = Field(
         None, ge=1, description="most clients to score, the same in every round, drawn once (default: all)"
     )
-    statistics: Literal["averaged", "own"] = Field(
+    batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
         description=(
             "normalization statistics for a client's scores of the global model: averaged over the "
@@ -65,24 +65,32 @@ class Evaluate(Value):
 
 
 def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
-    """Refuse less than one worker."""
+    """Raise if there is less than one worker."""
     if workers != "auto" and workers < 1:
         raise ValueError(f"must be at least 1 or 'auto', got {workers}")
     return workers
 
 
 class Engine(Value):
-    """Way in which a run is computed. Workers change no result. Other options change rounding only."""
+    """How a run is computed. The number of workers does not change results. Other options change only rounding."""
 
-    free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
+    free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "state_memory_mib")
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
         description="single-threaded processes on this machine, at most two per core. Under torchrun, its ranks",
         union_mode="left_to_right",
     )
-    oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="computation of gradients")
-    chunk: int | None = Field(None, ge=1, description="most clients of a chunk (default: a fixed rule)")
+    gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
+        "auto",
+        description=(
+            "computation of gradients: compiled loops for linear layers, torch.func.vmap over clients, or one client "
+            "after the other. auto: the first that fits the model"
+        ),
+    )
+    clients_per_batch: int | None = Field(
+        None, ge=1, description="most clients that are computed together (default: a fixed rule)"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
@@ -93,15 +101,16 @@ class Engine(Value):
         ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
-    store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory. Beyond it, files")
+    state_memory_mib: int = Field(1024, ge=0, description="MiB of client state in memory. The rest is in files")
     quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort whose update must be usable")
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
 OF_DATA = (
-    "target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
+    "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
+    "layout",
 )  # fmt: skip
-"""Options of `fedloom.Dataset.create` that are taken for choices of a run."""
+"""Options of `fedloom.Dataset.create` that are often confused with choices of a run."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -109,9 +118,9 @@ Shares = (
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
-"""A model's name or specification, or the module, a class or a function of a user."""
+"""A model's name or specification, or a module, class or function of a user."""
 Options = Mapping[str, Any] | None
-"""The table of an experiment file. None leaves the default."""
+"""Table of an experiment file. None leaves the default."""
 
 
 class Choices(TypedDict, total=False):
@@ -122,13 +131,13 @@ class Choices(TypedDict, total=False):
     task: Objective | Options
     local: LocalSGD | Options
     sampler: Sampler | str | Options
-    weigher: Weigher | str | Options
-    mixer: Mixer | str | Options
+    aggregation_weights: Weigher | str | Options
+    personalized_aggregation: Mixer | str | Options
     aggregator: Aggregator | str | Options
     attack: Attack | str | Options
-    channel: Channel | str | Options
+    upload_transform: Channel | str | Options
     augment: Augment | Options
-    weights: str | Sequence[float] | None
+    client_weights: str | Sequence[float] | None
     devices: Devices | str | Options
     schedule: Schedule | str | Options
     evaluate: Evaluate | Options
@@ -141,17 +150,17 @@ Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: Named
 
 
 class Setting(Value):
-    """One run of one method, whatever the data: every choice that a user has, each a key or table of a file.
+    """One run of one method, for any data: all choices of a user, each a key or table of a file.
 
-    A choice that is added here is read from experiment files, written to them, offered by `fedloom.simulate`, part of
-    what a checkpoint must agree on and named where a directory holds another run.
+    A new field here is read from experiment files, written to them, offered by `fedloom.simulate`, part of a
+    checkpoint's fingerprint, and named if a directory contains another run.
     """
 
     per_method: ClassVar[tuple[str, ...]] = (
-        "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel", "rounds",
-        "weights", "schedule",
+        "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation", "aggregator", "attack",
+        "upload_transform", "rounds", "client_weights", "schedule",
     )  # fmt: skip
-    """Choices that every method of an experiment may have for itself."""
+    """Choices that each method of an experiment may set for itself."""
 
     algorithm: Method = Field(description="a method, or a preset's composition")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
@@ -168,11 +177,11 @@ class Setting(Value):
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="selection of the clients of a round"
     )
-    weigher: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
+    aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
         description="weight of a client in the mean of the cohort's uploads: its share, or a rule's weight",
     )
-    mixer: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
+    personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that a client receives (None: the server's model)"
     )
     aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
@@ -181,13 +190,13 @@ class Setting(Value):
     attack: Annotated[Attack | None, SettingTable(Attack, ATTACKS)] = Field(
         None, description="behavior of malicious clients"
     )
-    channel: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
+    upload_transform: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
         None, description="transformation of a client's upload, such as compression or noise"
     )
     augment: Annotated[Augment, SettingTable(Augment)] = Field(
         default_factory=Augment, description="random changes of training images"
     )
-    weights: Shares = Field(
+    client_weights: Shares = Field(
         "samples",
         description=(
             "shares alpha_i of the clients in the objective, used in every mean and local problem: by "
@@ -217,18 +226,18 @@ class Setting(Value):
     def create(
         cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Make the setting of a method. A choice that is None is left as it is by default.
+        """Create the setting of a method. A choice of None keeps its default.
 
         Raises:
-            ConfigError: an unknown choice, a wrong type or a value out of range.
+            ConfigError: a choice is unknown, has the wrong type or is out of range.
         """
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return the setting with other choices. One that is None is left as it is.
+        """Return the setting with other choices. A choice of None does not change.
 
         Raises:
-            ConfigError: an unknown choice, a wrong type or a value out of range.
+            ConfigError: a choice is unknown, has the wrong type or is out of range.
         """
         return self.read(choices, places=self.places(self.algorithm), base=self)
 
@@ -240,24 +249,24 @@ class Setting(Value):
         places: Places | None = None,
         base: Setting | None = None,
     ) -> Setting:
-        """Make the setting of a mapping, which is the only way to a run from keywords, tables and files.
+        """Create a setting from a mapping. This is the only way from keywords, tables and files to a run.
 
         Args:
-            mapping: ``algorithm`` (see `NamedMethod.read`), its options beside it, and fields of a setting: values,
-                names or tables. None stands for a choice that is left as it is.
+            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting: values, names or
+                tables. None keeps the default.
             where: the file or call, for messages.
-            places: what else may stand there, and how its keys are written. None: a mapping in Python.
-            base: has the choices that the mapping does not have. None: the defaults.
+            places: other keys that may occur, and how keys are written. None: a mapping in Python.
+            base: provides the choices that are missing in the mapping. None: the defaults.
 
         Raises:
-            ConfigError: an unknown key, a wrong type or a value out of range.
+            ConfigError: a key is unknown, has the wrong type or is out of range.
         """
         places = places or cls.places()
         chosen = {key: value for key, value in mapping.items() if value is not None}
         method, allowed, tables = chosen.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
         options = {key: chosen.pop(key) for key in [*chosen] if key not in allowed}
         for key, value in options.items():
-            if method is None or not (places.method or key == "settings"):
+            if method is None or not (places.method or key == "defaults"):
                 raise unknown("key", key, places.keys, where, places.hint(key, value))
         if method is not None:
             chosen["algorithm"] = NamedMethod.read(method, options, where, places).value
@@ -268,10 +277,10 @@ class Setting(Value):
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> Places:
-        """Return what may be given in Python, and where every other key belongs.
+        """Return the keys that Python accepts, and the place of every other key.
 
         Args:
-            algorithm: the method, where its options may not stand beside it.
+            algorithm: the method, if its options must not stand beside it.
             changes: fields of the places that differ.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
@@ -294,7 +303,7 @@ class Setting(Value):
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
-        """Return the fields with tables in an experiment file."""
+        """Return the fields that are tables in an experiment file."""
         parts = {
             name: [m for m in field.metadata if isinstance(m, SettingTable)] for name, field in cls.model_fields.items()
         }
@@ -306,7 +315,7 @@ class Setting(Value):
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Every choice but the method and the seed as an experiment file has it, defaults filled in."""
+        """Return every choice except the method and the seed in the form of an experiment file, including defaults."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -328,28 +337,35 @@ class Setting(Value):
 
     @property
     def method(self) -> Algorithm:
-        """The algorithm, of a preset, its own."""
+        """Algorithm of the run, or of its preset."""
         return self.algorithm.algorithm if isinstance(self.algorithm, PresetMethod) else self.algorithm
 
     @property
     def role(self) -> str:
-        """What a comparison takes the method for, see `fedloom.algorithms.role_of`."""
+        """Role of the method in a comparison, see `fedloom.algorithms.role_of`."""
         return role_of(self.algorithm)
 
     @property
     def pooled(self) -> bool:
-        """All clients' data are one client's."""
+        """True if the run pools all clients' data."""
         return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
-        """Replace a preset by its method, sampler and weigher.
+        """Replace a preset by its method, sampler and aggregation weights.
 
-        A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
+        A sampler that draws by samples already contains the shares, so the clients of a cohort then have equal weight.
         """
         parts, preset = dict[str, Any](), self.algorithm
         if isinstance(preset, PresetMethod):
             sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
-            parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
-        if parts.get("sampler", self.sampler).by_samples and parts.get("weigher", self.weigher).kind == "shares":
-            parts["weigher"] = UniformWeigher()
+            parts = {
+                "algorithm": preset.algorithm,
+                "sampler": sampler,
+                "aggregation_weights": preset.weigher or self.aggregation_weights,
+            }
+        if (
+            parts.get("sampler", self.sampler).by_samples
+            and parts.get("aggregation_weights", self.aggregation_weights).kind == "shares"
+        ):
+            parts["aggregation_weights"] = UniformWeigher()
         return self.with_(**parts) if parts else self

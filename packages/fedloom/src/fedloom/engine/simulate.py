@@ -1,4 +1,4 @@
-"""simulate: one method on one federation, from the first round to the last."""
+"""simulate: runs one method on one federation, from the first round to the last."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder of the best round's checkpoints, in the run's folder."""
+"""Folder of the best round's checkpoints, inside the run's folder."""
 Progress = Callable[[State], object]
-"""Called after every round, with the state after it. A sentence ends the run (`fedloom.callbacks`)."""
+"""Called after every round, with the state after it. A returned sentence ends the run (`fedloom.callbacks`)."""
 
 
 @undisturbed()
@@ -60,7 +60,7 @@ def simulate(
     model: GivenModel | None = None,
     *,
     folder: Path | str | None = None,
-    progress: Sequence[Progress] = (),
+    callbacks: Sequence[Progress] = (),
     advance: bool = True,
     pause: int | None = None,
     ranks: Ranks = SINGLE_RANK,
@@ -68,38 +68,40 @@ def simulate(
     cohorts: Sequence[Sequence[int] | Tensor] | None = None,
     batches: Sequence[Any] | Mapping[int, Any] | None = None,
     projection: Tensor | None = None,
-    settings: Literal["default", "paper", "released"] = "default",
+    defaults: Literal["default", "paper", "released"] = "default",
     **choices: Unpack[Choices],
 ) -> Result:
     """Run a method on a federation.
 
     Args:
-        algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
-        fed: the clients and their data. Or a list of clients, or a mapping by name, as `Federation.create` takes it.
-        model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
-            class or function that makes one (called as in `fedloom.models.Import`). Softmax when None.
-        folder: for checkpoints and client state. Running again with the same arguments resumes from there.
+        algorithm: a method or its name, a preset's result, or a complete `fedloom.Setting`.
+        fed: the clients and their data. Alternatively a list of clients, or a mapping by name, as for
+            `Federation.create`.
+        model: a name in `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
+            class or function that returns one (called as `fedloom.models.Import` does). Softmax when None.
+        folder: folder for checkpoints and client state. Running again with the same arguments resumes from there.
             None keeps everything in memory.
-        progress: called after every round. A sentence that one returns ends the run, and an error of one is a warning
+        callbacks: functions called after every round. A returned sentence ends the run, and an error becomes a warning
             (`fedloom.callbacks`).
-        advance: False only reads what the folder holds.
+        advance: False only reads the folder's content.
         pause: round after which the run is evaluated and interrupted. The same call with a later round, or without
             it, resumes.
-        ranks: processes that all make this call, from `fedloom.processes.distributed.joined`. The models are then those
-            of rank 0.
-        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other people's code: they
-            take the place of the run's own draws and are part of what a folder must agree on (`Replay`).
+        ranks: processes, which all make this call, from `fedloom.processes.distributed.joined`. The models are then at
+            rank 0.
+        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other code: they replace the
+            run's own draws, and a folder must agree on them (`Replay`).
         cohorts: client ids of every round.
-        batches: of every client, of every round, of every step the positions in its training part.
-        projection: ``[dim, d]``, the matrix of a method in a subspace.
-        settings: constants of a method that is given by name: "default", "paper" for the paper's own,
-            or "released" for those of its public code.
+        batches: for every client, every round and every step, the positions in its training part.
+        projection: ``[dim, d]``, the matrix of a subspace method.
+        defaults: default values of a method that is given by name: "default", "paper" for the paper's values, or
+            "released" for its public code's.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
-            ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
-            ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None leaves a default.
+            ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
+            ``augment``, ``client_weights``, ``devices``, ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None
+            keeps a default.
 
     Returns:
-        Metrics and models. `Result.stop` of a run that diverged or was interrupted has that. One whose training loss is
+        Metrics and models. `Result.stop` of a run that diverged or was interrupted says so. One whose training loss is
         finite, but in three evaluations in a row or in the last one more than ten times its start, has diverged. It
         continues to its end.
 
@@ -123,18 +125,18 @@ def simulate(
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
             "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
-            "of samples that have owners give users to fl.Dataset.create, and take fl.partitions.writers()"
+            "of samples that have clients give clients to fl.Dataset.create, and take fl.partitions.natural()"
         )
-    if callable(progress) or not all(map(callable, progress := list(progress))):
-        raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
+    if callable(callbacks) or not all(map(callable, callbacks := list(callbacks))):
+        raise ConfigError(f"callbacks must be a list of functions of a state, as [print], got {callbacks!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(
             place,
             owns=lambda inner: (*inner.parts[:1], len(inner.parts)) in ((CHECKPOINTS_FOLDER, 2), (WORK_FOLDER, 4)),
         )
-    mapping = {"model": model, "settings": None if settings == "default" else settings, **choices}
-    places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
+    mapping = {"model": model, "defaults": None if defaults == "default" else defaults, **choices}
+    places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "callbacks", "defaults"))
     with entered("python"):
         if isinstance(algorithm, Setting):
             setting = Setting.read(mapping, places=places, base=algorithm)
@@ -144,9 +146,9 @@ def simulate(
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)
     rule = setting.early_stop  # its last round is not always its result
-    calls: list[Progress] = [*progress, *([] if rule is None else [rule])]
+    calls: list[Progress] = [*callbacks, *([] if rule is None else [rule])]
     result = _play(job, server, place, calls, pause, advance=advance)
-    best = None if rule is None or rule.keep == "last" else rule.best_round(result.state.records)
+    best = None if rule is None or rule.result == "last" else rule.best_round(result.state.records)
     if best is not None and best < result.state.round and result.stop in (Stop.DONE, Stop.STOPPED):
         words = f"round {best} of {result.state.round} is the best one, and its models are the result"
         reason, place = "; ".join(filter(None, (result.detail, words))), None if place is None else place / BEST_FOLDER
@@ -159,7 +161,7 @@ def simulate(
 
 
 def _play(
-    job: Job, server: Fields, place: Path | None, progress: Sequence[Progress], pause: int | None, *, advance: bool
+    job: Job, server: Fields, place: Path | None, callbacks: Sequence[Progress], pause: int | None, *, advance: bool
 ) -> Result:
     """Resume a run from its folder, and play its rounds unless it has ended or must only be read."""
     checkpoints = RunCheckpoints(job, place)
@@ -168,7 +170,7 @@ def _play(
         result = Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
     else:
         with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
-            hooks = _Simulation(job, clients, progress, interrupted, pause)
+            hooks = _Simulation(job, clients, callbacks, interrupted, pause)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
             result.notes += hooks.warnings
     return result
@@ -181,11 +183,11 @@ class _Simulation(Hooks):
         self,
         job: Job,
         clients: Clients,
-        progress: Sequence[Progress],
+        callbacks: Sequence[Progress],
         interrupted: Callable[[], bool],
         pause: int | None,
     ) -> None:
-        self._job, self._clients, self._progress, self._interrupted = job, clients, progress, interrupted
+        self._job, self._clients, self._callbacks, self._interrupted = job, clients, callbacks, interrupted
         self.pause = pause
         self._guard = Guard()
         self._drawn = rng_states()
@@ -214,7 +216,7 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def review_round(self, state: State) -> str | None:
-        answers = [self._guard.call("callback", call, state) for call in self._progress]
+        answers = [self._guard.call("callback", call, state) for call in self._callbacks]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None
 

@@ -207,7 +207,7 @@ def initial_state(job: Job, server: Fields) -> State:
         0,
         server,
         job.setting.sampler.init(ctx),
-        job.setting.weigher.init(ctx),
+        job.setting.aggregation_weights.init(ctx),
         aggregator,
         first_sums(job),
         totals,

@@ -42,7 +42,7 @@ class NamedMethod(NamedTuple):
 
         Args:
             method: a name of the registry, an import path, a class, a method, or what a preset has made.
-            options: its options, and the constants ``settings`` of the options that are not given.
+            options: its options, and the constants ``defaults`` of the options that are not given.
             where: file and table, for the message.
             places: knows where other keys belong.
 
@@ -50,7 +50,7 @@ class NamedMethod(NamedTuple):
             ConfigError: there is no such method, it has no such option, or a value is out of range.
         """
         name, entry, built = name_method(method, where)
-        fields = {**fields_of(entry), **({"settings": None} if built is None else {})}
+        fields = {**fields_of(entry), **({"defaults": None} if built is None else {})}
         allowed = [*fields, *(places.keys if places and places.method else ())]
         for key, value in options.items():
             if key not in fields:
@@ -106,7 +106,8 @@ class SettingTable:
     def keys(self) -> dict[str, Iterable[str]]:
         """Return the keys of every kind but `key`. Those of a table that names no kind have an empty name."""
         kinds: dict[str, Iterable[str]] = {
-            kind: fields_of(entry).keys() - {self.key} for kind, entry in self.classes().items()
+            kind: (fields_of(entry).keys() | getattr(entry, "aliases", {}).keys()) - {self.key}
+            for kind, entry in self.classes().items()
         }
         return {"": kinds[self.default], **kinds} if self.default else kinds
 

@@ -159,7 +159,7 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
                 continue
             if not isinstance(value, Tensor | int | float):
                 raise ConfigError(
-                    f"local.optimizer_state = 'kept': the state {key!r} of {local.optimizer!r} is a "
+                    f"local.optimizer_state = 'persistent': the state {key!r} of {local.optimizer!r} is a "
                     f"{type(value).__name__}, which no row of numbers can hold",
                     rule="optimizer-state",
                     fix="set {local.optimizer_state = 'fresh'}",

@@ -61,7 +61,7 @@ class LocalSGD(Value):
         ),
     )
     decay: float = Field(1.0, gt=0, le=1, description="factor per round of the exponential schedule")
-    horizon: int = Field(100, ge=1, description="rounds until the cosine schedule reaches zero")
+    decay_rounds: int = Field(100, ge=1, description="rounds until the cosine schedule reaches zero")
     batch_size: int | Literal["full"] = Field(20, description="samples per step. 'full' for the whole training part")
     epochs: int = Field(1, ge=0, description="passes over the client's training part per round")
     steps: int | None = Field(None, ge=0, description="steps per round, the same for every client, instead of epochs")
@@ -71,8 +71,8 @@ class LocalSGD(Value):
     optimizer_options: dict[str, Any] = Field(
         default_factory=dict, description="further arguments of the optimizer, such as betas = [0.9, 0.99]"
     )
-    optimizer_state: Literal["fresh", "kept"] = Field(
-        "fresh", description="fresh: optimizer states start again in every round. kept: every client keeps them"
+    optimizer_state: Literal["fresh", "persistent"] = Field(
+        "fresh", description="fresh: optimizer states start again in every round. persistent: every client keeps them"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(
@@ -84,7 +84,7 @@ class LocalSGD(Value):
     )
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 
-    needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "horizon": "schedule cosine"}
+    needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "decay_rounds": "schedule cosine"}
 
     @model_validator(mode="before")
     @classmethod
@@ -157,7 +157,7 @@ class LocalSGD(Value):
             case "inverse-sqrt":
                 return self.lr / math.sqrt(round)
             case "cosine":
-                return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (round - 1) / self.horizon)))
+                return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (round - 1) / self.decay_rounds)))
             case _:
                 return self.lr
 
@@ -180,7 +180,9 @@ class LocalSGD(Value):
             )
         if self.lr_at(rounds) == 0:
             longer = (
-                f"set {{local.horizon = {rounds}}}, or more" if self.schedule == "cosine" else "raise {local.decay}"
+                f"set {{local.decay_rounds = {rounds}}}, or more"
+                if self.schedule == "cosine"
+                else "raise {local.decay}"
             )
             raise ConfigError(
                 f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last",

@@ -51,6 +51,9 @@ class Import(ModelSpec):
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         return self._build((length,), outputs, (vocabulary, each))
 
+    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._build(shape, outputs, (0, True))
+
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find_maker(self.path, "model", nn.Module)
         if not callable(make):
@@ -167,10 +170,17 @@ def _build(
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
+    if tokens == (0, True) and len(shape) > 2:
+        module.register_forward_hook(_by_pixel)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
     with nullcontext() if lazy else unchanged(module):  # a pass gives lazy modules their attributes
         try_out(module.float(), shape, outputs, name, tokens)
     return module
+
+
+def _by_pixel(module: nn.Module, inputs: object, output: Any) -> Any:
+    """Return the outputs of an image ``[b, k, height, width]`` pixel by pixel, ``[b, height width, k]``."""
+    return output.flatten(2).mT if isinstance(output, Tensor) and output.ndim > 3 else output
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
@@ -183,6 +193,9 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
     """Return advice for a module that fails on samples of a shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
+    recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
+    if recurrent and len(shape) == 3 and shape[0] == 1:
+        return "make the data with layout = 'sequence', if a sample is [time, features]"
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
         return f"begin with torch.nn.Flatten() and a layer of {width} inputs"
     return "give a model that takes such samples"
@@ -234,7 +247,8 @@ def try_out(
             module.train(training)
     got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if tokens and not tokens[0]:
-        wanted = (got[1] if isinstance(got, list) and len(got) == 3 else "length", outputs)
+        pixels = math.prod(shape[1:]) if len(shape) > 2 else None
+        wanted = (pixels or (got[1] if isinstance(got, list) and len(got) == 3 else "length"), outputs)
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
         if isinstance(got, str):

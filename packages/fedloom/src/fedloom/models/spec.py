@@ -41,7 +41,7 @@ DIGEST_MARK = "#sha256="
 class InitialValues(Value):
     """The fields of every model that decide its values before round 1, and which of them train."""
 
-    weights: str | None = Field(
+    init_from: str | None = Field(
         None,
         description=(
             "safetensors file of the initial values, as `fedloom export` writes it, with an optional "
@@ -96,8 +96,8 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model does not fit ``shape``, memory, its weight file or its adapters.
         """
         module = self._drawn(shape, outputs, seed, tokens)
-        if self.weights is not None:
-            load_weights(module, self.weights)
+        if self.init_from is not None:
+            load_weights(module, self.init_from)
         if self.adapters is None:
             return module
         with _drawing(seed, "adapters"):

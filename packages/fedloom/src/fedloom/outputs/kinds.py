@@ -1,4 +1,4 @@
-"""Name the kinds of files that are written, and the endings of their names."""
+"""Kinds of files that fedloom writes, and the endings of their names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FILE_KINDS = {
     "data": (".parquet", ".xlsx", ".xls", ".npz", ".npy", ".h5", ".sav", ".dta", ".sas7bdat", ".arff", ".feather"),
     "other": (".zip", ".gz", ".tar", ".pdf", ".docx", ".png", ".jpg", ".jpeg", ".svg", ".dcm", ".nii", ".db", ".key"),
 }
-"""Endings of names by the kind of file. A name with another ending, or without one, says nothing about the kind."""
+"""Endings of names by kind of file. A name with another ending, or without one, does not determine the kind."""
 
 
 class FileKind(NamedTuple):
-    """A kind of file that is written.
+    """A kind of file that fedloom writes.
 
     Attributes:
         name: one of `FILE_KINDS`.
-        what: the file in words, e.g. ``"a file of predictions"``.
-        is_own: whether a file that is there is of this kind and was written by fedloom, so that it may be replaced.
+        what: description of the file, e.g. ``"a file of predictions"``.
+        is_own: returns whether an existing file is of this kind and was written by fedloom, so it may be replaced.
     """
 
     name: str
@@ -36,5 +36,5 @@ class FileKind(NamedTuple):
 
 
 def never(_path: Path) -> bool:
-    """Return False: of a kind that people edit, no file is replaced."""
+    """Return False: no file of a kind that people edit is replaced."""
     return False

@@ -1,6 +1,6 @@
-"""Check a path before something is written there: a command replaces its own files only, and never an input.
+"""Check a path before something is written there: a command replaces only its own files, and never an input.
 
-Every command and every method that writes asks `check_output_file` or `check_output_folder` before it starts to work.
+Every command and method that writes calls `check_output_file` or `check_output_folder` before it starts to work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fedloom.errors import ConfigError, check_folder
 from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
 LOCK_FILE = ".lock"
-"""File that a process locks while it works in a run directory."""
+"""File that a process locks while it uses a run directory."""
 
 
 def draft_of(path: Path) -> Path:
-    """Return the temporary file that is written first, and renamed when it is whole."""
+    """Return the temporary file that is written first, and renamed when it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -31,22 +31,22 @@ def check_output_file(
     owns: Callable[[Path], bool] = never,
     force: bool = False,
 ) -> Path:
-    """Refuse a file that must not be written.
+    """Raise if a file must not be written.
 
     Args:
         path: the file.
-        kind: what is to be written.
-        inputs: files, folders and names that the same call reads. Names that are no path do not matter.
-        owns: whether a place in a run directory, relative to it, is for files of this kind.
-        force: replace a regular file of another kind, or take a name with the ending of another kind. An input, a file
-            of a run or of a deployment, and a link are refused all the same.
+        kind: kind of the file to write.
+        inputs: files, folders and names that the same call reads. Names that are not paths have no effect.
+        owns: returns whether a place in a run directory, relative to it, may contain files of this kind.
+        force: True replaces a regular file of another kind, or accepts a name with the ending of another kind. An
+            input, a file of a run or of a deployment, and a link are rejected in any case.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: the path is an input, a link, a folder, a device, a file that only may be read, a place in a run
-            directory or a deployment, or a file of another kind.
+        ConfigError: the path is an input, a link, a folder, a device, a read-only file, a place in a run directory or a
+            deployment, or a file of another kind.
         RunDirError: the folder of the path is a file, or a link that leads nowhere.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
@@ -92,20 +92,21 @@ def check_output_folder(
     entries: Collection[str] | None = None,
     owns: Callable[[Path], bool] = never,
 ) -> Path:
-    """Refuse a folder that must not be written into.
+    """Raise if a folder must not be written to.
 
     Args:
         folder: the folder, which need not exist.
         inputs: files, folders and names that the same call reads.
-        entries: names of the files and folders in it that belong to the command, which replaces and deletes them. None:
-            single files are written, which `check_output_file` checks, and the folder is no run directory.
-        owns: whether a place in a run directory, relative to it, is for such folders.
+        entries: names of files and folders in it that belong to the command, which replaces and deletes them. None:
+            None:
+            single files are written, which `check_output_file` checks, and the folder is not a run directory.
+        owns: returns whether a place in a run directory, relative to it, may contain such folders.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the folder lies in a run directory or a deployment, or an input would be replaced or deleted.
+        ConfigError: the folder is in a run directory or a deployment, or an input would be replaced or deleted.
         RunDirError: the folder is a file, or a link that leads nowhere.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
@@ -121,7 +122,7 @@ def check_output_folder(
 
 
 def is_run_directory(folder: Path) -> bool:
-    """Return whether a run has begun in a folder. An experiment file of that name alone is the user's own."""
+    """Return whether a run has started in a folder. A single experiment file with the run's name is the user's own."""
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
         PARTITION_FILE,
@@ -138,14 +139,14 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _is_deployment(folder: Path) -> bool:
-    """Return whether a folder is that of a server, of a site, or of the deployment."""
+    """Return whether a folder belongs to a server, a site, or a deployment."""
     with suppress(OSError):
         return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
     return False
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Refuse a place in a run directory or a deployment, from a folder upwards. ``target`` is written."""
+    """Raise for a place in a run directory or a deployment, from a folder upwards. ``target`` is written."""
     place = first.resolve()
     for folder in (place, *place.parents):
         if is_run_directory(folder):
@@ -167,7 +168,7 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return whether two paths lead to one file, here or on a disk that ignores case and the form of accents."""
+    """Return whether two paths lead to one file, also on a disk that ignores case and the form of accents."""
     if path.exists() and other.exists() and path.samefile(other):
         return True
     return _folded(path) == _folded(other)

@@ -44,6 +44,7 @@ class _Packer(pickle.Pickler):
             return None
         size, start = obj.numel() * obj.element_size(), self._end
         row = obj.reshape(-1)
+        row = row.clone(memory_format=torch.contiguous_format) if row.stride(0) != 1 else row  # of a single number
         if self._memory is None or size < MIN_SHARED_BYTES or start + size > len(self._memory):
             return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
         torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,6 @@ from fedloom.storage.journal import raw
 from fedloom.values import find_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -148,10 +148,13 @@ class Checkpoints:
     Args:
         folder: the first `save` creates it.
         keep: number of generations kept.
+        update_numbers: gives the ``numbers`` of a generation that an earlier version wrote their present names.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(
+        self, folder: Path, keep: int = 2, update_numbers: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    ) -> None:
+        self.folder, self.keep, self._update_numbers = folder, keep, update_numbers
 
     def generations(self) -> list[int]:
         """List the generations from the oldest, including damaged ones."""
@@ -226,7 +229,7 @@ class Checkpoints:
                 continue
             body, tensors = read
             if (body["format"], body["fingerprint"]) != (_CHECKPOINT_FORMAT, fingerprint):
-                before = body["meta"].get("numbers")
+                before = self._update_numbers(body["meta"].get("numbers") or {})
                 changed = find_difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
                 changed = changed or (
                     f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"

@@ -1,4 +1,4 @@
-"""Tasks, for which models are trained and scored: losses, predictions, metrics of every client, own objectives."""
+"""Tasks: kinds of targets, with their losses, predictions, metrics and custom objectives."""
 
 from fedloom.lazy import lister
 from fedloom.tasks.chosen import Chosen, number, task_of

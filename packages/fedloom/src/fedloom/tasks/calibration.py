@@ -1,7 +1,7 @@
 """Recalibration of a binary model at a client: a line through its logits, fitted on the client's validation part.
 
 References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
-Prediction Models", 2nd ed., Section 15.3: the intercept alone where events are few, else intercept and slope.
+Prediction Models", 2nd ed., Section 15.3: only the intercept if events are few, else intercept and slope.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 MIN_SLOPE_ROWS = 10
-"""Validation rows of each class from which the slope is fitted too."""
+"""Number of validation rows of each class from which the slope is also fitted."""
 INVERSE_PENALTY = 1e10
-"""Inverse strength of the penalty that scikit-learn's logistic regression is given."""
+"""Inverse strength of the penalty in scikit-learn's logistic regression."""
 MAX_LOGIT = 1e3
-"""Logit of a probability that is 0 or 1 in every digit."""
+"""Logit of a probability that is 0 or 1 to every digit."""
 
 
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Slope and intercept ``[n, 2]`` float64 of every client. Nan where a client has no row of one of the classes.
+    """Return slope and intercept ``[n, 2]`` float64 of every client. NaN if a client has no row of one of the classes.
 
-    With fewer than `MIN_SLOPE_ROWS` rows of a class, or where the logits rank the rows worse than chance, the slope is
-    1. The intercept makes the mean probability the share of positives.
+    With fewer than `MIN_SLOPE_ROWS` rows of a class, or if the logits rank the rows worse than chance, the slope is 1.
+    The intercept makes the mean probability equal to the share of positives.
 
     Args:
         output: ``[N, 1]`` logits of all clients' validation samples.
@@ -43,12 +43,11 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Calibration of every client's probabilities, ``[n]`` float64 each. Arguments as `recalibration`.
+    """Return the calibration of every client's probabilities, ``[n]`` float64 each. Arguments as `recalibration`.
 
-    ``calibration_slope`` is that of the targets on the logits: 1 where probabilities spread as they should, less where
-    they are too extreme, nan with fewer than `MIN_SLOPE_ROWS` rows of a class. ``calibration_intercept`` is
-    calibration in the large, what must be added to the logits to meet the share of positives: 0 is right. Nan with one
-        class only.
+    ``calibration_slope`` is the slope of the targets on the logits: 1 for a correct spread of probabilities, less if
+    they are too extreme, NaN with fewer than `MIN_SLOPE_ROWS` rows of a class. ``calibration_intercept`` is calibration
+    in the large, the number to add to the logits to reach the share of positives: 0 is right. NaN with only one class.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
     for client, z, hits in _clients(output, y, owner, n):
@@ -57,7 +56,7 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
 
 
 def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Floats, Floats]]:
-    """Logits and targets of every client that has both classes and finite logits, with its number."""
+    """Yield logits and targets of every client with both classes and finite logits, with its number."""
     logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     for client in range(n):
         z, hits = logits[owners == client], targets[owners == client]
@@ -66,7 +65,10 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def _slope(z: Floats, hits: Floats) -> float:
-    """Slope of the logistic regression of targets on logits. Nan with fewer than `MIN_SLOPE_ROWS` rows of a class."""
+    """Return the slope of the logistic regression of targets on logits.
+
+    Nan with fewer than `MIN_SLOPE_ROWS` rows of a class.
+    """
     from sklearn.linear_model import LogisticRegression  # slow to import
 
     if min(hits.sum(), len(hits) - hits.sum()) < MIN_SLOPE_ROWS or z.std() == 0:
@@ -77,7 +79,7 @@ def _slope(z: Floats, hits: Floats) -> float:
 
 
 def _intercept(z: Floats, share: float) -> float:
-    """Return the number that, added to logits, makes the mean probability a share in (0, 1)."""
+    """Return the number to add to logits so that the mean probability equals a share in (0, 1)."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import expit
 
@@ -85,7 +87,10 @@ def _intercept(z: Floats, share: float) -> float:
 
 
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
-    """Map logits ``[N, 1]`` by the lines ``[N, 2]`` or ``[2]`` of their clients, without lines, change nothing."""
+    """Map logits ``[N, 1]`` by their clients' recalibrations ``[N, 2]`` or ``[2]``.
+
+    Without recalibrations, return them unchanged.
+    """
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())
     return torch.where(fitted, slope, 1.0).unsqueeze(-1) * output + torch.where(fitted, intercept, 0.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Tasks of a data set, and those with a user's own loss, class weights and metrics in them."""
+"""Tasks of a data set, and tasks with a user's loss, class weights and metrics."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
     """Return the task that a data set declares, with a user's own objective.
 
     Raises:
-        ConfigError: the data set's ``task`` is unknown. Or the objective has metrics, class weights or a horizon that
-            this task has no place for.
+        ConfigError: the data set's ``task`` is unknown, or this task does not support the objective's metrics, class
+            weights or horizon.
     """
     base: Base
     match dataset.task:
@@ -78,9 +78,9 @@ class Chosen:
 
     Attributes:
         base: the task of the data.
-        objective: what the user chose.
-        classes: names of the classes. Empty where targets are numbers.
-        extra: the metrics of fedloom that are computed on request.
+        objective: choices of the user.
+        classes: names of the classes. Empty if targets are numbers.
+        extra: fedloom's metrics that are computed on request.
     """
 
     base: Base
@@ -93,7 +93,7 @@ class Chosen:
         """Check a user's choices and return the task.
 
         Raises:
-            ConfigError: a metric that is not of this task, two of one name, or weights of other classes.
+            ConfigError: a metric does not fit this task, two have the same name, or the weights are for other classes.
         """
         measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
@@ -141,11 +141,11 @@ class Chosen:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
-        """Factors ``[n, C]`` of the losses of every client's training samples. None: all are 1.
+        """Return factors ``[n, C]`` of the losses of every client's training samples. None: all are 1.
 
         Args:
-            counts: ``[n, C]`` training samples of every client by class, with 'balanced', the factors of a client's
-                samples are 1 in the mean.
+            counts: ``[n, C]`` training samples of every client by class. With 'balanced', the mean factor of a client's
+                samples is 1.
         """
         weights = self.objective.class_weights
         if weights is None:
@@ -181,7 +181,7 @@ class Chosen:
 
 
 def labels(classes: Sequence[str]) -> list[str]:
-    """Names of classes as parts of a metric's name: no slashes or brackets, at most 40 characters, all different.
+    """Return class names as parts of a metric's name: no slashes or brackets, at most 40 characters, all different.
 
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
@@ -219,10 +219,10 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
 
 
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Call a user's function on every client's samples, float64 ``[n]``, or nan without samples or finite outputs.
+    """Call a user's function on every client's samples, float64 ``[n]``. NaN without samples or finite outputs.
 
-    A metric has been tried on samples before the first round. Where it fails at a client later, as a metric of two
-    classes at a client of one, it is nan there and logged once: no model depends on it.
+    A metric is tried on samples before the first round. If it fails at a client later, for instance a metric of two
+    classes at a client with one class, its value is NaN and the failure is logged once. No model depends on it.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
@@ -240,7 +240,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
-    """Log once in a process that a metric is no number."""
+    """Log once per process that a metric is not a number."""
     TASK_LOG.warning("%s; it is nan there, and the run goes on", sentence)
 
 
@@ -248,7 +248,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     """Return the number that a user's loss or metric returns for a batch.
 
     Raises:
-        CodeError: it fails, or returns something else than one number.
+        CodeError: the function fails, or returns something other than one number.
     """
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The arithmetic of metrics, for every client at once: on the CPU, in float64, each client as if alone.
+"""The arithmetic of metrics for all clients at once: on the CPU, in float64, independently for each client.
 
 Letters: N samples of all clients together, n clients, C classes. ``owner`` ``[N]`` is the client of every sample.
 
@@ -25,23 +25,23 @@ CALIBRATION_BINS = 15
 
 
 def wide(x: Tensor) -> Tensor:
-    """On the CPU, where sums have one order, in float64."""
+    """Move a tensor to the CPU, where sums have a fixed order, in float64."""
     return x.detach().to("cpu", torch.float64)
 
 
 def owner_total(x: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Sum of x ``[N, ...]`` per owner, ``[n, ...]``."""
+    """Return the sum of x ``[N, ...]`` per owner, ``[n, ...]``."""
     return x.new_zeros(n, *x.shape[1:]).index_add(0, owner, x)
 
 
 def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Mean of x ``[N, ...]`` per owner, ``[n, ...]``. Nan for one without samples."""
+    """Return the mean of x ``[N, ...]`` per owner, ``[n, ...]``. NaN for an owner without samples."""
     size = torch.bincount(owner, minlength=n).double()
     return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
 
 
 def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Select outputs, targets and owners of labeled samples or positions, or -1 marks positions without a label."""
+    """Select outputs, targets and owners of labeled samples or positions. -1 marks positions without a label."""
     if len(owner) == len(y):
         return output, y, owner
     has_label = y >= 0
@@ -50,7 +50,7 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Set the metrics of clients with a non-finite output to nan."""
+    """Set the metrics of clients with a non-finite output to NaN."""
     if bool(output.sum().isfinite()):
         return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
@@ -58,7 +58,7 @@ def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> 
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """AUROC and AUPRC per client. Equal scores form one threshold."""
+    """Return AUROC and AUPRC per client. Equal scores form one threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
     score, y, owner = score[order], y[order], owner[order]
@@ -78,7 +78,7 @@ def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Te
 
 
 def calibration_error(p: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Mean over a client's samples of |share of hits y - mean probability p| in their bin, ``[n]``."""
+    """Return the mean over a client's samples of |share of hits y - mean probability p| in their bin, ``[n]``."""
     cell = owner * CALIBRATION_BINS + (p.nan_to_num(0) * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gap = owner_total(y - p, cell, n * CALIBRATION_BINS).abs().view(n, CALIBRATION_BINS).sum(1)
     return gap / torch.bincount(owner, minlength=n).double()
@@ -92,24 +92,26 @@ def count_by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor
 def class_metrics(
     wanted: Collection[str], p: Tensor, guess: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Metrics that look at classes one by one, ``[n]`` each. A mean over classes is over those that define it.
+    """Return metrics that treat classes one by one, ``[n]`` each.
+
+    A mean over classes includes only classes for which it is defined.
 
     Args:
-        wanted: of ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``, ``auroc_ovr``,
-            ``auprc_ovr``, ``brier`` and ``calibration_error``. "recall" and "precision" give one metric per class.
+        wanted: names among ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``,
+            ``auroc_ovr``, ``auprc_ovr``, ``brier``, ``calibration_error`` and ``mean_iou``. "recall", "precision",
+            "dice" and "iou" give one metric per class.
         p: ``[N, C]`` probabilities.
         guess: ``[N]`` predicted classes.
         y: ``[N]`` targets.
         owner: ``[N]`` clients.
         n: number of clients.
-        names: of the classes.
+        names: names of the classes.
     """
     classes = p.shape[1]
     hit = guess == y
     true, guessed, hits = (count_by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
-    recall, precision = hits / true, hits / guessed
     figures: dict[str, Tensor] = {}
-    for name, values in (("recall", recall), ("precision", precision)):
+    for name, values in class_ratios(true, guessed, hits).items():
         if name in wanted:
             figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
     figures |= {name: value for name, value in count_metrics(true, guessed, hits).items() if name in wanted}
@@ -125,16 +127,27 @@ def class_metrics(
     return figures
 
 
+def class_ratios(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
+    """Return metrics ``[..., C]`` of classes from numbers of samples by class ``[..., C]``: true, predicted, both."""
+    return {
+        "recall": hits / true,
+        "precision": hits / guessed,
+        "dice": 2 * hits / (true + guessed),
+        "iou": hits / (true + guessed - hits),
+    }
+
+
 def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
-    """Mean F1 ``[...]`` over the classes that targets have, of samples by class ``[..., C]``."""
+    """Return the mean F1 ``[...]`` over the targets' classes, from numbers of samples by class ``[..., C]``."""
     present = true > 0
     return torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(-1) / present.sum(-1)
 
 
 def count_metrics(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
-    """Metrics ``[...]`` that follow from the samples of every class ``[..., C]``: true, predicted, and both."""
+    """Return metrics ``[...]`` that follow from numbers of samples by class ``[..., C]``: true, predicted, and both."""
     return {
         "macro_f1": macro_f1(true, guessed, hits),
         "balanced_accuracy": (hits / true).nanmean(-1),
+        "mean_iou": torch.where(true > 0, hits / (true + guessed - hits), torch.nan).nanmean(-1),
         "macro_precision": torch.where(true > 0, (hits / guessed).nan_to_num(0), torch.nan).nanmean(-1),
     }

@@ -1,4 +1,4 @@
-"""The kinds of targets: losses with closed-form gradients, predictions, and the metrics of every client at once.
+"""Kinds of targets: losses with closed-form gradients, predictions, and metrics of all clients at once.
 
 Letters: b samples, k outputs of the model, N samples of all clients together, n clients, C classes.
 """
@@ -27,7 +27,8 @@ from fedloom.tasks.figures import (
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs ``[b, k]``, targets ``[b]`` or ``[b, k]``) -> the mean loss of the batch, one number."""
+"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of the batch, one
+number."""
 
 
 class Task(Protocol):
@@ -35,7 +36,7 @@ class Task(Protocol):
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """User's loss that replaces `loss` and `dloss` in training. None: there is none."""
+        """User's loss that replaces `loss` and `dloss` in training, if there is one. None: there is none."""
         ...
 
     @property
@@ -44,54 +45,55 @@ class Task(Protocol):
         ...
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` (numbers ``[..., b, k]``)."""
+        """Return the loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` or ``[..., b, k]``."""
         ...
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient of every sample's loss with respect to its output, ``[..., b, k]``."""
+        """Return the gradient of every sample's loss with respect to its output, ``[..., b, k]``."""
         ...
 
     def predict(self, output: Tensor) -> Tensor:
-        """Prediction of every sample: class ``[..., b]``, or value ``[..., b, k]``."""
+        """Return the prediction of every sample: class ``[..., b]``, or value ``[..., b, k]``."""
         ...
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Metrics of every client.
+        """Return the metrics of every client.
 
         Args:
-            output: ``[N, k]`` outputs of all clients' samples, of sequences with labels per position ``[N L, k]``.
-            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 where there is none, which counts
-                nowhere: figures are over labelled positions.
+            output: ``[N, k]`` outputs of all clients' samples, or ``[N L, k]`` for sequences with labels per position.
+            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a label, which
+                no metric counts.
             owner: ``[N]`` client of every sample, 0..n-1, in any order.
             n: number of clients.
 
         Returns:
-            ``{name: float64 [n]}`` on the CPU. Nan where a client has no sample or an output that is not finite, and
-            where the metric is undefined (AUROC of one class only, R2 of a constant target).
+            ``{name: float64 [n]}`` on the CPU. NaN if a client has no sample or an output that is not finite, or if the
+            metric is undefined (AUROC with one class, R2 of a constant target).
         """
         ...
 
 
 class TaskKind(Value):
-    """A task as its data declare it."""
+    """A task as the data declare it."""
 
     further: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are computed where `Objective.metrics` names them."""
+    """Metrics that are computed only if `Objective.metrics` names them."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """None: the loss is the task's."""
+        """None: the task's own loss is used."""
         return None
 
 
 class Classification(TaskKind):
-    """One of C classes. Cross-entropy of the softmax, in nats.
+    """Classification into C classes. Cross-entropy of the softmax, in nats.
 
     Metrics: ``loss``. ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
     """
 
     further: ClassVar[tuple[str, ...]] = (
         *("balanced_accuracy", "recall", "precision", "macro_precision", "auroc_ovr", "auprc_ovr"),
+        *("dice", "iou", "mean_iou"),
         *("brier", "calibration_error", "perplexity"),
     )
 
@@ -107,21 +109,21 @@ class Classification(TaskKind):
         return output.logsumexp(-1) - output.gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient: softmax(z) - e_y."""
+        """Return softmax(z) - e_y."""
         label = y.unsqueeze(-1)
         p = output.mT.contiguous().softmax(-2).mT  # on few classes ten times faster than over the last dimension
         return p.scatter_add_(-1, label, output.new_full((), -1.0).expand(label.shape))
 
     def probabilities(self, output: Tensor) -> Tensor:
-        """Softmax of the logits, ``[..., b, C]``."""
+        """Return the softmax of the logits, ``[..., b, C]``."""
         return output.softmax(-1)
 
     def predict(self, output: Tensor) -> Tensor:
-        """Class with the largest logit."""
+        """Return the class with the largest logit."""
         return output.argmax(-1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, accuracy and macro F1, see `Task.metrics`."""
+        """Return loss, accuracy and macro F1, see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess = self.predict(z)
@@ -137,15 +139,16 @@ class Classification(TaskKind):
 
 
 class Binary(TaskKind):
-    """Yes or no from one logit z. Logistic loss, in nats.
+    """Binary classification by one logit z. Logistic loss, in nats.
 
-    Metrics: ``loss``. ``accuracy`` and ``f1`` of the rule z > 0 (F1 is nan without a positive target or prediction);
+    Metrics: ``loss``. ``accuracy`` and ``f1`` of the rule z > 0 (F1 is NaN without a positive target or prediction);
     ``auroc``; ``auprc``; ``calibration_error``, the mean over samples of |share of positives - mean probability| in
     their bin.
     """
 
     further: ClassVar[tuple[str, ...]] = (
         *("macro_f1", "balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
+        *("dice", "iou", "mean_iou"),
         *("calibration_slope", "calibration_intercept"),
     )
 
@@ -160,7 +163,7 @@ class Binary(TaskKind):
         return functional.softplus(z) - y.to(z.dtype) * z
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient: sigmoid(z) - y."""
+        """Return sigmoid(z) - y."""
         return output.sigmoid() - y.to(output.dtype).unsqueeze(-1)
 
     def probabilities(self, output: Tensor) -> Tensor:
@@ -169,11 +172,11 @@ class Binary(TaskKind):
         return torch.cat([1 - yes, yes], -1)
 
     def predict(self, output: Tensor) -> Tensor:
-        """1 where the logit is positive, else 0."""
+        """Return 1 where the logit is positive, else 0."""
         return (output.squeeze(-1) > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, accuracy, F1, AUROC, AUPRC and calibration error, see `Task.metrics`."""
+        """Return loss, accuracy, F1, AUROC, AUPRC and calibration error, see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
@@ -191,7 +194,7 @@ class Binary(TaskKind):
 
 
 class Regression(TaskKind):
-    """Real targets. Squared error, summed over the k outputs and divided by k (no factor 1/2).
+    """Real targets. Regression by squared error, summed over the k outputs and divided by k (without a factor 1/2).
 
     Metrics: ``loss``. ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
     around the client's own mean.
@@ -204,7 +207,7 @@ class Regression(TaskKind):
         return (output - y.to(output.dtype)).square().mean(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient: 2 (o - y) / k."""
+        """Return 2 (o - y) / k."""
         return (output - y.to(output.dtype)) * (2 / self.outputs)
 
     def predict(self, output: Tensor) -> Tensor:
@@ -212,7 +215,7 @@ class Regression(TaskKind):
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, MAE, RMSE and R2, see `Task.metrics`."""
+        """Return loss, MAE, RMSE and R2, see `Task.metrics`."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         error = z - target
         spread = target - owner_mean(target, owner, n)[owner]
@@ -228,7 +231,7 @@ class Regression(TaskKind):
 
 
 class Count(TaskKind):
-    """Counts from one output z, the log of their mean. Poisson's loss exp(z) - y z.
+    """Counts, modeled by one output z, the log of their mean. Poisson's loss exp(z) - y z.
 
     Metrics: ``loss``. ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the
     mean mu = exp(z).
@@ -240,11 +243,11 @@ class Count(TaskKind):
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Minus the log-likelihood of a Poisson distribution but for log y!: exp(z) - y z."""
+        """Return minus the Poisson log-likelihood without log y!: exp(z) - y z."""
         return (output.exp() - y.to(output.dtype) * output).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient: exp(z) - y."""
+        """Return exp(z) - y."""
         return output.exp() - y.to(output.dtype)
 
     def predict(self, output: Tensor) -> Tensor:
@@ -252,7 +255,7 @@ class Count(TaskKind):
         return output.exp()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss, deviance, MAE and RMSE, see `Task.metrics`."""
+        """Return loss, deviance, MAE and RMSE, see `Task.metrics`."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         mu = z.exp()
         error = mu - target

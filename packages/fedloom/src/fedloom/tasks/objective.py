@@ -1,4 +1,4 @@
-"""Objective: a user's own loss, class weights and metrics, on top of the task that the data declare."""
+"""Objective: a user's own loss, class weights and metrics, in addition to the task that the data declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 
 def _metric(choice: object) -> str | Function:
-    """Check a metric: a name of `fedloom.metrics.METRICS`, or a user's function."""
+    """Check a metric: a name in `fedloom.metrics.METRICS`, or a user's function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
             raise unknown("metric", choice, METRICS)
@@ -68,17 +68,17 @@ Weights = Annotated[
 
 
 class Objective(Value):
-    """Training loss and metrics, beside the ones that follow from the targets.
+    """Training loss and metrics, beyond the defaults of the targets.
 
-    An own loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` of a regression; of
-    sequences with labels per position, the labelled positions alone), and returns one number, the mean over the batch.
-    Its gradient is that of autograd. An own metric takes the same of all samples of one client (float64, on the CPU)
-    and returns one number, nan where it is not defined. More is better unless the function has
+    A custom loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` for a regression; only
+    labeled positions for sequences with labels per position), and returns one number, the mean over the batch.
+    Autograd computes its gradient. A custom metric takes the same arguments for all samples of one client (float64, on
+    the CPU) and returns one number, or NaN if it is undefined. More is better unless the function has
     ``higher_is_better = False``.
 
-    Class weights act in training only. The loss of an evaluation has none. With "balanced", class c of a client weighs
-    n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. No client sends its
-    counts, so a deployment trains as a simulation does.
+    Class weights apply only in training. The loss in an evaluation does not use them. With "balanced", class c of a
+    client has the weight n / (C n_c), where n is the number of its training samples, n_c the number in the class, and C
+    the number of its classes. No client sends its counts, so a deployment trains exactly as a simulation does.
     """
 
     loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
@@ -97,11 +97,11 @@ class Objective(Value):
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client by which `line` is fitted. None: outputs stay as they are."""
+        """Part of a client on which `line` is fitted. None: outputs do not change."""
         return "validation" if self.calibrate else None if self.horizon is None else "train"
 
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-        """Slope and intercept ``[n, 2]`` of every client's outputs.
+        """Return slope and intercept ``[n, 2]`` of every client's outputs.
 
         See `fedloom.tasks.calibration.recalibration` and, with a horizon, `fedloom.tasks.survival.baseline`.
         """
@@ -120,7 +120,7 @@ class Objective(Value):
 
     @property
     def functions(self) -> list[Function]:
-        """User code in it."""
+        """Return the user code in it."""
         return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
 
     @property

@@ -1,6 +1,7 @@
-"""Sum over samples so that metrics follow. Several sites' sums add up to their joint samples' sums.
+"""Sums over samples from which metrics follow. The sums of several sites add up to the sums of their joint samples.
 
-Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, do not follow.
+Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, cannot be computed from
+    sums.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import CALIBRATION_BINS, count_metrics, owner_total, wide
+from fedloom.tasks.figures import CALIBRATION_BINS, class_ratios, count_metrics, owner_total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""Spread of a target, as a part of its sum of squares, below which it is constant but for rounding."""
+"""A target is constant up to rounding if its spread is below this part of its sum of squares."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
-    """Compute the sums of some samples, float64 ``[S]``. The first is their number.
+    """Compute the sums of some samples, float64 ``[S]``. The first sum is the number of samples.
 
     Args:
-        task: of the run.
+        task: task of the run.
         output: ``[N, k]`` finite outputs.
         y: their targets, ``[N]`` (numbers ``[N, k]``).
     """
@@ -90,7 +91,7 @@ def width(task: Task) -> int:
 
 
 def metric_names(task: Task) -> list[str]:
-    """Names of the metrics of a client, in their order."""
+    """Return the names of a client's metrics, in their order."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 
@@ -106,12 +107,10 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
     classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
-    recall, precision = hits / true, hits / guessed
+    of_class = class_ratios(true, guessed, hits)
     names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
-        class_metric_name(what, name): values[k]
-        for what, values in (("recall", recall), ("precision", precision))
-        for k, name in enumerate(names)
+        class_metric_name(what, name): values[k] for what, values in of_class.items() for k, name in enumerate(names)
     }
     return each | {
         "loss": loss / size,

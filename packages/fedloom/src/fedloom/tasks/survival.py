@@ -1,6 +1,7 @@
-"""Time to event: the partial likelihood of a batch, and how the risks of every client rank and are calibrated.
+"""Time to event: the partial likelihood of a batch, and how every client's risks rank and are calibrated.
 
-Letters: b samples, N samples of all clients together, n clients. A target is a time and 1, or 0 where it is censored.
+Letters: b samples, N samples of all clients together, n clients. A target consists of a time and 1 for an event, or 0
+    if it is censored.
 
 References:
     Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977.
@@ -26,18 +27,21 @@ from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 MAX_RISK_GROUPS = 5
-"""Groups of rising risk at most in which observed and expected events are compared."""
+"""Largest number of groups of increasing risk in which observed and expected events are compared."""
 MIN_GROUP_ROWS = 10
-"""Rows of such a group at least."""
+"""Smallest number of rows in such a group."""
 BLOCK_PAIRS = 1 << 22
-"""Pairs of rows that are compared together."""
+"""Number of pairs of rows that are compared together."""
 
 
 class Survival(TaskKind):
-    """Time to event from one output z, the log of a hazard relative to the client's baseline. Partial likelihood.
+    """Time to event, modeled by one output z, the log of a hazard relative to the client's baseline.
 
-    Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron). ``c_index`` in [0, 1],
-    Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a horizon, where z is
+    Partial likelihood.
+
+    Metrics: ``loss`` is minus the log partial likelihood divided by the number of rows (ties by Efron). ``c_index`` in
+        [0, 1] is Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a
+        horizon, where z is
     the log of the cumulative hazard there (`baseline`): ``brier`` score in [0, 1] with weights of inverse censoring;
     ``calibration_error``, the mean over up to `MAX_RISK_GROUPS` groups of rising risk of |observed - expected| share
     of events by the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and
@@ -53,15 +57,15 @@ class Survival(TaskKind):
 
     @property
     def own_loss(self) -> OwnLoss:
-        """The partial likelihood, which is of a batch and not of a row."""
+        """Return the partial likelihood, which belongs to a batch and not to a row."""
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of all rows together at each of them. Its mean is the batch's loss."""
+        """Every row has the loss of all rows together, so its mean is the batch's loss."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Gradient of b times the loss of the batch."""
+        """Return the gradient of b times the loss of the batch."""
         rows = _sum_hazards(output, y)
         if rows is None:
             return torch.zeros_like(output)
@@ -77,7 +81,7 @@ class Survival(TaskKind):
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Loss and C-index, with a horizon also Brier score and calibration, see `Task.metrics`."""
+        """Return loss and C-index, with a horizon also Brier score and calibration, see `Task.metrics`."""
         names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
         values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
         for client, rows in _clients(output, y, owner, n):
@@ -93,7 +97,7 @@ class Survival(TaskKind):
 
 
 class SurvivalRows(NamedTuple):
-    """Rows of one client: a score ``z [N]``, higher where the event is sooner, ``time [N]`` and ``event [N]``."""
+    """Rows of one client: a score ``z [N]``, higher for earlier events, ``time [N]`` and ``event [N]``."""
 
     z: Floats
     time: Floats
@@ -101,7 +105,7 @@ class SurvivalRows(NamedTuple):
 
 
 def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
-    """Clients that have rows, with these."""
+    """Yield the clients that have rows, with their rows."""
     z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     order = np.argsort(owners, kind="stable")
     for client, rows in enumerate(np.split(order, np.bincount(owners, minlength=n).cumsum()[:-1])):
@@ -110,7 +114,9 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
-    """Minus the log partial likelihood of rows over their number, ties by Efron. One number, 0 without an event.
+    """Return minus the log partial likelihood of rows divided by their number, with ties by Efron.
+
+    It is one number, and 0 without an event.
 
     Args:
         output: ``[b, 1]`` log hazards.
@@ -121,10 +127,11 @@ def partial_loss(output: Tensor, y: Tensor) -> Tensor:
 
 
 class _AtRisk(NamedTuple):
-    """Rows by falling time: their ``order`` ``[b]``, log hazards ``z``, events, and the place of their tied group.
+    """Rows by decreasing time: their ``order`` ``[b]``, log hazards ``z``, events, and the index of their tied group.
 
-    Of each of the e events: ``place`` ``[e]`` of its group, ``share`` of the group's events that Efron takes out, and
-    the log of the sum of hazards at risk, ``hazards``. ``at_risk`` has that of every group before a share is out.
+    For each of the e events: the index ``place`` ``[e]`` of its group, the ``share`` of the group's events that Efron
+    removes, and the log of the sum of hazards at risk, ``hazards``. ``at_risk`` contains this log for every group
+    before a share is removed.
     """
 
     order: Tensor
@@ -156,9 +163,10 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
 
 
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
-    """Return slope 1 and baseline ``[n, 2]`` that turn a log hazard into the cumulative hazard's at the horizon.
+    """Return slope 1 and baseline ``[n, 2]``, which turn a log hazard into the log cumulative hazard at the horizon.
 
-    Breslow's estimate of every client, without an event by the horizon, half of one is spread over all rows at risk.
+    The baseline is Breslow's estimate for every client. Without an event by the horizon, half an event is distributed
+    over all rows at risk.
 
     Args:
         output: ``[N, 1]`` log hazards of all clients' training samples.
@@ -178,10 +186,10 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
 
 
 def concordance(rows: SurvivalRows) -> float:
-    """Harrell's C-index. Nan without a pair that can be compared.
+    """Harrell's C-index. NaN without a comparable pair.
 
-    A pair can be where one has an event before the other's time, or at it if the other is censored then. Equal scores
-    count half.
+    A pair is comparable if one row has an event before the other's time, or at that time if the other is censored then.
+    Equal scores count half.
     """
     right, pairs = 0.0, 0
     events = np.nonzero(rows.event > 0)[0]
@@ -194,7 +202,7 @@ def concordance(rows: SurvivalRows) -> float:
 
 
 def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Kaplan and Meier's share without an event up to times ``at [k]``, with ``before``, just before them."""
+    """Return the Kaplan-Meier share without an event up to times ``at [k]``, or with ``before`` just before them."""
     times, inverse = np.unique(time, return_inverse=True)
     counts = np.bincount(inverse)
     at_risk = counts[::-1].cumsum()[::-1]
@@ -203,9 +211,9 @@ def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = Fa
 
 
 def brier(risk: SurvivalRows, horizon: float) -> float:
-    """Mean of weighted squares of risk less what came by the horizon, weights from the client's own censoring.
+    """Return the mean weighted square of risk minus outcome by the horizon. The client's own censoring gives weights.
 
-    Nan where no row is observed that long.
+    NaN if no row is observed that long.
     """
     came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
     free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
@@ -217,7 +225,10 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 
 
 def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
-    """Calibration error, and observed over expected events by the horizon. Nan where no row is observed that long."""
+    """Return the calibration error, and observed divided by expected events by the horizon.
+
+    Nan where no row is observed that long.
+    """
     if risk.time.max() < horizon:
         return float("nan"), float("nan")
 

@@ -156,7 +156,7 @@ def nothing_later(method: object) -> None:
                     uploads[int(flight.ids[place]), flight.version] = torch.cat([torch.zeros(0), *kept])
 
         schedule = Buffered(buffer=2)
-        result = run_rounds(method, speeds, schedule, federation(other=other), rounds=3 * LAW_ROUNDS, progress=[note])
+        result = run_rounds(method, speeds, schedule, federation(other=other), rounds=3 * LAW_ROUNDS, callbacks=[note])
         log = clock_of(result).history()
         first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)

@@ -86,7 +86,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     rows, first_row = _one(template), None if first is None else _one(first)
     seed = derive(side.seed, client=n, purpose="adapt")
     memory = None
-    if side.local.optimizer_state == "kept":
+    if side.local.optimizer_state == "persistent":
         like = oracle.layout.vector(oracle.module)
         memory = OptimizerStates(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
     try:

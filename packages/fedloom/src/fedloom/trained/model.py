@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_data import client_column_of
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied
 from fedloom.errors import ConfigError, DataError, LayoutError
@@ -63,7 +64,7 @@ class ModelRecipe:
     def build(self) -> nn.Module:
         """Build the untrained module in evaluation mode."""
         facts = self.facts
-        spec = self.spec if self.base is None else self.spec.with_(weights=None)
+        spec = self.spec if self.base is None else self.spec.with_(init_from=None)
         module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
         if self.base is not None:
             module.load_state_dict(self.base)
@@ -73,7 +74,7 @@ class ModelRecipe:
         """Tensors saved once beside the rows: the state dict before training if no seed determines it, else none."""
         module = self.build()
         own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
-        if self.spec.weights is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
+        if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
             return {}
         return dict(module.state_dict())
 
@@ -166,7 +167,7 @@ class Model:
     def _raw_rows(self, rows: object) -> Tensor:
         """Return rows without labels as raw samples, in the units of the training."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
-        users, factors = conversion.get("users"), conversion.get("factors", {})
+        users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
             raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
@@ -220,6 +221,11 @@ class Model:
         """Return sentences on columns ``[N, p]`` far from the training data, see `Table.strange`."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
+
+    def find_far(self, x: Tensor) -> list[str]:
+        """Return columns ``[N, p]`` far beyond the training data, see `Table.find_far`."""
+        table = self.recipe.facts.table
+        return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
         """Compute the metrics on a part of one client, or {} without samples."""

@@ -37,6 +37,7 @@ class Predictions:
         files: the file of every row, if each row has its own file.
         kept: columns that are passed on.
         threshold: probability from which the second class of a binary task is predicted. None: 1/2.
+        far: columns whose median lies far beyond the training data, as in another unit.
     """
 
     facts: InputSpec
@@ -47,6 +48,7 @@ class Predictions:
     files: Sequence[str] | None = None
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     threshold: float | None = None
+    far: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Predictions({len(self.scores):,} rows, {self.facts.task}: {'; '.join(self.notes)})"
@@ -120,6 +122,10 @@ class Assignment(NamedTuple):
         """Return sentences on columns that lie far from the training data of their model."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
+    def find_far(self, x: Tensor) -> tuple[str, ...]:
+        """Return columns that lie far beyond the training data of their model."""
+        return tuple(dict.fromkeys(name for places, model in self.groups for name in model.find_far(x[places])))
+
 
 @default_to_cpu()
 def predict_with_one(model: Model, rows: NewRows) -> Assignment:
@@ -181,10 +187,11 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     """Predict rows by the chosen models."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
-    present = (rows.x != 0).numpy() if facts.each else None
+    present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
     notes = (*rows.notes, *meanings(model), *choice.notes, *choice.uncalibrated(), *choice.strange(rows.x))
-    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept)
+    far = choice.find_far(rows.x)
+    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept, far=far)
 
 
 def meanings(model: Model) -> list[str]:

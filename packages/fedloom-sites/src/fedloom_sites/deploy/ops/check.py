@@ -186,8 +186,8 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
     if most == 1:
         return
     cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
-    if isinstance(setting.weights, list | tuple):
-        share = setting.weights[site.client] / sum(setting.weights)
+    if isinstance(setting.client_weights, list | tuple):
+        share = setting.client_weights[site.client] / sum(setting.client_weights)
         if share > min(most, MAX_SAFE_SHARE):
             yield Finding("note", f"sums: this site has {share:.0%} of all weight, at most {most:.0%} may be; {cure}")
     elif counts_samples(setting.resolved()):

@@ -48,7 +48,7 @@ DRIFT_MARGIN = 10.0
 up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
 DRAWS_CHECKED = 50
 """Rounds whose cohorts are drawn to see whether all sites train in each: a sampler that draws fewer shows it soon."""
-OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "users", "factors")
+OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
 """Options of a table that are agreed on, or hold for one file."""
 
 
@@ -129,7 +129,7 @@ def plan(
         DataError: the data cannot be read.
     """
     one = _single(experiment, method, seed, rounds)
-    weights = one.methods[0].setting.model.weights
+    weights = one.methods[0].setting.model.init_from
     check_deployable(one, masked=secure_aggregation, start=weights is not None)
     seed = one.head.seeds[0]
     agreement = getattr(one.source, "agreement", None)
@@ -164,7 +164,7 @@ def plan(
     agreed = one.settings() | {"data": _placeless(one)}
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
-    agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "weights"}
+    agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "init_from"}
     algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
     agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
     return DeploymentPlan(
@@ -220,7 +220,7 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         ConfigError: the sampler draws fewer than all sites, and not so many changes are agreed on.
     """
     setting, sampler = job.setting, job.setting.sampler
-    if not masked or accounted(setting.channel, setting.aggregator) is not None or changes >= setting.rounds:
+    if not masked or accounted(setting.upload_transform, setting.aggregator) is not None or changes >= setting.rounds:
         return
     for t in range(1, min(setting.rounds, DRAWS_CHECKED) + 1):
         ctx = job.ctx(t)
@@ -229,8 +229,8 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
             raise ConfigError(
                 f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums of other sites "
                 "reveal what one site sent; leave the sampler out, so that all sites train in every round, or add "
-                "noise (aggregator 'private-mean' with a delta, or channel 'gaussian-noise'), or agree on as many "
-                f"changes of a site as there are rounds (--changes {setting.rounds}) and give that protection up"
+                "noise (aggregator 'private-mean' with a delta, or upload_transform 'gaussian-noise'), or agree on as "
+                f"many changes of a site as there are rounds (--changes {setting.rounds}) and give that protection up"
             )
 
 
@@ -320,9 +320,9 @@ def _data_table(one: Experiment) -> dict[str, Any]:
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
-        if "label" not in options:
+        if "target" not in options:
             with one.source.open() as raw:
-                options["label"] = raw.names[-1]
+                options["target"] = raw.names[-1]
     return options | ({} if path is None else {"path": Path(path).name})
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom_sites.deploy.server.run import FINISHED_HINT, finished
+from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished, stop_file
 from fedloom_sites.deploy.settings import read_server
 
 
@@ -22,13 +22,13 @@ def main(words: Sequence[str]) -> int:
         words: the server's TOML file, and the command.
 
     Returns:
-        The exit code: 0 once the experiment has come to its end, else 1.
+        The exit code: 0 once the experiment has come to its end or is to stop, else 1.
     """
     server = read_server(Path(words[0]))
-    if finished(server) is None:
+    if finished(server) is None and not stop_file(server).exists():
         subprocess.run(words[1:], check=False)
-        return 0 if finished(server) is not None else 1
-    print(f"fedloom: {FINISHED_HINT}", flush=True)  # noqa: T201
+        return 0 if finished(server) is not None or stop_file(server).exists() else 1
+    print(f"fedloom: {STOP_HINT if finished(server) is None else FINISHED_HINT}", flush=True)  # noqa: T201
     return 0
 
 

@@ -288,7 +288,10 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         detail = f" ({last['detail']})" if last.get("detail") else ""
         return {"state": END_STATES.get(last["reason"], "stopped"), "reason": f"{last['reason']}{detail}"}
     if not is_in_use(server.checkpoints):
-        return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
+        return {
+            "state": "killed",
+            "reason": "the server ended without a word, as after 'flwr stop'; run it again to go on",
+        }
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
 

@@ -296,7 +296,7 @@ class Checks:
         """Step 11: what a client does not choose is what it must be. A channel changes it, so nothing is known then."""
         job = self._job
         assert job is not None
-        if job.setting.channel is not None or not up:
+        if job.setting.upload_transform is not None or not up:
             return
         work = job.work(pending.round, torch.tensor([pending.client]))
         for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):

@@ -153,7 +153,11 @@ class Forms:
     def _upload(self) -> Letter:
         """Return the form of an upload."""
         job, model = self._job, self._model[None]
-        info = job.setting.weigher.probe(self._down, model, self._work) if job.setting.weigher.probes else None
+        info = (
+            job.setting.aggregation_weights.probe(self._down, model, self._work)
+            if job.setting.aggregation_weights.probes
+            else None
+        )
         report = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
         return self._messages.up(self.idle, _answers(info, report))
 

@@ -38,7 +38,7 @@ from fedloom_sites.deploy.site.local_data import read_data
 MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
 """Models of one round beyond which differences between answers show single samples."""
 MODELS_TRIED = 12
-LEAST_ROWS = int(Groups.model_fields["least"].default)
+LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
 """Rows of a group, and of each class in it, below which its figures show single patients."""
 BOMB_BYTES, BOMB_PATIENCE = 1 << 30, 90.0
 """Bytes that a crafted table unpacks to."""
@@ -248,7 +248,7 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
     return judge(
         bool(small),
         f"figures of {len(groups.sums.groups)} groups",
-        f"a site publishes a group of {LEAST_ROWS} or more rows of each class (least)",
+        f"a site publishes a group of {LEAST_ROWS} or more rows of each class (min_rows)",
         f"figures of {len(small)} groups below {LEAST_ROWS} rows, the smallest of {min(small.values(), default=0)}",
         f"figures of {len(counts)} groups",
     )
@@ -262,15 +262,15 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
         raise Inapplicable("the experiment has no analysis by sums")
     rows, small = client_rows(trainer.fed, site.client), list[str]()
     for name, one in agreed.items():
-        rules = one.rules.with_(least=max(DEFAULT_LEAST, one.rules.least))
+        rules = one.rules.with_(min_subjects=max(DEFAULT_LEAST, one.rules.min_subjects))
         usual = replace(one, analysis=one.analysis.with_(rules=rules))
         cells = (one.publish(rows) & ~usual.publish(rows)).bit_count() if one.flags else 0
-        cells += one.rules.least <= rows.count < DEFAULT_LEAST
+        cells += one.rules.min_subjects <= rows.count < DEFAULT_LEAST
         small += [f"{cells} of {name}"] if cells else []
     return judge(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zeros for cells of fewer than {DEFAULT_LEAST} patients (rules, least)",
+        f"a site answers zeros for cells of fewer than {DEFAULT_LEAST} patients (rules, min_subjects)",
         f"cells of fewer than {DEFAULT_LEAST} patients: {', '.join(small)}",
     )
 

@@ -46,12 +46,12 @@ def check_maskable(setting: Setting) -> None:
         why = f"{name} gives its server the rows of single clients (of {', '.join(single)})"
     elif setting.method.mixes:
         why = f"{name} mixes the kept rows of single clients into its downloads"
-    elif setting.mixer is not None:
-        why = f"mixer {setting.mixer.kind!r} mixes the models of single clients"
+    elif setting.personalized_aggregation is not None:
+        why = f"personalized_aggregation {setting.personalized_aggregation.kind!r} mixes the models of single clients"
     elif not isinstance(setting.aggregator, PrivateMean | None) and not setting.aggregator.linear:
         why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
-    elif setting.weigher.probes:
-        why = f"weigher {setting.weigher.kind!r} queries single clients"
+    elif setting.aggregation_weights.probes:
+        why = f"aggregation_weights {setting.aggregation_weights.kind!r} queries single clients"
     elif setting.sampler.probes or setting.sampler.learns:
         why = f"sampler {setting.sampler.kind!r} looks at single clients"
     elif setting.sampler.repeats:

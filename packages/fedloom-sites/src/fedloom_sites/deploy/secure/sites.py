@@ -39,7 +39,7 @@ class MaskedSites(Sites):
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
         assert settings.secure is not None
-        private = accounted(job.setting.channel, job.setting.aggregator) is not None
+        private = accounted(job.setting.upload_transform, job.setting.aggregator) is not None
         self._sessions, self._agreed = SecureSums(transport, settings, is_noisy=private), settings.secure
         self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         self._tallies = settings.secure.scores == "masked" and not private

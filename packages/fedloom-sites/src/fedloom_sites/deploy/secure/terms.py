@@ -169,7 +169,7 @@ class Terms(Value):
     def weighed(self, job: Job, samples: InputSpec) -> Job:
         """Return a site's run with the shares of the objective that follow from all numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
-        return replace(job, alpha=shares_of(job.setting.weights, fed).to(job.oracle.dtype))
+        return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
     def share(self, job: Job, client: int) -> float:
         """Return a site's weight in the mean of the cohort, relative to the largest, in a run of `weighed`."""

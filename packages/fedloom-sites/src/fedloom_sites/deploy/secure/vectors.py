@@ -46,7 +46,7 @@ class UploadVector:
         masks = job.messages.masks
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
         aggregator = job.setting.aggregator
-        self.is_counted = accounted(job.setting.channel, aggregator) is None  # a counter has no noise
+        self.is_counted = accounted(job.setting.upload_transform, aggregator) is None  # a counter has no noise
         self.length = sum(self._widths.values()) + WORK_COUNTS + self.is_counted
         self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
 

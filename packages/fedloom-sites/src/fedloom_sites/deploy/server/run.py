@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ Say = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
 """Begin of the line with the reason why a run ended early."""
+STOP_FILE = "stop"
+"""File beside the server's audit log that asks its run to stop after the current round."""
+STOP_HINT = "stopped by 'fedloom deploy stop'; 'fedloom deploy stop FOLDER --undo' allows the next start"
 FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
@@ -78,7 +82,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
         CheckpointError: the disk is full or refuses, or no checkpoint can be read.
     """
     check_version(settings)
-    experiment = read_agreed(settings, workers=1, chunk=1)
+    experiment = read_agreed(settings, workers=1, clients_per_batch=1)
     masked, start = settings.secure is not None, settings.start is not None
     check_deployable(experiment, masked=masked, start=start, clients=settings.clients)
     with lock(settings.checkpoints):
@@ -88,6 +92,11 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
             return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
+
+
+def stop_file(settings: Server) -> Path:
+    """Return the place of the file that asks a server's run to stop."""
+    return settings.audit.with_name(STOP_FILE)
 
 
 def finished(settings: Server) -> Stop | None:
@@ -156,29 +165,31 @@ def check_deployable(
             rule="deploy-pooled-data",
             fix="choose another method",
         )
-    if uses_clusters(method.setting.weights):
+    if uses_clusters(method.setting.client_weights):
         raise Refused(
-            f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there",
+            f"client_weights = {method.setting.client_weights!r} is for simulation: clusters are found "
+            "before the sites are there",
             rule="deploy-weights",
             fix="give a number for each site in {weights}, or {weigher = 'equitable'}, which finds them in every round",
         )
-    if column_of_shares(method.setting.weights):
+    if column_of_shares(method.setting.client_weights):
         raise Refused(
-            f"weights = {method.setting.weights!r} is for simulation: the server does not see the rows of sites",
+            f"client_weights = {method.setting.client_weights!r} is for simulation: the server does not "
+            "see the rows of sites",
             rule="deploy-weights",
             fix="give a number for each site in {weights}",
         )
-    if method.setting.model.weights is not None and not start:
+    if method.setting.model.init_from is not None and not start:
         raise Refused(
-            "model.weights is a file of this machine, and nothing holds the sites to the same one",
+            "model.init_from is a file of this machine, and nothing holds the sites to the same one",
             rule="deploy-model-file",
-            fix="leave {model.weights} out, or give a function of a package that every site has, "
+            fix="leave {model.init_from} out, or give a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
         )
     setting = method.setting.resolved()
     check_stream(setting, clients)
     fields, sampler = upload_fields(type(setting.method)), setting.sampler
-    check_privacy(setting.method, setting.channel, setting.aggregator, sampler, setting.weigher)
+    check_privacy(setting.method, setting.upload_transform, setting.aggregator, sampler, setting.aggregation_weights)
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
         raise Refused(
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
@@ -192,8 +203,16 @@ def check_deployable(
 
 def counts_samples(setting: Setting) -> str:
     """Explain why a run needs the numbers of samples of all sites. Return "" if it does not."""
-    plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
-    return "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
+    plain = isinstance(setting.sampler, Uniform) and isinstance(
+        setting.aggregation_weights, SharesWeigher | UniformWeigher
+    )
+    return (
+        "client_weights = 'samples'"
+        if setting.client_weights == "samples"
+        else ""
+        if plain
+        else "the sampler or aggregation_weights"
+    )
 
 
 class _Run(Hooks):
@@ -213,6 +232,8 @@ class _Run(Hooks):
         """Begin or go on, to the end."""
         self._audit.write("wait", release=__version__)
         try:
+            if self.interrupted():
+                raise RunStopped(Stop.INTERRUPTED, STOP_HINT)
             self._gather()
             end = self._run()
         except RunStopped as error:
@@ -223,11 +244,16 @@ class _Run(Hooks):
             raise
         else:
             _, stop, detail, diverged = end
+            detail = STOP_HINT if stop is Stop.INTERRUPTED and self.interrupted() else detail
         if stop is not Stop.DONE and diverged is None:
             self._say(f"{STOP_PREFIX}{RunStopped(stop, detail)}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._results.summary(stop, detail, self._transport.nodes, diverged)
         return stop
+
+    def interrupted(self) -> bool:
+        """Return whether the operator asks the run to stop."""
+        return stop_file(self._settings).exists()
 
     def _run(self) -> End:
         """Run the rounds that are left."""
@@ -280,7 +306,7 @@ class _Run(Hooks):
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
-        noise, limit = accounted(setting.channel, setting.aggregator), self._settings.epsilon
+        noise, limit = accounted(setting.upload_transform, setting.aggregator), self._settings.epsilon
         try:
             if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
                 after = spent(noise, setting.sampler, state.uploads + 1, t)
@@ -334,7 +360,7 @@ class _Run(Hooks):
 
     def extras(self, state: State) -> dict[str, Any]:
         setting, accepted = self._job.setting, self._sites.accepted
-        noise = accounted(setting.channel, setting.aggregator)
+        noise = accounted(setting.upload_transform, setting.aggregator)
         costs = {
             name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
             for name, one in {"epsilon": noise, "epsilon_sites": remaining_noise(noise)}.items()
@@ -362,7 +388,7 @@ class _Run(Hooks):
         setting = experiment.methods[0].setting
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
         schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
-        scored = setting.evaluate.with_(statistics="own")  # as sites score
+        scored = setting.evaluate.with_(batchnorm_stats="own")  # as sites score
         planned = setting.with_(schedule=Synchronous(), evaluate=scored)
         job, server = make_job(planned, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.analyses import ClientRows, Question, answer_question, client_rows
+from fedloom.analyses import ClientRows, client_rows
 from fedloom.engine.clients.scores import personal_models
 from fedloom.errors import Refused, WireError, sentence_of
 from fedloom.storage import write_atomic
@@ -121,13 +121,11 @@ class SiteAnalyses:
         with publish_reasons():
             one = self._agreed(name)
             agreed = one.terms(terms)
-            question = _read_question(one, step, terms.question.message)
-            one.analysis.check_question(question, agreed)
+            question, bounds = one.read_question(step, terms.question.message, agreed)
             if bool(models) != one.analysis.uses_models:
                 raise Broken(
                     f"the analysis {name} reads {'the' if one.analysis.uses_models else 'no'} models of the run"
                 )
-            bounds = one.analysis.bounds(question, agreed)
             form = AnswerForm(bounds, self._trainer.site.clients)
             self._remember(one)
         digest, subjects = self._digests()
@@ -140,14 +138,10 @@ class SiteAnalyses:
                     "the rows are not those of the first step, or few subjects differ from an earlier snapshot"
                 )
             rows = self._with_models(terms, models) if models else self._rows
-            reply = answer_question(one.analysis, question, rows, agreed, bounds, "this site")
-            if reply.neutral:
-                raise Refused("too few subjects have a part in the sums, or one of them outweighs all others")
-            if reply.clipped:
-                self._trainer.log_privately(f"step {step} of the analysis {name}: {reply.clipped} numbers were clipped")
-            used = len(one.analysis.used(rows, agreed)) > 0
-            vector = form.encode(reply.values, reply.clipped, reply.rows)
-            return SiteAnswer(vector, ANSWERED_COUNTS if used else ABSENT_COUNTS)
+            vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
+            if clipped:
+                self._trainer.log_privately(f"step {step} of the analysis {name}: {clipped} numbers were clipped")
+            return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
             return SiteAnswer(form.zeros, NEUTRAL_COUNTS)
@@ -259,7 +253,7 @@ class SiteAnalyses:
             snapshots: list[list[str]] = record["snapshots"]
             for before in snapshots:
                 apart = max(len(here - {*before}), len({*before} - here))
-                if 0 < apart < max(one.rules.least, MIN_APART_SUBJECTS):
+                if 0 < apart < max(one.rules.min_subjects, MIN_APART_SUBJECTS):
                     return False
             if not any({*before} == here for before in snapshots):
                 record["snapshots"] = [*snapshots, [*subjects]][-MAX_SNAPSHOTS:]
@@ -317,19 +311,3 @@ def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"the result of an analysis cannot be read: {str(error)[:200]}") from None
     return content["analysis"], content
-
-
-def _read_question(one: AgreedAnalysis, step: int, message: bytes) -> Question:
-    """Decode a question that may be asked at a step.
-
-    Raises:
-        WireError: the bytes are none.
-        Broken: it is not the question of this step, or there are more steps than agreed.
-    """
-    if step >= one.rules.questions:
-        raise Broken(f"the analysis {one.name} has {one.rules.questions} steps at most, step {step} is one more")
-    question, order = Question.decode(message, one.analysis.questions), one.analysis.order
-    wanted = order[min(step, len(order) - 1)]
-    if question.name != wanted:
-        raise Broken(f"step {step} of the analysis {one.name} asks {wanted!r}, got {question.name!r}")
-    return question

@@ -119,7 +119,7 @@ class Ledger:
         if self._noise is None:
             raise Spent(
                 f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but the experiment "
-                "has neither channel 'gaussian-noise' nor aggregator 'private-mean' with a delta"
+                "has neither upload_transform 'gaussian-noise' nor aggregator 'private-mean' with a delta"
             )
         lines = self._lines()
         count = len(lines) + 1

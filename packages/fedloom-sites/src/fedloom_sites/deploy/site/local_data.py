@@ -25,7 +25,7 @@ from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
 
-SPLIT_FIELDS = ("test", "validation", "keep", "folds", "pool")
+SPLIT_FIELDS = ("test", "validation", "max_train_per_client", "folds", "pool")
 """Fields of a partition that say how one client's samples become its parts."""
 HASHED_SAMPLES = 4096
 """Samples that are hashed at a time."""

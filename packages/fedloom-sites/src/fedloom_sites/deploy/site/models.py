@@ -171,12 +171,12 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
     """
     one = _chosen(folder, kind)
     setting, samples = read_agreed(one.site).methods[0].setting, one.site.samples
-    if one.model.kind != "global" or setting.evaluate.statistics == "own":
+    if one.model.kind != "global" or setting.evaluate.batchnorm_stats == "own":
         return []
     module = setting.model.build(samples.shape, samples.outputs, 0, samples.tokens)
     return [
         "normalisation layers: statistics of this site's own training part, as in the scores of the deployment; a "
-        "simulation averages them over its clients, but with evaluate.statistics = 'own'"
+        "simulation averages them over its clients, but with evaluate.batchnorm_stats = 'own'"
     ] * bool(running_statistics(module))
 
 

@@ -99,7 +99,7 @@ class Trainer:
     def experiment(self) -> Experiment:
         """The experiment that was agreed on."""
         check_version(self.site)
-        experiment = read_agreed(self.site, chunk=1, workers=1)
+        experiment = read_agreed(self.site, clients_per_batch=1, workers=1)
         if self.site.secure is not None:
             check_maskable(experiment.methods[0].setting)
         return experiment
@@ -113,7 +113,7 @@ class Trainer:
     def private(self) -> bool:
         """True if a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
         setting = self.experiment.methods[0].setting
-        return self.site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
+        return self.site.epsilon is not None or accounted(setting.upload_transform, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
@@ -279,9 +279,9 @@ class Trainer:
 
     def _noise_alone(self, job: Job, down: object) -> ClientOutput:
         up = self.forms.idle
-        if accounted(job.setting.channel) is not None:
-            assert job.setting.channel is not None
-            sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
+        if accounted(job.setting.upload_transform) is not None:
+            assert job.setting.upload_transform is not None
+            sent, _ = job.setting.upload_transform.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.absolute(job.messages.replace_update(up, sent), job.algorithm.received(down, up))
         return ClientOutput(up, self._site_state(job), torch.zeros(1, 3).long())
 

@@ -1,46 +1,58 @@
-"""Partitions: ``partition.hybrid(clients=10, labels_per_client=2)(data, seed=0)`` is a federation."""
+"""Partitions: ``partitions.mixed(clients=10, labels_per_client=2)(data, seed=0)`` is a federation."""
 
 from __future__ import annotations
 
 from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
 from fedloom.data.partitions.deal import Dealt, group_by_owner
-from fedloom.data.partitions.groups import Clusters, Column, Writers
-from fedloom.data.partitions.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
-from fedloom.data.partitions.skew import Dirichlet, Few, Iid, Quantity, Shards
+from fedloom.data.partitions.groups import ByColumn, Clusters, Natural
+from fedloom.data.partitions.nested import PARTITIONS, FeatureNoise, LabelSwap, MixedSkew, Rotated
+from fedloom.data.partitions.skew import Dirichlet, FemnistFedProx, Iid, QuantitySkew, Shards
+from fedloom.hints import RENAMED_VALUES
 
-clusters, column, concept, dirichlet, few, hybrid = Clusters, Column, Concept, Dirichlet, Few, Hybrid
-iid, quality, quantity, rotated, shards, writers = Iid, Quality, Quantity, Rotated, Shards, Writers
+by_column, clusters, dirichlet, feature_noise = ByColumn, Clusters, Dirichlet, FeatureNoise
+femnist_fedprox, iid, label_swap, mixed = FemnistFedProx, Iid, LabelSwap, MixedSkew
+natural, quantity_skew, rotated, shards = Natural, QuantitySkew, Rotated, Shards
+
+_RENAMED_FUNCTIONS = {old: new.replace("-", "_") for old, new in RENAMED_VALUES["partition", "kind"].items()}
+"""Names of functions before they were the field's, and their names now."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _RENAMED_FUNCTIONS:
+        raise AttributeError(f"fedloom.partitions.{name} is now fedloom.partitions.{_RENAMED_FUNCTIONS[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "PARTITIONS",
+    "ByColumn",
     "Clusters",
-    "Column",
-    "Concept",
     "Dealt",
     "Dirichlet",
     "Draw",
-    "Few",
-    "Hybrid",
+    "FeatureNoise",
+    "FemnistFedProx",
     "Iid",
+    "LabelSwap",
+    "MixedSkew",
+    "Natural",
     "Partition",
     "Pool",
-    "Quality",
-    "Quantity",
+    "QuantitySkew",
     "Rotated",
     "Shards",
     "Sized",
-    "Writers",
+    "by_column",
     "clusters",
-    "column",
-    "concept",
     "dirichlet",
-    "few",
+    "feature_noise",
+    "femnist_fedprox",
     "group_by_owner",
-    "hybrid",
     "iid",
-    "quality",
-    "quantity",
+    "label_swap",
+    "mixed",
+    "natural",
+    "quantity_skew",
     "rotated",
     "shards",
-    "writers",
 ]

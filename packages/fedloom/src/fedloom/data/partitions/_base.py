@@ -26,7 +26,7 @@ from fedloom.data.partitions.deal import (
 from fedloom.data.partitions.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
-from fedloom.data.subjects.equal import equal_rows, untrained_levels
+from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -63,8 +63,8 @@ class Pool(NamedTuple):
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
-                f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity, column, or writers where the "
-                "data come by client"
+                f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity-skew, by-column, or natural "
+                "where the data have natural clients"
             )
         return self.y
 
@@ -141,11 +141,11 @@ class Partition(Value):
     """True if a draw deals rows as they are. Else each entry stands for all rows of its subject, if there are any."""
     test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
     validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
-    test_from: Literal["own", "ratio", "users"] = Field(
+    test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
             "own: the fraction `test` of the client's samples. ratio: test_count official test samples in "
-            "the client's training label ratio (FedSLR, section 5.1). users: the official test samples of "
+            "the client's training label ratio (FedSLR, section 5.1). clients: the official test samples of "
             "the client's own users (LEAF)"
         ),
     )
@@ -155,7 +155,9 @@ class Partition(Value):
     folds: int | None = Field(
         default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
     )
-    keep: int | None = Field(default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)")
+    max_train_per_client: int | None = Field(
+        default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)"
+    )
     min_size: int = Field(default=1, ge=1, description="least samples of every client")
     pool: bool = Field(
         default=False,
@@ -213,7 +215,7 @@ class Partition(Value):
         self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
         own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
-        quota = Quota(own_test_share, self.validation, self.keep, self.folds, fold)
+        quota = Quota(own_test_share, self.validation, self.max_train_per_client, self.folds, fold)
         rng = numpy_generator(seed_of_draw, purpose="parts")
         cut = cut_parts(draw.dealt, y, quota, rng, data.design)
         if self.test_from == "ratio":
@@ -222,7 +224,11 @@ class Partition(Value):
             cut["test"] = draw.test
         common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
         places = {part: lists.index for part, lists in cut.items()}
-        copies = [*equal_rows(data, places, common), *untrained_levels(data, places, common)]
+        doubts = [
+            *equal_rows(data, places, common),
+            *untrained_levels(data, places, common),
+            *single_classes(data, places, common),
+        ]
         if draw.relabel is not None:
             data = relabelled(data, held, draw.relabel)
         if draw.views is not None:
@@ -254,7 +260,7 @@ class Partition(Value):
                     self._dealt_from(data),
                 ),
                 *_notes(cut, y, names, data.classes, len(data)),
-                *copies,
+                *doubts,
             ),
         )
 
@@ -337,8 +343,10 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind}: test_from = {self.test_from!r}, but {data.name} has no official test set"
             )
-        if self.test_from == "users" and draw.test is None:
-            raise PartitionError(f"{self.kind}: test_from = 'users' works with writers and column only; use 'ratio'")
+        if self.test_from == "clients" and draw.test is None:
+            raise PartitionError(
+                f"{self.kind}: test_from = 'clients' works with natural and by-column only; use 'ratio'"
+            )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
         if self.test_from != "own" and changes:
             raise Refused(
@@ -423,7 +431,8 @@ def _notes(
                 f"clients tested on a class that they have no training sample of: "
                 f"{len(np.unique(unknown // len(classes)))} (first: client {names[who]!r}, {counts[0]} test samples of "
                 f"class {classes[c]!r}); a "
-                "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger keep, if that matters"
+                "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger "
+                "max_train_per_client, if that matters"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
     shared = len(held) - distinct(held, samples)

@@ -14,35 +14,37 @@ from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator
 
 
-class Writers(Partition):
-    """The clients that the source comes with (writers, hospitals, users), or several of them per client.
+class Natural(Partition):
+    """The natural clients of the source (writers, hospitals), or several of them per client.
 
     Those with fewer than `min_size` samples are left out, as LEAF's `-k` does.
     """
 
-    kind: ClassVar[str] = "writers"
+    kind: ClassVar[str] = "natural"
+    purpose: ClassVar[str] = "writers"
+    """Of the seed of its draws, which has the first name of the kind."""
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all of them)")
-    per_client: int | None = Field(default=None, ge=1, description="writers per client (FLAME on FEMNIST: 338)")
+    per_client: int | None = Field(default=None, ge=1, description="natural clients per client (FLAME on FEMNIST: 338)")
     shuffle: bool = Field(
-        default=True, description="draw the writers of a group at random (false: consecutive writers (FLAME's code))"
+        default=True,
+        description="draw the natural clients of a group at random (false: consecutive ones (FLAME's code))",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Whole writers to clients."""
+        """Deal whole natural clients to clients."""
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
-            raise PartitionError(
-                f"writers: {data.name} does not come split by client; use kind column ({have}) or another"
-            )
+            raise PartitionError(f"natural: {data.name} has no natural clients; use kind by-column ({have}) or another")
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
-class Column(Partition):
+class ByColumn(Partition):
     """Clients by the values of a column (education, occupation, writer): feature skew."""
 
-    kind: ClassVar[str] = "column"
+    kind: ClassVar[str] = "by-column"
+    purpose: ClassVar[str] = "column"
     by_row: ClassVar[bool] = True
     column: str = Field(description="name of the column")
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per value)")
@@ -54,12 +56,15 @@ class Column(Partition):
         data = pool.data
         if self.column not in data.columns:
             raise PartitionError(
-                f"column: {data.name} has no column {self.column!r}; {nearest(self.column, data.columns)}"
+                f"by-column: {data.name} has no column {self.column!r}; {nearest(self.column, data.columns)}"
             )
         return _draw_by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
 
 
-def _draw_by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
+_LEVELS = {"natural": "natural clients", "by-column": "values of the column"}
+
+
+def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
     counts, design = np.bincount(codes[pool.index], minlength=len(names)), pool.data.design
     if design is not None and design.subject is not None:
         counts = design.counts(codes[pool.index], pool.index, len(names))
@@ -67,7 +72,7 @@ def _draw_by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple
     notes: list[str] = []
     if small := int(((np.bincount(codes, minlength=len(names)) > 0) & (counts < part.min_size)).sum()):
         what = "no training sample" if part.min_size == 1 else f"fewer than {part.min_size} samples"
-        notes.append(f"{small} of {len(names)} {part.kind} have {what} and are left out")
+        notes.append(f"{small} of {len(names)} {_LEVELS[part.kind]} have {what} and are left out")
     each = part.per_client or (1 if part.clients is None else None)
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):
@@ -76,15 +81,17 @@ def _draw_by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple
             f"{pool.data.name} has {len(levels)} of at least {part.min_size} samples; ask for fewer"
         )
     if part.shuffle and (n != len(levels)):
-        levels = numpy_generator(seed, purpose=part.kind).permutation(levels)
+        levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
     group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
-        notes.append(f"{len(levels) - len(group)} of {len(levels)} {part.kind} are left over and belong to no client")
+        notes.append(
+            f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} are left over and belong to no client"
+        )
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
     test = _dealt_samples(pool.data.test.numpy(), codes, client, n) if pool.data.test is not None else None
-    official = test if part.test_from == "users" else None
+    official = test if part.test_from == "clients" else None
     return Draw(_dealt_samples(pool.index, codes, client, n), test=official, names=label, notes=tuple(notes))
 
 

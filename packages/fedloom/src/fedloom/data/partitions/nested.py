@@ -1,4 +1,4 @@
-"""Partitions on top of others (hybrid, quality, concept and feature skew), and every kind by name."""
+"""Partitions on top of others (mixed, feature noise, swapped labels and views), and every kind by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 
 from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
 from fedloom.data.partitions.deal import Dealt, Ints
-from fedloom.data.partitions.groups import Clusters, Column, Writers
-from fedloom.data.partitions.skew import Dirichlet, Few, Iid, Quantity, Shards
+from fedloom.data.partitions.groups import ByColumn, Clusters, Natural
+from fedloom.data.partitions.skew import Dirichlet, FemnistFedProx, Iid, QuantitySkew, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
 from fedloom.values import choose
@@ -24,25 +24,25 @@ Below = Annotated[
 ]
 
 
-class Quality(Sized):
+class FeatureNoise(Sized):
     """Noise that grows with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
     Client i = 1..m gets Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), on all its parts.
     """
 
-    kind: ClassVar[str] = "quality"
+    kind: ClassVar[str] = "feature-noise"
     sigma: float = Field(default=0.1, ge=0, description="noise of the last client (FLAME, Table III: 0.1)")
-    reading: Literal["variance", "std"] = Field(
+    sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
             "variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / m of the normalized "
             "features, divided by the data set's std, i from 0 (FLAME's code)"
         ),
     )
-    draws: Literal["once", "anew"] = Field(
-        default="once",
+    noise_draws: Literal["per-sample", "per-batch"] = Field(
+        default="per-sample",
         description=(
-            "once: one draw per sample. anew: one draw per batch of a step, as in FLAME's code, with "
+            "per-sample: one draw per sample. per-batch: one draw per batch of a step, as in FLAME's code, with "
             "fixed noise in validation and test samples and no noise in passes over a whole training part"
         ),
     )
@@ -55,22 +55,22 @@ class Quality(Sized):
         """Draw the base's clients, and a noise level for each."""
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
-        if self.reading == "variance":
+        if self.sigma_unit == "variance":
             noise = np.sqrt(self.sigma * np.arange(1, m + 1) / m)[:, None]
         else:
             unit = np.ones(1) if pool.data.std is None else pool.data.std.numpy()
             noise = np.outer(self.sigma * np.arange(m) / m, unit)
-        return drawn._replace(noise=noise, anew=np.full(m, self.draws == "anew"))
+        return drawn._replace(noise=noise, anew=np.full(m, self.noise_draws == "per-batch"))
 
 
-class Concept(Sized):
+class LabelSwap(Sized):
     """Concept skew: the same features mean other classes in another group of clients.
 
     Clients form `groups` blocks. The first keeps the classes, each other block has its own random exchange of them, in
     all parts. The common test set keeps the true classes.
     """
 
-    kind: ClassVar[str] = "concept"
+    kind: ClassVar[str] = "label-swap"
     groups: int = Field(default=2, ge=1, description="number of groups (default: at most the number of clients)")
     base: Below
 
@@ -82,9 +82,9 @@ class Concept(Sized):
         n = len(drawn.dealt.offsets) - 1
         most, count, notes = min(n, math.factorial(min(classes, 12))), self.groups, drawn.notes
         if count > most and "groups" not in self.model_fields_set:
-            count, notes = most, (*notes, f"concept: groups = {most}, because {n} clients allow no more")
+            count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients allow no more")
         if count > most:
-            raise PartitionError(f"concept: {count} groups of {n} clients and {classes} classes; use fewer groups")
+            raise PartitionError(f"label-swap: {count} groups of {n} clients and {classes} classes; use fewer groups")
         tables = [tuple(range(classes))]
         while len(tables) < count:
             table = tuple(rng.permutation(classes).tolist())
@@ -135,29 +135,30 @@ class Rotated(Sized):
         return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
 
-class Hybrid(Sized):
+class MixedSkew(Sized):
     """Two kinds of skew in one federation (FLAME, section V-A: half the clients # label = 2, half quantity Dir(0.5)).
 
-    The first round(ratio * clients) clients are cut by `first`, the others by `second`, each from its own random share
-    of the samples.
+    The first round(ratio * clients) clients are cut by `first_partition`, the others by `second_partition`, each
+    from its own random share of the samples.
     """
 
-    kind: ClassVar[str] = "hybrid"
+    kind: ClassVar[str] = "mixed"
+    aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
     ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients of the first kind")
     labels_per_client: int = Field(
         default=2, ge=1, description="labels of each client of the first kind (default: the kind's own)"
     )
-    beta: float = Field(default=0.5, gt=0, description="concentration of the second kind (default: the kind's own)")
-    first: dict[str, Any] | None = Field(default=None, description="table with a kind (None: shards)")
-    second: dict[str, Any] | None = Field(default=None, description="table with a kind (None: quantity)")
+    alpha: float = Field(default=0.5, gt=0, description="concentration of the second kind (default: the kind's own)")
+    first_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: shards)")
+    second_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: quantity-skew)")
     overlap: bool = Field(
-        default=False, description="both kinds draw from all samples, and quantity also overlaps (FLAME's code)"
+        default=False, description="both kinds draw from all samples, and quantity-skew also overlaps (FLAME's code)"
     )
 
     @model_validator(mode="after")
-    def _tables_fit(self) -> Hybrid:
-        for short, long in (("labels_per_client", "first"), ("beta", "second")):
+    def _tables_fit(self) -> MixedSkew:
+        for short, long in (("labels_per_client", "first_partition"), ("alpha", "second_partition")):
             if getattr(self, long) is not None and short in self.model_fields_set:
                 raise ValueError(f"{short} is for the standard {long}, which the table replaces; put it into {long}")
         self._halves()
@@ -167,12 +168,14 @@ class Hybrid(Sized):
         k = round(self.ratio * self.clients)
         if not 0 < k < self.clients:
             raise ValueError(f"ratio {self.ratio} of {self.clients} clients leaves one kind without a client")
-        variant = "flame" if self.overlap else "labels"
-        first = self.first or {"kind": "shards", "labels_per_client": self.labels_per_client, "variant": variant}
-        second = self.second or {"kind": "quantity", "beta": self.beta, "overlap": self.overlap}
+        assignment = "flame" if self.overlap else "labels"
+        first = self.first_partition or {
+            "kind": "shards", "labels_per_client": self.labels_per_client, "assignment": assignment
+        }  # fmt: skip
+        second = self.second_partition or {"kind": "quantity-skew", "alpha": self.alpha, "overlap": self.overlap}
         return (
-            nested("hybrid.first", first, k, self.min_size),
-            nested("hybrid.second", second, self.clients - k, self.min_size),
+            nested("mixed.first_partition", first, k, self.min_size),
+            nested("mixed.second_partition", second, self.clients - k, self.min_size),
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -221,17 +224,17 @@ def _join_draws(draws: list[Draw], classes: int) -> Draw:
 
 PARTITIONS: dict[str, type[Partition]] = {
     "clusters": Clusters,
-    "column": Column,
-    "concept": Concept,
+    "by-column": ByColumn,
+    "label-swap": LabelSwap,
     "dirichlet": Dirichlet,
-    "few": Few,
-    "hybrid": Hybrid,
+    "femnist-fedprox": FemnistFedProx,
+    "mixed": MixedSkew,
     "iid": Iid,
-    "quality": Quality,
-    "quantity": Quantity,
+    "feature-noise": FeatureNoise,
+    "quantity-skew": QuantitySkew,
     "rotated": Rotated,
     "shards": Shards,
-    "writers": Writers,
+    "natural": Natural,
 }
 
 OUTER_FIELDS = tuple(Partition.model_fields)

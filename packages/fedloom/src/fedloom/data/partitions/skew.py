@@ -1,8 +1,9 @@
-"""Equal clients, unequal sizes and label skew: iid, quantity, q labels per client, a few in turn, Dirichlet."""
+"""Equal clients, unequal sizes and label skew: iid, quantity skew, q labels per client, FedProx, Dirichlet."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -43,11 +44,12 @@ class Iid(Sized):
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
 
 
-class Quantity(Sized):
-    """Sizes by Dirichlet shares, labels alike (NIID-Bench, section 4.1, "q ~ Dir(beta)"; FLAME)."""
+class QuantitySkew(Sized):
+    """Sizes by Dirichlet shares, labels alike (NIID-Bench, section 4.1, "q ~ Dir(alpha)"; FLAME)."""
 
-    kind: ClassVar[str] = "quantity"
-    beta: float = Field(default=0.5, gt=0, description="concentration (FLAME, Table III: 0.5)")
+    kind: ClassVar[str] = "quantity-skew"
+    aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
+    alpha: float = Field(default=0.5, gt=0, description="concentration, beta in FLAME (Table III: 0.5)")
     overlap: bool = Field(
         default=False,
         description=(
@@ -61,10 +63,10 @@ class Quantity(Sized):
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
         sizes = redraw(
-            lambda: cut_by(rng.dirichlet(np.full(self.clients, self.beta))[:, None], total),
+            lambda: cut_by(rng.dirichlet(np.full(self.clients, self.alpha))[:, None], total),
             self.min_size,
-            f"quantity: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}",
-            "raise beta, or lower clients or min_size",
+            f"quantity-skew: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}",
+            "raise alpha, or lower clients or min_size",
         )
         return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, offsets_of(sizes[:, 0])))
 
@@ -78,7 +80,7 @@ class Shards(Sized):
 
     kind: ClassVar[str] = "shards"
     labels_per_client: int = Field(default=2, ge=1, description="labels q of each client (FLAME, Table III: 2..6)")
-    variant: Literal["labels", "mcmahan", "flame"] = Field(
+    assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
             "labels: exactly q classes per client, each class shared evenly (NIID-Bench). mcmahan: q of "
@@ -97,9 +99,9 @@ class Shards(Sized):
             raise PartitionError(
                 f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes; use at most {classes}"
             )
-        if self.variant == "labels":
+        if self.assignment == "labels":
             return Draw(deal(lists, _shared_classes(lists, n, q, rng, pool)))
-        if self.variant == "flame":
+        if self.assignment == "flame":
             sizes = np.concatenate([even(len(class_index), math.ceil(q * n / classes)) for class_index in lists])
         else:
             sizes = even(len(pool), n * q)
@@ -138,22 +140,22 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
     return counts
 
 
-class Few(Sized):
-    """A few classes per user, sizes log-normal: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127, and its sampler).
+class FemnistFedProx(Sized):
+    """A few classes per client, sizes log-normal: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
 
     User i holds ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each
     of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint, in the published code an index
     is reset by mistake, such that they share the first images of a class. What is left over has no owner.
     """
 
-    kind: ClassVar[str] = "few"
-    clients: int = Field(default=200, ge=1, description="number of users (FedProx on FEMNIST: 200)")
-    labels_per_client: int = Field(default=3, ge=1, description="classes of each user (FedProx on FEMNIST: 3)")
+    kind: ClassVar[str] = "femnist-fedprox"
+    clients: int = Field(default=200, ge=1, description="number of clients (FedProx on FEMNIST: 200)")
+    labels_per_client: int = Field(default=3, ge=1, description="classes of each client (FedProx on FEMNIST: 3)")
     mean: float = Field(
-        default=4.0, description="mean of the logarithm of a user's size (default: smaller for few samples)"
+        default=4.0, description="mean of the logarithm of a client's size (default: smaller for few samples)"
     )
-    std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a user's size")
-    extra: int = Field(default=5, ge=0, description="samples that every user gets in addition")
+    std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a client's size")
+    extra: int = Field(default=5, ge=0, description="samples that every client gets in addition")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Sizes, then the next samples of each user's classes."""
@@ -162,20 +164,20 @@ class Few(Sized):
         held = np.array([len(class_index) for class_index in lists])
         if self.labels_per_client > len(lists):
             raise PartitionError(
-                f"few: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} classes; "
-                f"use at most {len(lists)}"
+                f"femnist-fedprox: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} "
+                f"classes; use at most {len(lists)}"
             )
         drawn = rng.lognormal(self.mean, self.std, self.clients)
         mean, notes, counts = self.mean, tuple[str, ...](), self._counts(len(lists), drawn)
         while "mean" not in self.model_fields_set and mean > 0 and (counts.sum(0) > held).any():
             mean -= 0.5
             counts = self._counts(len(lists), drawn * np.exp(mean - self.mean))
-            notes = (f"few: mean = {mean:g}, because the data have too few samples for its default of {self.mean:g}",)
+            notes = (f"femnist-fedprox: mean = {mean:g}, because the data have too few samples for {self.mean:g}",)
         wanted = counts.sum(0)
         if (wanted > held).any():
             c = int((wanted - held).argmax())
             raise PartitionError(
-                f"few: {self.clients} users ask for {wanted.sum()} samples, {wanted[c]} of class "
+                f"femnist-fedprox: {self.clients} clients ask for {wanted.sum()} samples, {wanted[c]} of class "
                 f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give; lower clients or mean"
             )
         return Draw(deal(lists, counts), notes=notes)
@@ -193,15 +195,18 @@ class Few(Sized):
 class Dirichlet(Sized):
     """Label skew by Dirichlet shares.
 
-    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is shared by p ~ Dir(beta, ..., beta) over clients.
+    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is shared by p ~ Dir(alpha, ..., alpha) over clients.
     By client (Acar et al. 2021, used by FedSLR, section 5.1): equal clients whose label distribution is
-    Dir(beta, ..., beta) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): the same with
-    Dir(beta * p), p the label distribution of all samples. Where a class runs out, the samples that are due go to the
+    Dir(alpha, ..., alpha) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): the same with
+    Dir(alpha * p), p the label distribution of all samples. Where a class runs out, the samples that are due go to the
     client's other classes in proportion.
     """
 
     kind: ClassVar[str] = "dirichlet"
-    beta: float = Field(default=0.5, gt=0, description="concentration (FLAME 0.5, FedSLR 0.1)")
+    aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
+    alpha: float = Field(
+        default=0.5, gt=0, description="concentration, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
+    )
     by: Literal["class", "client", "prior"] = Field(default="class", description="object of the Dirichlet draw")
     balanced: bool = Field(
         default=False,
@@ -222,15 +227,15 @@ class Dirichlet(Sized):
         lists = pool.by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
         if self.by == "class":
-            what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}"
-            cure = "raise beta, or lower clients or min_size"
+            what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"
+            cure = "raise alpha, or lower clients or min_size"
             counts = redraw(lambda: self._by_class(held, rng), self.min_size, what, cure)
         else:
             counts = self._draw_by_client(held, rng)
         return Draw(choose_each(lists, counts, rng) if self.overlap else deal(lists, counts))
 
     def _by_class(self, held: Ints, rng: np.random.Generator) -> Ints:
-        shares = rng.dirichlet(np.full(self.clients, self.beta), len(held)).T
+        shares = rng.dirichlet(np.full(self.clients, self.alpha), len(held)).T
         if not self.balanced:
             return cut_by(shares, held)
         counts = np.zeros(shares.shape, np.int64)
@@ -242,9 +247,9 @@ class Dirichlet(Sized):
 
     def _draw_by_client(self, held: Ints, rng: np.random.Generator) -> Ints:
         n, total = self.clients, int(held.sum())
-        alpha = self.beta * (held / total if self.by == "prior" else np.ones(len(held)))
+        concentration = self.alpha * (held / total if self.by == "prior" else np.ones(len(held)))
         prior = np.zeros((n, len(held)))
-        prior[:, alpha > 0] = rng.dirichlet(alpha[alpha > 0], n)
+        prior[:, concentration > 0] = rng.dirichlet(concentration[concentration > 0], n)
         sizes = even(total, n)
         if self.size_std > 0:
             weights = rng.lognormal(0.0, self.size_std, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,11 +20,14 @@ from fedloom.data.sources.table.targets import unlike
 from fedloom.data.subjects.copies import image_copies
 from fedloom.data.survey.findings import NEAR_COPIES_NOTE
 from fedloom.errors import ConfigError, DataError
+from fedloom.hints import unknown
 
 MOST_NOTED = 2**24
 """Numbers of a data set at most, beyond which they are not gone through for notes."""
 MAX_EXACT_INTEGER = 2**24
 """The largest of the whole numbers that float32 holds one by one."""
+Layout = Literal["image", "sequence"]
+"""Meaning of samples ``[height, width]``: an image with one channel, or a sequence ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
 """Numbers of channels that images have: grey, RGB, and RGB with an alpha channel. Grey with one is rare: 2."""
 MIN_PIXEL_COLUMNS = 64
@@ -47,13 +50,15 @@ def make_dataset(
     users: Any = None,
     vocabulary: Sequence[str] | int = (),
     original_dtype: str = "",
+    layout: Layout | None = None,
 ) -> Dataset:
     """Create a data set from arrays.
 
     Args:
         name: of the data set.
         x: features [N, ...]. Bytes are kept, other numbers become float32. [N, height, width] gets a channel.
-        y: whole numbers, booleans or text [N], or numbers [N, k], of tokens whole numbers [N, length] too, -1 for none.
+        y: whole numbers, booleans or text [N], or numbers [N, k]. Of tokens and sequences also whole numbers
+            [N, length], of images masks [N, height, width], -1 for no label.
         task: what the targets are. None: classification if they are whole numbers, text or booleans.
         where: file, for messages. None: the name.
         split: first sample of the official test set, if there is one.
@@ -63,6 +68,7 @@ def make_dataset(
         users: owner of each sample [N].
         vocabulary: names of the tokens, or their number. x is then tokens [N, length], 0 for padding at the end.
         original_dtype: numpy's name of the type that x was given in. empty: that of x.
+        layout: "sequence" if x is ``[N, time, features]``. None: "image".
 
     Raises:
         DataError: shapes, types, lengths or values that cannot be.
@@ -70,7 +76,21 @@ def make_dataset(
     place = str(where or name)
     texts = [(what, v) for what, v in (("classes", classes), ("vocabulary", vocabulary)) if isinstance(v, str)]
     names = tuple(map(str, range(vocabulary))) if isinstance(vocabulary, int) else tuple(vocabulary)
+    if layout not in (None, *get_args(Layout)):
+        raise unknown("layout", layout, get_args(Layout), place)
+    if layout == "sequence":
+        x = x[:, 0] if x.ndim == 4 and x.shape[1] == 1 else x
+        if x.ndim != 3:
+            raise DataError(f"{place}: layout = 'sequence' needs x [N, time, features], got {x.shape}")
     each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui"
+    dense = not names and task != "regression" and _is_dense(x, y, layout)
+    if dense:
+        each, y = True, np.ascontiguousarray(y.reshape(len(y), -1)).astype(np.int64)
+    elif y.ndim > 2:
+        raise DataError(
+            f"{place}: y {y.shape} fits no image of x {x.shape}; masks are whole numbers [N, height, width] with the "
+            "size of the images, -1 where a pixel has no label"
+        )
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
     if x.dtype.kind not in "uifb" or x.ndim == 0:
@@ -119,7 +139,7 @@ def make_dataset(
     with naming_file_in_errors(Path(place)):
         return Dataset(
             name,
-            features[:, None] if features.ndim == 3 else features,
+            features[:, None] if features.ndim == 3 and layout != "sequence" else features,
             target,
             kind,
             classes,
@@ -129,9 +149,20 @@ def make_dataset(
             users=None if codes is None else torch.from_numpy(codes),
             user_names=() if levels is None else tuple(str(level) for level in levels),
             vocabulary=names,
+            positions=dense,
             notes=notes,
             original_dtype="" if names or original_dtype in ("uint8", "float32") else original_dtype,
         )
+
+
+def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
+    """Return whether y labels every pixel of images, or every time step of sequences."""
+    if y.dtype.kind not in "uibf" or not y.size or (y.dtype.kind == "f" and not bool((y == np.floor(y)).all())):
+        return False
+    if layout == "sequence":
+        return y.ndim == 2 and y.shape[1] == x.shape[1] > 1
+    pixels = y.shape[1:] if y.ndim == 3 else y.shape[2:] if y.ndim == 4 and y.shape[1] == 1 else ()
+    return x.ndim in (3, 4) and len(pixels) == 2 and x.shape[-2:] == pixels
 
 
 def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:

@@ -15,13 +15,15 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.samples import FEATURE_TARGET_NAMES
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import has_channels_last, make_dataset, narrow_numbers, noted
+from fedloom.data.sources.array_data import Layout, has_channels_last, make_dataset, narrow_numbers, noted
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
 CONVERSION_BLOCK_BYTES = 2**20
 """Bytes of the blocks in which an array of another type is read."""
 SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
+CLIENT_KEYS = ("clients", "users")
+"""Keys of the array with the client of every sample. Earlier versions knew the second one."""
 ARRAY_KEYS = tuple(
     (train.format(x), train.format(y), test.format(x), test.format(y))
     for train, test in SPLIT_NAME_FORMS
@@ -38,20 +40,23 @@ class _Header(NamedTuple):
 
 
 class _Arrays(SampleSource):
-    task: Literal["classification", "regression", "survival", "count"] | None = Field(
+    task: Literal["classification", "binary", "regression", "survival", "count"] | None = Field(
         default=None, description="task (default: classification if y has whole numbers)"
     )
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if bytes)"
     )
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
+    layout: Layout | None = Field(
+        default=None, description="'sequence' if x is [N, time, features]; arrays [N, height, width] are images"
+    )
     vocabulary: int | None = Field(
         default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
     )
 
 
 class Npy(_Arrays):
-    """A folder of x.npy, y.npy and, optionally, users.npy, subject.npy, order.npy and strata.npy.
+    """A folder of x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
 
     The features stay on disk, and samples are read as they are needed.
     x may be larger than the memory. It holds bytes or float32, images with their channels first.
@@ -70,13 +75,14 @@ class Npy(_Arrays):
                 f"{place / 'x.npy'}: {x.shape} looks like images with their channels last; save them with their "
                 "channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, 1)), or give channels_last = false"
             )
-        users = _mapped(place / "users.npy") if (place / "users.npy").exists() else None
+        users = next((_mapped(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
                 f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
                 "disk it must be uint8 or float32 in C order: save it so"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
+        options |= {"layout": self.layout}
         data = make_dataset(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
         roles = {role: _mapped(file) for role, file in files.items() if file.exists()}
@@ -97,7 +103,7 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """An NPZ file with x and y, or x_train, y_train, x_test, y_test. Optionally users, subject, order, strata."""
+    """An NPZ file with x and y, or x_train, y_train, x_test, y_test. Optionally clients, subject, order, strata."""
 
     channels_last: bool | None = Field(
         default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"
@@ -113,7 +119,7 @@ class Npz(_Arrays):
                 f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got {sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
-        unread = [key for key in headers if key not in (*keys, "users", *SAMPLE_ROLES)]
+        unread = [key for key in headers if key not in (*keys, *CLIENT_KEYS, *SAMPLE_ROLES)]
         if tests := [key for key in unread if "test" in key.lower().split("_")]:
             raise DataError(
                 f"{place}: {tests[0]} beside {x_key} and {y_key} would not be read; name the arrays {x_key}_train, "
@@ -122,12 +128,13 @@ class Npz(_Arrays):
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
         x, y = self._room_of_x(place, headers, x_keys), _room(place, headers, y_keys)
-        beside = {key: _room(place, headers, [key]) for key in ("users", *SAMPLE_ROLES) if key in headers}
+        beside = {key: _room(place, headers, [key]) for key in (*CLIENT_KEYS, *SAMPLE_ROLES) if key in headers}
         self._read(place, headers, [(x_keys, x), (y_keys, y), *(([key], room) for key, room in beside.items())])
-        users = beside.pop("users", None)
+        owners = [beside.pop(key) for key in CLIENT_KEYS if key in beside]
+        users = owners[0] if owners else None
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        options["original_dtype"] = str(headers[x_key].dtype)
+        options |= {"original_dtype": str(headers[x_key].dtype), "layout": self.layout}
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
@@ -222,7 +229,7 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
             raise DataError(
                 f"{place}: {keys[0]} is {first.dtype} {first.shape}, {key} is {headers[key].shape}; no match"
             )
-    if first.dtype.kind in "US" and keys[0] not in ("users", "subject", "strata"):
+    if first.dtype.kind in "US" and keys[0] not in (*CLIENT_KEYS, "subject", "strata"):
         raise DataError(
             f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers; number the classes from 0"
         )

@@ -42,19 +42,20 @@ def as_dataset(
             these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
             and the same when they are read again. A Hugging Face `Dataset` or `DatasetDict`. A pandas
             `DataFrame`, alone or with its targets. A table of pyarrow, or one that Arrow can read (polars).
-        target: targets ``[N]`` or ``[N, k]`` of features that come alone. Or the name of the target's column, None:
-            ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` of features that come alone. Or the name of
+            the target's column, None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table
+            otherwise the last.
         task: what the targets are. None: classification if they are whole numbers, text or booleans.
         test: the official test set, of the same kind as `obj`. Not for tables, whose test rows a column marks
             (``test_column`` or ``test_since``).
         name: of the data set, for reports and messages.
-        options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
+        options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``clients`` (of each sample, or the
             column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came) and
             ``strata`` (levels whose shares splits keep), which may be entries of dictionaries too, ``features`` (column
-            of the features), ``channels_last``, ``vocabulary`` (names of the tokens, or how many: features are then
-            tokens ``[N, length]``). Of tables, as of a CSV file: ``users``, ``subject``, ``order``, ``strata``,
-            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
-            ``impute``, ``scale``.
+            of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time, features]``), ``vocabulary``
+            (names of the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV file:
+            ``client_column``, ``subject``, ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``,
+            ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``, ``days_since``.
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.
@@ -79,12 +80,16 @@ def as_dataset(
                 "that marks test rows, and name it in test_column"
             )
         return _table(first, target, task, name, options)
-    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary", *SAMPLE_ROLES)
+    allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
     roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}
     roles |= join_roles(sides, name)
-    column, users, last = options.pop("features", None), options.get("users"), options.pop("channels_last", None)
+    column, users, last = (
+        options.pop("features", None),
+        options.pop("clients", None),
+        options.pop("channels_last", None),
+    )
     parts = [
         side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
         for i, side in enumerate(sides)
@@ -96,6 +101,8 @@ def as_dataset(
     refuse_unlike(
         name, dict(zip(("the training set", "the test set"), parts, strict=False)), bool(options.get("vocabulary"))
     )
+    if users is not None:
+        options["users"] = users
     if parts[0].users is not None:
         options["users"] = np.concatenate([part.users for part in parts])
     x, y = (
@@ -130,10 +137,6 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
             raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs; rename one")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if "label" in options:
-        if target is not None:
-            raise ConfigError(f"{name}: give the target or label, not both")
-        target = options.pop("label")
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
@@ -141,9 +144,9 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = str(target)
     options["categorical"] = tuple(
-        {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("users")}
+        {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("client_column")}
     )
-    table_options = {"label": target, "task": task or "auto", **options}
+    table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
     problems = Problems(name, first=0)
     return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
@@ -158,7 +161,9 @@ class HubData(Source):
     test: str | None = Field(default="test", description="split of the official test set, if it exists")
     x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
     y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
-    users: str | None = Field(default=None, description="column that names the client of a sample (writer_id, ...)")
+    client_column: str | None = Field(
+        default=None, description="column that names the client of a sample (writer_id, ...)"
+    )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if images)"
@@ -188,7 +193,12 @@ class HubData(Source):
             name=f"hub:{self.name}",
             **{
                 k: v
-                for k, v in (("features", self.x), ("users", self.users), ("mean", self.mean), ("std", self.std))
+                for k, v in (
+                    ("features", self.x),
+                    ("clients", self.client_column),
+                    ("mean", self.mean),
+                    ("std", self.std),
+                )
                 if v is not None
             },
         )

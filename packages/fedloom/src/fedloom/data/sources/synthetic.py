@@ -30,13 +30,13 @@ class Synthetic(Source):
 
     alpha: float = Field(default=0.0, ge=0, description="difference between the models (FedProx: 0, 0.5, 1)")
     beta: float = Field(default=0.0, ge=0, description="difference between the features (FedProx: 0, 0.5, 1)")
-    iid: bool = Field(default=False, description="one model and one feature distribution for all users")
-    reading: Literal["std", "variance"] = Field(
+    iid: bool = Field(default=False, description="one model and one feature distribution for all clients")
+    spread_unit: Literal["std", "variance"] = Field(
         default="std",
         description="std: alpha and beta are standard deviations (authors' code). variance: the paper's text",
     )
-    users: int = Field(default=30, ge=1, description="number of users (FedProx 30, pFedMe 100)")
-    factor: int = Field(default=1, ge=1, description="factor of all users' sizes (pFedMe 5)")
+    clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx 30, pFedMe 100)")
+    factor: int = Field(default=1, ge=1, description="factor of all clients' sizes (pFedMe 5)")
     test: float = Field(default=0.1, gt=0, lt=1, description="share of a user's official test part (pFedMe 0.25)")
     features: int = Field(default=60, ge=1, description="features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")
@@ -48,9 +48,9 @@ class Synthetic(Source):
         shared = numpy_generator(self.seed, purpose="synthetic")
         one_w, one_b = shared.standard_normal((d, c)), shared.standard_normal(c)
         spread = np.arange(1, d + 1) ** -0.6
-        power = 0.5 if self.reading == "variance" else 1.0
+        power = 0.5 if self.spread_unit == "variance" else 1.0
         x_all, ys, sizes = GrowingRows((d,), np.float32), [], []
-        for k in range(self.users):
+        for k in range(self.clients):
             rng = numpy_generator(self.seed, 0, k, "synthetic")
             n = (int(rng.lognormal(4.0, 2.0)) + 50) * self.factor
             u, mean_of_means = rng.standard_normal(2) * (self.alpha**power, self.beta**power)
@@ -61,7 +61,7 @@ class Synthetic(Source):
             x_all.room(n)[:] = x
             ys.append((x @ w + b).argmax(1))
             sizes.append(n)
-        users = np.repeat(np.arange(self.users), sizes)
+        users = np.repeat(np.arange(self.clients), sizes)
         place = np.concatenate([np.arange(n) for n in sizes])
         test = np.flatnonzero(place >= np.repeat([int((1 - self.test) * n) for n in sizes], sizes))
         return Dataset(
@@ -72,5 +72,5 @@ class Synthetic(Source):
             tuple(str(i) for i in range(c)),
             test=torch.from_numpy(test),
             users=torch.from_numpy(users),
-            user_names=tuple(f"f_{k:05d}" for k in range(self.users)),
+            user_names=tuple(f"f_{k:05d}" for k in range(self.clients)),
         )

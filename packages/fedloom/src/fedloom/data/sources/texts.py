@@ -36,8 +36,8 @@ class Texts(FileSource):
     """Texts in a CSV or Parquet table, each with a class. A column may name whose they are."""
 
     text: str = Field(description="column of the texts")
-    label: str | None = Field(default=None, description="column of the classes (default: the last column)")
-    users: str | None = Field(default=None, description="column that names the client of a text")
+    target: str | None = Field(default=None, description="column of the classes (default: the last column)")
+    client_column: str | None = Field(default=None, description="column that names the client of a text")
     separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
     level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a character")
     length: int = Field(default=64, ge=1, description="tokens kept of a text: first words, or last characters")
@@ -46,7 +46,7 @@ class Texts(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all rows with the vocabulary of all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
-        (y, classes), (users, names) = codes[0], codes[1] if self.users is not None else (None, ())
+        (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
         with naming_file_in_errors(Path(where)):
             return Dataset(
@@ -55,8 +55,8 @@ class Texts(FileSource):
                 y,
                 "binary" if len(classes) == 2 else "classification",
                 classes,
-                columns={} if users is None else {str(self.users): users},
-                levels={} if users is None else {str(self.users): names},
+                columns={} if users is None else {str(self.client_column): users},
+                levels={} if users is None else {str(self.client_column): names},
                 users=users,
                 user_names=names,
                 vocabulary=vocabulary,
@@ -82,12 +82,14 @@ class Texts(FileSource):
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
             last = next(reversed(raw.names), None)
-            label = (last if self.label is None else self.label) if labelled else None
-            roles = [c for c in (label, self.users) if c is not None and (labelled or c in raw.names)]
+            label = (last if self.target is None else self.target) if labelled else None
+            roles = [c for c in (label, self.client_column) if c is not None and (labelled or c in raw.names)]
             if absent := [c for c in (self.text, *roles) if c not in raw.names]:
                 raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):
-                raise ConfigError(f"{place}: text, label and users must be three columns, got {[self.text, *roles]}")
+                raise ConfigError(
+                    f"{place}: text, target and client_column must be three columns, got {[self.text, *roles]}"
+                )
             texts, coded = [], {c: Codes() for c in roles}
             for start, column, cells in raw.cells:
                 empty = np.array([cell is None or not str(cell).strip() for cell in cells])
@@ -194,8 +196,8 @@ class Docstrings(Source):
     """
 
     length: int = Field(default=64, ge=2, description="characters of a sample")
-    most: int = Field(default=4000, ge=2, description="characters kept of a module")
-    least: int = Field(default=1000, ge=2, description="modules with fewer characters are left out")
+    max_characters: int = Field(default=4000, ge=2, description="characters kept of a module")
+    min_characters: int = Field(default=1000, ge=2, description="modules with fewer characters are left out")
     modules: Literal["all", "even", "odd"] = Field(
         default="all", description="modules to use, in the order of their names. The vocabulary covers all texts"
     )
@@ -203,9 +205,9 @@ class Docstrings(Source):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Single files of the standard library that have enough text, private ones left out."""
         whole = _texts()
-        texts = {name: text[: self.most] for name, text in whole.items() if len(text) >= self.least}
+        texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
-            raise NoSamples(f"docstrings: no module has {self.least} characters of them; lower least")
+            raise NoSamples(f"docstrings: no module has {self.min_characters} characters of them; lower least")
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]

@@ -1,4 +1,4 @@
-"""Equal rows in two parts: who is tested on a copy of what was trained on."""
+"""Equal rows in two parts of a split, levels that only test rows have, and parts of a single class."""
 
 from __future__ import annotations
 
@@ -102,13 +102,36 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
     notes = []
     for place, column in enumerate(data.prepare.columns):
         if column.levels and column.names:
-            trained, new = (set(np.unique(data.x[rows, place].numpy()).tolist()) for rows in (parts["train"], tested))
+            trained, new = (
+                set(np.unique(data.x[rows, place].cpu().numpy()).tolist()) for rows in (parts["train"], tested)
+            )
             names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
             if names:
                 notes.append(
                     f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} of test rows is in "
                     "no training row, so models know nothing of it; merge rare levels"
                 )
+    return notes
+
+
+def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+    """Return a note on parts of all clients together in which every row is of one class.
+
+    Args:
+        data: with classes, else there is no note.
+        parts: samples of each part, all clients together.
+        common: samples of a common test set.
+    """
+    if not data.classed or data.y.ndim != 1 or len(data.classes) < 2:
+        return []
+    held = dict(parts) if common is None else {**parts, "test": np.concatenate([parts["test"], common])}
+    notes = []
+    for name, rows in held.items():
+        codes = np.unique(data.y[rows].cpu().numpy()).tolist() if len(rows) > 1 else []
+        if len(codes) == 1:
+            effect = "nothing can be learned from it" if name == "train" else "AUROC there is not defined"
+            part = {"train": "training"}.get(name, name)
+            notes.append(f"all {len(rows):,} rows of the {part} part are of class {data.classes[codes[0]]!r}: {effect}")
     return notes
 
 

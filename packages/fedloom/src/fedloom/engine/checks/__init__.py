@@ -1,1 +1,1 @@
-"""Checks of a run before its first round: refusals, and notes on it."""
+"""Checks of a run before its first round: impossible combinations, and notes."""

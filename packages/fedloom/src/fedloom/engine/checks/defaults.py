@@ -1,4 +1,4 @@
-"""Defaults that a federation is too small for: the run takes the nearest value that works, and has a note."""
+"""Defaults for which a federation is too small: the run uses the nearest value that works, and adds a note."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ V = TypeVar("V", bound=Value)
 def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """Return the setting with defaults that n clients allow, and a note on each changed default.
 
-    Options that the user gave stay as they are, and are refused by the checks where they are impossible.
+    Options that the user gave do not change. The checks reject them if they are impossible.
 
     Args:
-        setting: the run, presets resolved.
-        n: clients of the federation.
+        setting: the run, with presets resolved.
+        n: number of clients in the federation.
     """
     sampler, schedule = setting.sampler.adapted(n), setting.schedule.adapted(n)
     rows = sampler.smallest(n)

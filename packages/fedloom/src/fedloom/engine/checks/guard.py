@@ -1,4 +1,4 @@
-"""Guard a run against the code that only looks at it: callbacks, listeners and trackers."""
+"""Protect a run from code that only observes it: callbacks, listeners and trackers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
-    """Calls functions whose failure is a warning, the first time for each, and does not end the run.
+    """Calls functions whose failure does not end the run. The first failure of each function is logged as a warning.
 
-    `RunStopped` ends the run, and so does what is no `Exception`, as KeyboardInterrupt.
+    `RunStopped` ends the run, and so does an error that is not an `Exception`, such as KeyboardInterrupt.
 
     Attributes:
         warnings: the sentences.
@@ -25,15 +25,15 @@ class Guard:
         self._failed = set[int]()
 
     def call(self, what: str, function: Callable[..., object], *arguments: Any) -> object:
-        """Return what a function gives, None where it fails.
+        """Return the result of a function, or None if it fails.
 
         Args:
             what: its role, e.g. ``"callback"``.
-            function: what is called.
-            arguments: what it is called with.
+            function: function to call.
+            arguments: its arguments.
 
         Raises:
-            RunStopped: the function asks for the end of the run.
+            RunStopped: the function requests the end of the run.
         """
         try:
             return function(*arguments)
@@ -47,6 +47,6 @@ class Guard:
             return None
 
     def warn(self, sentence: str) -> None:
-        """Log a sentence, and keep it."""
+        """Log a sentence, and store it."""
         self.warnings.append(sentence)
         GUARD_LOG.warning("%s", sentence)

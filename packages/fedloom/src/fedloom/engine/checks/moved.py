@@ -1,24 +1,24 @@
-"""Keys that have become analyses: the sentence on a new file that has one, and recorded documents with the new form."""
+"""Keys that have become analyses: the error for a new file with such a key, and recorded documents in the new form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.hints import unknown
+from fedloom.hints import RENAMED_KEYS, RENAMED_VALUES, unknown
 
 _MOVED_KEYS = {
     "confusion": "confusion", "tsne": "tsne", "groups": "groups", "group_least": "groups", "predictions": "predictions",
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses by the table and the key that chose them before."""
-_MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "least"}
-"""Options of the analysis that hold the value of a key."""
+"""Kinds of analyses by the table and the key that selected them before."""
+_MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
+"""Option of the analysis that contains the value of a key."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of a sentence on a key that has become an analysis. Empty for any other key."""
+    """Return the end of a sentence about a key that has become an analysis. Empty for all other keys."""
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
@@ -30,10 +30,10 @@ def find_moved_key(table: str, key: str, value: object) -> str:
 
 
 def check_moved(table: str, options: object) -> None:
-    """Refuse a table with a key that has become an analysis.
+    """Raise if a table contains a key that has become an analysis.
 
     Raises:
-        ConfigError: there is one. The message has the new form.
+        ConfigError: it contains one. The message shows the new form.
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
         if cure := find_moved_key(table, str(key), value):
@@ -43,7 +43,7 @@ def check_moved(table: str, options: object) -> None:
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded document of an experiment with its analyses in their present form.
 
-    Documents of runs, records and studies are read so. A new file with an old key is refused.
+    Documents of runs, records and studies are read in this way. A new file with an old key is rejected.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -55,7 +55,7 @@ def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
         if value and place[1] != "group_least":
             by_kind[MOVED_KEYS[place]] = {"kind": MOVED_KEYS[place], **_options(place[1], value)}
     if "groups" in by_kind and ("evaluate", "group_least") in old:
-        by_kind["groups"]["least"] = old["evaluate", "group_least"]
+        by_kind["groups"]["min_rows"] = old["evaluate", "group_least"]
     cleaned = {
         name: {key: value for key, value in table.items() if (name, key) not in old}
         for name, table in tables.items()
@@ -73,3 +73,95 @@ def _options(key: str, value: object) -> dict[str, Any]:
 
 def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded document of an experiment with the present names of its keys, values and analyses.
+
+    Documents of run directories, records and held-out federations are read in this way. A new file with an old name is
+    rejected.
+    """
+    return _translate(move_analyses(document), "", back=False)
+
+
+def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Return a document, or its table at ``place``, with the original names of its keys and values.
+
+    Digests of records and fingerprints of checkpoints use this form, so they remain valid after a renaming.
+    """
+    return _translate(document, place, back=True)
+
+
+def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys with the original names of keys and values, see `restore_document`."""
+    return _translate_dotted(numbers, back=True)
+
+
+def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded dotted keys with the present names of keys and values."""
+    return _translate_dotted(numbers, back=False)
+
+
+def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
+    """Translate a table and its subtables to the present names, or back to the original names."""
+    kind = table.get("kind", table.get("source"))
+    kinds = RENAMED_VALUES.get((place, "kind"), {})
+    names = {**RENAMED_KEYS.get(place, {}), **RENAMED_KEYS.get(f"{place} {kinds.get(str(kind), kind)}", {})}
+    first_names = {new: old for old, new in names.items()}
+    translated = dict[str, Any]()
+    for key, value in table.items():
+        name = names.get(key, key)
+        value = _translate_value(value, place, name, back=back)
+        translated[first_names.get(name, name) if back else name] = value
+    return translated
+
+
+def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
+    """Translate the value of a key: a table, a list of tables, dotted keys, or a renamed value."""
+    inner = _place_of(place, name)
+    if isinstance(value, Mapping):
+        if (place, name) == ("method", "choose"):
+            return _translate_dotted(value, back=back)
+        if (place, name) == ("tune", "space"):
+            return {k: _translate_dotted(v, back=back) if isinstance(v, Mapping) else v for k, v in value.items()}
+        if (place, name) == ("grid", "method"):
+            return {k: _translate(v, "method", back=back) if isinstance(v, Mapping) else v for k, v in value.items()}
+        return value if inner is None else _translate(value, inner, back=back)
+    if isinstance(value, list | tuple) and inner in ("method", "analysis"):
+        return [_translate(one, inner, back=back) if isinstance(one, Mapping) else one for one in value]
+    return _translate_choice(value, place, name, back=back)
+
+
+def _translate_choice(value: Any, place: str, name: str, *, back: bool) -> Any:
+    choices = RENAMED_VALUES.get((place, name), {})
+    if not choices:
+        return value
+    if isinstance(value, list):  # of a grid or a search
+        return [_translate_choice(one, place, name, back=back) for one in value]
+    if back and isinstance(value, str):
+        return {new: old for old, new in choices.items()}.get(value, value)
+    return choices.get(value, value) if isinstance(value, str) else value
+
+
+def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
+    translated = dict[str, Any]()
+    for key, value in keys.items():
+        head, dot, rest = key.partition(".")
+        ((head, inner),) = _translate({head: {rest: value} if dot else value}, "", back=back).items()
+        if dot:
+            ((rest, value),) = inner.items()
+        translated[f"{head}{dot}{rest}"] = value if dot else inner
+    return translated
+
+
+def _place_of(place: str, name: str) -> str | None:
+    """Return the place of the tables that a key contains. None if the names of its keys never changed."""
+    if place in ("", "method", "grid") and name in _TABLES:
+        return name
+    if (place, name) == ("analysis", "rules"):
+        return "rules"
+    return place if place == "partition" and name in ("base", "first_partition", "second_partition") else None
+
+
+_TABLES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
+"""Tables of a document in which keys were renamed."""

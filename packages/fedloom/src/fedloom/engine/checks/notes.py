@@ -1,4 +1,4 @@
-"""Note settings without an effect, and known weaknesses of a run."""
+"""Notes on settings without an effect, and on known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from fedloom.values import kind_of
 def notes_of(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
-    """Collect what is known of a run before its first round.
+    """Collect the notes on a run before its first round.
 
     Args:
-        setting: the run, presets resolved.
+        setting: the run, with presets resolved.
         oracle: the local problems.
         server: the server's state before the first round.
-        ctx: of all clients, before the first round.
-        fewest: fewest clients of a round. None where that depends on the draws.
-        attackers: ``[b]`` their ids.
+        ctx: context of all clients, before the first round.
+        fewest: smallest number of clients in a round. None if it depends on the draws.
+        attackers: ``[b]`` ids of the attackers.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
-    notes += [*setting.weigher.remarks(), *setting.task.remarks()]
+    notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
     notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
@@ -46,7 +46,7 @@ def notes_of(
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without an attacker or without effect, and one that leaves no client to be scored."""
+    """Note an attack without attackers or without effect, and an attack that leaves no client to evaluate."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -71,7 +71,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note a rule on all clients' sums, of whose change a server takes more than the cohort's part."""
+    """Note a rule on the sums of all clients, if the server uses more of their change than the cohort's part."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -85,40 +85,49 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     """Note shares or a weigher that a mean does not use."""
-    method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
+    method, weigher, aggregator, weights = (
+        setting.method,
+        setting.aggregation_weights,
+        setting.aggregator,
+        setting.client_weights,
+    )
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+        return [f"client_weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
     if explicit and not kinds:
-        return [f"weights = {weights!r} changes nothing in {name}, which uploads nothing"]
+        return [f"client_weights = {weights!r} changes nothing in {name}, which uploads nothing"]
     if method.mixes and method.global_model(server) is None:
         why = "whose server mixes models by what they are"
-        return [f"weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
+        return [f"client_weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
     if aggregator is not None and not aggregator.weighted and kinds:
         if isinstance(weigher, SharesWeigher | UniformWeigher):
-            reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
+            reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
-            reads = f"weigher {weigher.kind!r}"
+            reads = f"aggregation_weights {weigher.kind!r}"
         alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
         return [f"{alike} in what it makes of uploads"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
-    everywhere = "set weights = 'uniform' for clients that count alike in every method"
+    everywhere = "set client_weights = 'uniform' for clients that count alike in every method"
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
-        return [f"weigher 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"] if idle else []
-    place = f"takes the place of weights = {weights!r} in the mean of uploads"
+        return (
+            [f"aggregation_weights 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"]
+            if idle
+            else []
+        )
+    place = f"takes the place of client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
         draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
         return [f"{draws}: the clients of a round count alike"] if explicit else []
     if isinstance(weigher, UniformWeigher):
-        return [f"weigher 'uniform' {place}; {everywhere}"]
-    return [f"weigher {weigher.kind!r} {place}"] if explicit else []
+        return [f"aggregation_weights 'uniform' {place}; {everywhere}"]
+    return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note the statistics of normalization layers, which are no parameters."""
+    """Note the statistics of normalization layers, which are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -129,16 +138,18 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     tracked = any(m.running_mean is not None for m in oracle.normalisers)
     if not tracked or setting.method.global_model(server) is None:
         return notes
-    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[
+        setting.evaluate.batchnorm_stats
+    ]
     return [
         *notes,
         "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
-        f"this model, {origin} (evaluate.statistics)",
+        f"this model, {origin} (evaluate.batchnorm_stats)",
     ]
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note a model that ends with a softmax, if the loss applies its own to the outputs."""
+    """Note a model that ends with a softmax, if the loss applies a softmax to the outputs."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
@@ -161,7 +172,7 @@ def _note_changed_values(oracle: Network) -> list[str]:
             "random, which every step seeds"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
-        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): oracle 'looped'")
+        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): gradient engine 'loop'")
     if oracle.overwritten:
         notes.append(
             f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of an "
@@ -176,7 +187,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client drawn twice counts once in kept and accumulating fields, if there are any."""
+    """Note that a client drawn twice counts once in stored and accumulating fields, if there are any."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -187,12 +198,19 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect beside another choice."""
+    """Note options that have no effect because of another choice."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
     notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
-    parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
+    parts = (
+        setting.sampler,
+        setting.aggregation_weights,
+        setting.aggregator,
+        setting.attack,
+        setting.upload_transform,
+        setting.augment,
+    )
     for value in (method, local, *(part for part in parts if part is not None)):
         for key, beside in value.needs.items():
             other, *values = beside.split()
@@ -208,12 +226,12 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Render a sentence on keys without effect."""
+    """Return a sentence on keys without effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that a mean over all clients moves little if most clients are absent and count as they last were."""
+    """Note that a mean over all clients moves little if most clients are absent and count with their last upload."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

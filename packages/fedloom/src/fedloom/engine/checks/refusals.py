@@ -1,4 +1,4 @@
-"""Refusals: what does not work together."""
+"""Refusals: combinations that do not work together."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
-_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bweights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
 
 
 @contextmanager
 def ruled(rule: str) -> Iterator[None]:
-    """Give the errors of a part's own check a rule, and the end of their message as the fix.
+    """Add a rule to the errors of a part's own check, with the end of their message as the fix.
 
     Raises:
         ConfigError: an error of the part, with the rule.
@@ -42,19 +42,19 @@ def ruled(rule: str) -> Iterator[None]:
 
 
 NOT_EVALUATED = "trained, not evaluated: there is no test row"
-"""What a run without a test part ends with."""
+"""End of a run without a test part."""
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Refuse plug-ins that look at models if what the method uploads is not one.
+    """Raise if a plug-in reads models and the method uploads something else.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = primary_field(type(method)) if upload else ""
     if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
         return
-    for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
+    for what, value, looks in (("aggregation_weights", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
             name = type(method).__name__
             raise Refused(
@@ -71,10 +71,10 @@ def check_together(
     aggregator: Aggregator | None = None,
     channel: Channel | None = None,
 ) -> None:
-    """Refuse combinations that make no sense. Which do follows from the kinds of the upload's fields.
+    """Raise if the parts of a run cannot be combined. The kinds of the upload's fields decide this.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
@@ -106,27 +106,29 @@ def check_together(
             why = "its server adds uploads up over rounds"
         else:
             why = "its server averages single models itself"
-        cure = "leave {weigher} out"
+        cure = "leave {aggregation_weights} out"
         if isinstance(weigher, SamplesWeigher):
-            cure += " (with {weights = 'samples'} every method's clients count by their samples)"
+            cure += " (with {client_weights = 'samples'} every method's clients count by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
-            cure += " (with {weights = 'clusters'} clusters count alike in the method's own shares)"
+            cure += " (with {client_weights = 'clusters'} clusters count alike in the method's own shares)"
         raise Refused(
-            f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}", rule="weigher-without-effect", fix=cure
+            f"aggregation_weights {weigher.kind!r} has nothing to act on in {name}: {why}",
+            rule="weigher-without-effect",
+            fix=cure,
         )
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
-            f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
+            f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, with which aggregator "
             f"{kind_of(aggregator)!r} has no meaning",
             rule="signed-weights-in-a-rule",
-            fix="leave {weigher} out, or leave {aggregator} out",
+            fix="leave {aggregation_weights} out, or leave {aggregator} out",
         )
-    for what, value in (("aggregator", aggregator), ("channel", channel)):
+    for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{what} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
+                f"{table} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
                 rule=f"{what}-without-upload",
-                fix=f"leave {{{what}}} out",
+                fix=f"leave {{{table}}} out",
             )
     if aggregator is not None and not aggregator.linear:
         rule = f"aggregator {kind_of(aggregator)!r}"
@@ -135,7 +137,7 @@ def check_together(
                 f"{rule} cannot be used with {name}: its server adds uploads up over rounds, "
                 "and with them the noise of every round",
                 rule="noise-adds-up",
-                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
@@ -152,50 +154,51 @@ def check_together(
             )
     if channel is not None and algorithm.needs_exact:
         raise Refused(
-            f"channel {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
+            f"upload_transform {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
             rule="channel-on-exact-sums",
-            fix="leave {channel} out",
+            fix="leave {upload_transform} out",
         )
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
-    """Refuse a mixer where a client cannot do with a model of its own in place of the server's.
+    """Raise if a mixer is used and clients cannot use their own models instead of the server's.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
-    name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
+    name, what = type(algorithm).__name__, f"personalized_aggregation {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(
             f"{what} has nothing to mix in {name}: it uploads nothing",
             rule="mixer-without-upload",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     carried = kinds[primary_field(type(algorithm))].carries
     if carried != "model":
         raise Refused(
             f"{what} mixes models, and clients of {name} send {carried} in place of models",
             rule="mixer-without-models",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     if algorithm.mixes:
         raise Refused(
             f"{what} has no place in {name}: its server mixes single models for every client itself",
             rule="mixer-on-mixing",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
             f"{what} sends mixtures of single models, which noise on a mean does not protect",
             rule="mixer-under-central-noise",
-            fix="leave {mixer} out, or leave {aggregator} out and set {channel = 'gaussian-noise'}",
+            fix="leave {personalized_aggregation} out, or leave {aggregator} out and set "
+            "{upload_transform = 'gaussian-noise'}",
         )
     if algorithm.family == "clustered":
         raise Refused(
             f"{what} has no place in {name}: its server has a model for each cluster of clients already",
             rule="mixer-on-clusters",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
@@ -203,39 +206,39 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
             f"{what} has no meaning in {name}: its clients keep duals or controls towards one consensus, which models "
             "of their own would contradict",
             rule="mixer-on-consensus",
-            fix="leave {mixer} out ('flame' and 'fedslr' have both a consensus and personal models)",
+            fix="leave {personalized_aggregation} out ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
             f"{what} has no meaning in {name}: its model comes out of the server's prox, which a mixture of clients' "
             "models does not pass",
             rule="mixer-on-server-prox",
-            fix="leave {mixer} out ('fedslr' and 'lpgd' have regularised personal models)",
+            fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularised personal models)",
         )
 
 
 def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
-    """Refuse a mixer if what the server sends, the download ``down``, is not one model.
+    """Raise if a mixer is used and the server's download ``down`` is not a single model.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
         sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
         raise Refused(
-            f"a mixer sends models in place of the server's one, but the server of {type(method).__name__} sends "
-            f"{sent}",
+            f"personalized aggregation sends models in place of the server's one, but the server of "
+            f"{type(method).__name__} sends {sent}",
             rule="mixer-needs-one-model",
-            fix="leave {mixer} out",
+            fix="leave {personalized_aggregation} out",
         )
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
-    """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
+    """Raise if a sampler needs something that the method lacks, or makes the weigher's weights wrong.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
@@ -249,31 +252,35 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
             "floor need not have a positive sum",
             rule="signed-weights-of-repeats",
-            fix="leave {weigher} out, or leave {sampler} out",
+            fix="leave {aggregation_weights} out, or leave {sampler} out",
         )
 
 
 def check_attack(setting: Setting) -> None:
-    """Refuse forged activations where no client is described by any.
+    """Raise if an attack forges activations and nothing describes clients by them.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     attack = setting.attack
-    if attack is not None and attack.disguises and not (setting.weigher.describes or uses_clusters(setting.weights)):
+    if (
+        attack is not None
+        and attack.disguises
+        and not (setting.aggregation_weights.describes or uses_clusters(setting.client_weights))
+    ):
         raise Refused(
             f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
-            "'clusters' or weigher 'equitable' only",
+            "'clusters' or aggregation_weights 'equitable' only",
             rule="attack-without-target",
-            fix="set {weights = 'clusters'}, or leave {attack} out",
+            fix="set {client_weights = 'clusters'}, or leave {attack} out",
         )
 
 
 def check_early_stop(setting: Setting, fed: Federation) -> None:
-    """Refuse early stopping on a part that is not evaluated, or is empty.
+    """Raise if early stopping uses a part that is empty or is not evaluated.
 
     Raises:
-        Refused: the part is missing. The message has the reason.
+        ConfigError: the part is missing. The message states the reason.
     """
     rule = setting.early_stop
     if rule is None:
@@ -288,10 +295,10 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
 
 
 def check_root(aggregator: Aggregator | None, n: int) -> None:
-    """Refuse a rule that trusts a client who is not there.
+    """Raise if a rule trusts a client that does not exist.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
@@ -302,12 +309,12 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Refuse a run that would evaluate nothing though nobody asked for that. The note on a run that was asked to.
+    """Raise if a run would evaluate nothing without being asked to. Return the note for a run that was asked to.
 
-    A test part is empty on purpose where the partition says ``test = 0``, or clients came without any.
+    A test part is empty on purpose if the partition has ``test = 0``, or if the clients came without test rows.
 
     Raises:
-        Refused: no client has a test row.
+        ConfigError: no client has a test row.
     """
     tested = len(fed.parts["test"].index) + (0 if fed.test is None else len(fed.test))
     if tested or "test" not in setting.evaluate.parts:
@@ -322,7 +329,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """Return the states that `Algorithm.init` gives. User code may return others."""
+    """Check the states that `Algorithm.init` returns. User code may return something else."""
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:

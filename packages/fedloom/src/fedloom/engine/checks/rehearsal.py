@@ -1,4 +1,4 @@
-"""Rehearsal: what a run is bound to meet in a later round, found before round 1 by playing its draws and one client."""
+"""Rehearsal: plays the draws of all rounds and one client before round 1, to find errors of later rounds."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
-"""Clients times rounds that are drawn to look at the cohorts, of a longer run the first rounds are."""
+"""Clients times rounds that are drawn to check the cohorts. A longer run checks its first rounds."""
 
 Start = tuple[Fields, Fields, Fields | None]
-"""The states of the server, of a client and of what the server keeps of it, before round 1."""
+"""States of the server, of a client, and of the server's stored rows of the client, before round 1."""
 
 
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
-    """Draw the cohort of every round, and refuse a rule or a schedule that one of them is too small for.
+    """Draw the cohort of every round, and raise if a cohort is too small for the rule or schedule.
 
-    The draws are those of the run: they follow from its seed. A sampler that learns from uploads draws as if it had not
-    learned anything. One that queries clients has cohorts of one size.
+    The draws are the run's own: they follow from its seed. A sampler that learns from uploads draws as if it had
+    learned nothing. The cohorts of a sampler that queries clients have one size.
 
     Args:
-        setting: the run, presets resolved.
-        ctx: all clients, before round 1.
+        setting: the run, with presets resolved.
+        ctx: context of all clients, before round 1.
         silent: bool ``[n]`` clients whose devices never answer. None without devices.
 
     Raises:
-        ConfigError: the rule, the round and the number of clients that it has.
+        ConfigError: a cohort is too small; the message names the rule, the round and the number of clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
@@ -72,7 +72,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
-    """Return whether a cohort of this sampler may be one that the rule refuses."""
+    """Return whether the rule may reject a cohort of this sampler."""
     rule, fewest = setting.aggregator, setting.sampler.smallest(n)
     assert rule is not None
     return fewest is None or (fewest < n and rule.needs_client)
@@ -85,7 +85,7 @@ def _draws_of(sampler: Sampler, ctx: Ctx) -> object:
 
 
 def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> None:
-    """Refuse a round that waits for a client whose device never answers."""
+    """Raise if a round waits for a client whose device never answers."""
     schedule, lost = setting.schedule, cohort[silent[cohort]].tolist()
     enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
     if len(cohort) - len(lost) < enough:
@@ -97,17 +97,17 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 
 
 def check_times(problem: JobFacts, start: Start) -> None:
-    """Refuse a deadline or a timeout that no client meets: the fastest client trains its first round for it.
+    """Raise if no client meets a deadline or timeout: the fastest client trains its first round to measure this.
 
-    A client's seconds are at least its work on its device, its upload and the latency of two messages. Times in which
-    clients are away only add to them. Clients with fewer samples are taken to work in proportion less.
+    A client takes at least the seconds for its work on its device, its upload, and the latency of two messages. Times
+    of absence only add to them. The work of clients with fewer samples is assumed to be proportionally shorter.
 
     Args:
         problem: the run.
-        start: the states before round 1.
+        start: states before round 1.
 
     Raises:
-        Refused: the limit and the seconds of the fastest client.
+        ConfigError: no client meets the limit; the message gives the seconds of the fastest client.
     """
     schedule, fleet = problem.setting.schedule, problem.fleet
     deadline = schedule if isinstance(schedule, Deadline) else None
@@ -121,7 +121,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
     work = Work(problem.oracle, fastest, weight, problem.setting.local, seed=problem.setting.seed, steps=steps)
     with attribute_error("method", problem.algorithm, "a first round"):
         upload = first_upload(problem.algorithm, start, problem.ctx(1, fastest), work)
-    sends = problem.setting.channel is None and len(upload) > 0
+    sends = problem.setting.upload_transform is None and len(upload) > 0
     length = int(problem.messages.up(upload).lengths()[0].max()) if sends else 1
     worked = float(work.counts.backward[0] + FORWARD_COST * work.counts.forward[0])
     part = torch.ones_like(sizes) if partial else (sizes / sizes[fastest]).clamp(max=1.0)
@@ -140,22 +140,22 @@ def check_times(problem: JobFacts, start: Start) -> None:
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Refuse a run that needs a head, layers below it or classes, where there are none: one client takes a step.
+    """Raise if a run needs a head, layers below it, or classes, and they do not exist: one client takes a step.
 
     Args:
-        setting: the run, presets resolved.
+        setting: the run, with presets resolved.
         oracle: the local problems.
-        ctx: all clients, before round 1.
-        start: the states before round 1.
+        ctx: context of all clients, before round 1.
+        start: states before round 1.
 
     Raises:
-        ConfigError: the method, the shares or the weigher look for what the model or the data do not have.
+        ConfigError: the method, the shares or the weigher need something that the model or the data lack.
     """
     module, method, data = oracle.module, setting.method, oracle.fed.data
     try:
         penultimate(module)
     except ConfigError:
-        if setting.weigher.describes or uses_clusters(setting.weights):
+        if setting.aggregation_weights.describes or uses_clusters(setting.client_weights):
             raise
     else:
         if data.classed and not data.each:
@@ -176,14 +176,16 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let the first client take a step and answer in two rounds, as a method may use what it learned in the first."""
+    """Let the first client take a step and answer in two rounds: a method may use results of the first round."""
     method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
     for round in (1, 2):
         work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
         down, rows, up = first_step(method, start, ctx, work)
         method.personal(down, rows, work)
-        if setting.weigher.probes:
-            setting.weigher.probe(down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work)
+        if setting.aggregation_weights.probes:
+            setting.aggregation_weights.probe(
+                down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work
+            )
         kinds = upload_fields(type(method))
         whole = remade(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
         kept = start[2] and remade(start[2], [getattr(up, name)[0] for name in start[2]._fields])
@@ -192,14 +194,14 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def rehearse(problem: JobFacts, start: Start) -> None:
-    """Find what a round of this run is bound to meet, before round 1.
+    """Find errors that a round of this run will meet, before round 1.
 
     Args:
         problem: the run.
-        start: the states before round 1.
+        start: states before round 1.
 
     Raises:
-        ConfigError: a cohort that the rule or the schedule cannot work on, or a limit that no client meets.
+        ConfigError: a cohort is too small for the rule or the schedule, or no client meets a limit.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:

@@ -1,4 +1,4 @@
-"""One chunk of a cohort: download, local training, upload, commit of the accepted rows."""
+"""One chunk of a cohort: download, local training, upload, and storing the accepted rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
 class ClientState(NamedTuple):
-    """State that the clients of a chunk keep once their uploads are accepted.
+    """State that the clients of a chunk keep if their uploads are accepted.
 
     Attributes:
         rows: the method's rows ``[m, .]``.
-        residue: rows that the channel has not sent. None without a channel.
-        optimizer: states of the optimisers. None where they are not kept.
+        residue: differences that the channel has not sent. None without a channel.
+        optimizer: states of the optimizers. None if they are not stored.
     """
 
     rows: Fields
@@ -40,17 +40,17 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """Messages of a chunk's clients, and the state that they keep once they are accepted.
+    """Messages of a chunk's clients, and the state that they keep if the messages are accepted.
 
     Attributes:
-        upload: the upload, after the channel.
-        state: the clients' new state, of it only what is kept on this side.
-        work: ``[m, 3]`` samples backward and forward, and steps.
+        upload: upload after the channel.
+        state: the clients' new state. It contains only the state stored on this side.
+        work: ``[m, 3]`` backward samples, forward samples and steps.
         weigher_answer: answers ``[m, k]`` to the weigher's query, if it has one.
-        sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
-        model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
-        trained: the local models ``[m, .]`` that the upload carries, if attackers look at them.
-        sent: the upload as it is written, where that has the change to the received model in place of an absolute one.
+        sampler_report: the clients' reports ``[m, k]`` to the sampler, if they report.
+        model: sent primary field, absolute ``[m, d]``, if the server's side reads it.
+        trained: local models ``[m, .]`` of the upload, if attackers read them.
+        sent: upload as it is encoded, if that contains the change of the received model instead of an absolute model.
     """
 
     upload: Fields
@@ -64,7 +64,7 @@ class ClientOutput(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The download of a chunk's clients, their rows, and the work."""
+    """The download of a chunk's clients, their rows, and their work."""
 
     down: Fields
     rows: Fields
@@ -72,10 +72,10 @@ class Inputs(NamedTuple):
 
 
 def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ChunkResult:
-    """Train a chunk of honest clients and store the state of those whose upload is accepted.
+    """Train a chunk of honest clients, and store the state of clients whose upload is accepted.
 
     Raises:
-        ClientError: code of the method failed.
+        ClientError: the method's code failed.
     """
     received = to_device(rows_of(down, task.place), job.oracle.device)
     return accept(job, server, task, received, run_clients(job, received, task))
@@ -85,8 +85,8 @@ class Computed(NamedTuple):
     """Results of a chunk's clients before the server uses them.
 
     Attributes:
-        down: what they received.
-        output: what they send and keep.
+        down: the clients' download.
+        output: the clients' messages and new state.
         counts: ``[m, 7]`` work and traffic, see `COUNTS`.
     """
 
@@ -99,14 +99,14 @@ def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Co
     """Train a chunk of honest clients. Nothing is stored.
 
     Raises:
-        ClientError: code of the method failed.
+        ClientError: the method's code failed.
     """
     received = to_device(rows_of(down, task.place), job.oracle.device)
     return computed(job, server, task.ids, received, run_clients(job, received, task))
 
 
 def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
-    """Count the work and traffic of a chunk's output. ``server`` has the ranks of matrices."""
+    """Count the work and traffic of a chunk's output. ``server`` contains the ranks of matrices."""
     rows = (output.weigher_answer, output.sampler_report)
     width = sum(answer.shape[1] for answer in rows if answer is not None)
     sent = output.sent or output.upload
@@ -116,15 +116,15 @@ def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output:
 
 
 def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
-    """Train clients, have them answer, and pass their uploads through the channel. Nothing is stored.
+    """Train clients, collect their answers, and pass their uploads through the channel. Nothing is stored.
 
     Args:
         job: the run.
-        down: what these clients received.
+        down: the clients' download.
         task: the clients.
 
     Raises:
-        ClientError: code of the method failed.
+        ClientError: the method's code failed.
     """
     inputs = inputs_of(job, down, task)
     upload, rows = client_step(job, inputs, inputs.work)
@@ -141,7 +141,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
     """Run the method's client step and return the upload and the new rows.
 
     Raises:
-        ClientError: code of the method failed, or returned something else.
+        ClientError: the method's code failed, or returned something else.
     """
     try:
         returned = job.algorithm.client(inputs.down, inputs.rows, work)
@@ -156,7 +156,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
 
 
 def _fault(job: Job, inputs: Inputs, returned: object) -> str:
-    """Describe how a client step's result differs from the declaration, or "" if it does not."""
+    """Return a sentence on how a client step's result differs from the declaration, or ""."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -174,20 +174,24 @@ def _fault(job: Job, inputs: Inputs, returned: object) -> str:
 
 
 def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientOutput:
-    """Answer the weigher and the sampler, and pass the channel."""
+    """Answer the weigher and the sampler, and apply the channel."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
     answer = report = model = residue = sent = None
     if job.asks:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
-        with attribute_error("weigher", job.setting.weigher, f"round {work.round}"):
-            answer = job.setting.weigher.probe(inputs.down, model, work) if job.setting.weigher.probes else None
-            if answer is not None and job.setting.weigher.describes and job.setting.attack is not None:
+        with attribute_error("weigher", job.setting.aggregation_weights, f"round {work.round}"):
+            answer = (
+                job.setting.aggregation_weights.probe(inputs.down, model, work)
+                if job.setting.aggregation_weights.probes
+                else None
+            )
+            if answer is not None and job.setting.aggregation_weights.describes and job.setting.attack is not None:
                 answer = job.setting.attack.disguised(answer, work.ids, job.attackers)
         with attribute_error("sampler", job.setting.sampler, f"round {work.round}"):
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
-    if job.setting.channel is not None:
-        with attribute_error("channel", job.setting.channel, f"round {work.round}"):
+    if job.setting.upload_transform is not None:
+        with attribute_error("channel", job.setting.upload_transform, f"round {work.round}"):
             messages, residue = job.messages, job.residue.read(work.ids)
             base = residue[0].to(upload[0]) if messages.tracks else job.algorithm.received(inputs.down, upload)
             upload = messages.change(upload, base)
@@ -210,10 +214,10 @@ def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
 
 
 def _optimizer_states(job: Job, work: Work) -> Fields | None:
-    """Return the clients' optimizer states after training, or None if they are not kept.
+    """Return the clients' optimizer states after training, or None if they are not stored.
 
     Raises:
-        Refused: the method has a call of `descend` that its first round had not.
+        ConfigError: the method calls `descend` in a way that its first round did not.
     """
     if work.memory is None or job.memory is None:
         return None
@@ -235,16 +239,16 @@ def accept(
     counts: Tensor | None = None,
     applied: Fields | None = None,
 ) -> ChunkResult:
-    """Check a chunk's uploads on the server's side, sum them up, and commit what is accepted.
+    """Check a chunk's uploads on the server's side, sum them, and store the accepted state.
 
     Args:
         job: the run.
         server: the server's state.
         task: the clients.
-        down: what these clients received.
-        output: what they sent.
-        counts: ``[m, 7]`` their work and traffic. Where they are known.
-        applied: their uploads as the present server takes them, as they were sent when None.
+        down: the clients' download.
+        output: the clients' messages.
+        counts: ``[m, 7]`` their work and traffic. They may be unknown.
+        applied: uploads adapted to the present server. None: as sent.
     """
     upload = output.upload
     counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
@@ -278,16 +282,16 @@ def accept(
 
 
 def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
-    """Apply the channel to a client's upload and return it with the new residue."""
-    assert job.setting.channel is not None
+    """Apply the channel to a client's upload, and return it with the new residue."""
+    assert job.setting.upload_transform is not None
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
-    sent, state = job.setting.channel.apply(state, update, noise)
+    sent, state = job.setting.upload_transform.apply(state, update, noise)
     return job.messages.replace_update(upload, sent), remade(residue, [] if state is None else [state])
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
-    """Ask a chunk of clients about the global model."""
+    """Query a chunk of clients about the global model."""
     work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
     if task.describes:
         answer = described(model, work, job.setting.attack, job.attackers)
@@ -298,18 +302,18 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
 
 
 def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
-    """Return the cost of asking ``[m, 7]`` (`COUNTS`): model down, answer ``[m, k]`` up, and ``work [m, 3]``."""
+    """Return the cost of a query ``[m, 7]`` (`COUNTS`): model down, answer ``[m, k]`` up, and ``work [m, 3]``."""
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 
 
 def work_counts(work: Work) -> Tensor:
-    """Return samples backward, samples forward and steps of every client ``[m, 3]``."""
+    """Return backward samples, forward samples and steps of every client ``[m, 3]``."""
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
 def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:
-    """Rows ``[m]`` that are finite in every field, with norms at most ``bound``, and no weight below zero."""
+    """Return a mask ``[m]`` of rows that are finite, with norms at most ``bound`` and nonnegative weights."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
         return torch.ones(m, dtype=torch.bool)

@@ -97,7 +97,10 @@ class Messages:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
     def down(self, message: Fields, server: Fields | None) -> Letter:
-        """Return the encoding of a download. ``server`` has the ranks of its matrices, measured without it."""
+        """Return the encoding of a download.
+
+        ``server`` contains the ranks of its matrices. Without it they are measured.
+        """
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
             for name, sent in self._sent["down"].items()
@@ -106,7 +109,7 @@ class Messages:
         return self._letter("down", message._asdict(), ranks)
 
     def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
-        """Return the encoding of an upload: what passes the channel as one field, and answers ``[m, k]``."""
+        """Return the encoding of an upload: the channel's output as one field, and answers ``[m, k]``."""
         values = message._asdict()
         if self._channel is not None and message:
             values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
@@ -117,30 +120,30 @@ class Messages:
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
-        """Return whether a download's field arrives bit for bit and whole."""
+        """Return whether a download's field arrives completely and bit for bit."""
         sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
     @cached_property
     def changed(self) -> str:
-        """Name of the absolute upload field that the channel gets as a change to the received model, or "" without one.
+        """Return the absolute upload field that the channel receives as a change of the received model, or "".
 
-        A change is clipped, has noise scaled to its norm, or is compressed, whatever a method uploads.
+        A change is clipped, receives noise scaled to its norm, or is compressed, whatever the method uploads.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")
 
     @property
     def sends_change(self) -> bool:
-        """The change is written, not the absolute field: its form is what a compressor makes of it."""
+        """The message contains the change instead of the absolute field, because the compressor determines its form."""
         return bool(self.changed) and self._channel is not None and self._channel.remembers
 
     @property
     def tracks(self) -> bool:
-        """True if compression applies to the change from the client's last upload, which both server and client keep.
+        """True if compression applies to the change since the client's last upload, which both server and client store.
 
-        So is all that was left out before part of the next change (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS
-        2021, arXiv:2106.05203, Algorithm 1), and nothing is left out where uploads settle.
+        Parts that were omitted before are then part of the next change (EF21: Richtarik, Sokolov and Fatkhullin,
+        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), and nothing is omitted once uploads converge.
         """
         return self.sends_change and self._kinds[self.changed].keeps
 
@@ -153,7 +156,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
-        """Return what passes the channel ``[m, D]``: the upload's fields side by side, of a part only what travels."""
+        """Return the input of the channel ``[m, D]``: the sent coordinates of all fields side by side."""
         pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
@@ -184,7 +187,10 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Upload fields that pass a channel: all but exact ones, and of a compressor the model and the differences only."""
+    """Return the upload fields that pass a channel: all but exact ones.
+
+    A compressor only receives the model and the differences.
+    """
     if channel is None:
         return []
     exact, fields = exact_fields(algorithm), upload_fields(algorithm)
@@ -205,7 +211,7 @@ def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None],
 def first_step(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
 ) -> tuple[Fields, Fields, Fields]:
-    """Return what the first client receives, has afterwards and uploads in a first round. Nothing is stored."""
+    """Return the first client's download, new state and upload in a first round. Nothing is stored."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1

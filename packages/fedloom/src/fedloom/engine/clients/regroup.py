@@ -1,4 +1,4 @@
-"""Regroup: clusters of clients that are found again between rounds, and what follows of their new shares."""
+"""Regroup: finds clusters of clients again between rounds, and applies the new shares."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fedloom.values import kind_of
 
 
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
-    """Find the clusters again where a round begins with that.
+    """Find the clusters again if the round starts with it.
 
-    All clients train the global model for a round and send their activations, as before round 1. Where the shares of
-    the clients change. What the server has summed up by shares is summed up by the new ones: of kept rows, and of what
-    clients' uploads have added up to. The new shares are in the server's model from its next step on.
+    All clients train the global model for a round and send their activations, as before round 1. This may change the
+    clients' shares. The server's sums by shares are then computed again with the new shares: sums of stored rows, and
+    of accumulated uploads. The new shares affect the server's model from its next step on.
 
     Returns:
         The run with its present shares, and the state from which the round continues.
@@ -35,7 +35,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     Raises:
         RunStopped: activations are not finite.
     """
-    period, t = period_of(job.setting.weights), state.round + 1
+    period, t = period_of(job.setting.client_weights), state.round + 1
     job = job.replace_shares(state.shares)
     if state.shares is None or period is None or t == 1 or (t - 1) % period:
         return job, state
@@ -43,7 +43,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     assert model is not None  # or the shares are refused
     answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
     activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
-    shares = equal_clusters(clusters_of(job.setting.weights), activations, job.ctx(t)).to(job.alpha)
+    shares = equal_clusters(clusters_of(job.setting.client_weights), activations, job.ctx(t)).to(job.alpha)
     totals = state.totals.clone()
     totals[: len(counts)] += counts
     state = state.with_(totals=totals)
@@ -61,27 +61,32 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
 
 
 def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
-    """Refuse shares by clusters that the method, the schedule or accounted noise leaves no place for.
+    """Raise if the method, the schedule or accounted noise does not support shares by clusters.
 
     Args:
-        setting: the run, presets resolved.
+        setting: the run, with presets resolved.
         server: the server's state before the first round.
         ctx: all clients.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
+        ConfigError: the combination is impossible. The message states the reason.
     """
-    method, schedule, aggregator, weights = setting.method, setting.schedule, setting.aggregator, str(setting.weights)
-    name, what, period = type(method).__name__, f"weights = {weights!r}", period_of(weights)
-    if uses_clusters(weights) and accounted(setting.channel, aggregator) is not None:
+    method, schedule, aggregator, weights = (
+        setting.method,
+        setting.schedule,
+        setting.aggregator,
+        str(setting.client_weights),
+    )
+    name, what, period = type(method).__name__, f"client_weights = {weights!r}", period_of(weights)
+    if uses_clusters(weights) and accounted(setting.upload_transform, aggregator) is not None:
         raise Refused(
             f"delta requires epsilon, but with {what} clients send activations without noise, so none holds",
             rule="epsilon-misses-clusters",
-            fix="set {weights = 'samples'}",
+            fix="set {client_weights = 'samples'}",
         )
     if period is None:
         return
-    model, cure = method.global_model(server), f"find clusters once: set {{weights = {weights.split()[0]!r}}}"
+    model, cure = method.global_model(server), f"find clusters once: set {{client_weights = {weights.split()[0]!r}}}"
     if model is None:
         raise Refused(
             f"{what} describes clients by their activations under the global model, and {name} has none",

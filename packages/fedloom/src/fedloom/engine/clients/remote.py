@@ -1,4 +1,4 @@
-"""Clients on other machines, reached by messages: the sites of a deployment, the nodes of a Flower app."""
+"""Clients on other machines that receive messages: the sites of a deployment, and the nodes of a Flower app."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 class RemoteClients(ABC):
-    """Clients that are reached by messages, see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
+    """Clients that receive messages, see `fedloom.processes.clients.Clients`. Each client is a chunk.
 
-    A subclass carries the requests: `train_each`, `ask_each` and `score_each`. A client that sends no usable reply is
-    missing in what they return.
+    A subclass sends the requests: `train_each`, `ask_each` and `score_each`. Their results leave out a client without a
+    usable reply.
 
     Args:
-        job: the run, as the server has it.
+        job: the run, as the server knows it.
         sizes: ``[n, 3]`` training, validation and test samples of every client.
 
     Attributes:
-        accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
+        accepted: ``[n]`` round in which a client's upload was last accepted, or 0.
     """
 
     def __init__(self, job: Job, sizes: Tensor) -> None:
@@ -51,7 +51,7 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
-        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The model of an output is left out.
+        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The outputs contain no model.
 
         Raises:
             RunStopped: too few clients answered.
@@ -59,18 +59,18 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Ask candidates. The answers ``[1, k]`` and the work ``[1, 3]`` of each."""
+        """Ask candidates. Return answers ``[1, k]`` and work ``[1, 3]`` of each client."""
 
     @abstractmethod
     def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
-        """Have clients score models. The figures of each by "model/part/metric"."""
+        """Let clients evaluate models. Return the metrics of each by "model/part/metric"."""
 
     def can_train(self, client: int) -> bool:
-        """Return whether a client is worth a request: it has training samples."""
+        """Return whether a client can be queried: it has training samples."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train the clients. One without samples or a usable reply is left out of the round.
+        """Train the clients. The round leaves out a client without samples or a usable reply.
 
         Raises:
             RunStopped: too few clients answered, for the network's rule or the aggregator.
@@ -89,7 +89,7 @@ class RemoteClients(ABC):
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates. One that gives no answer is worth less than any other."""
+        """Ask candidates. A client without an answer has the lowest value."""
         clients = request.ids.tolist()
         answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
         width = next((values.shape[1] for values, _ in answers.values()), 1)
@@ -98,7 +98,7 @@ class RemoteClients(ABC):
         yield Answers(values, question_counts(self._job, values, work))
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Scores that every client has of the models on its own samples. NaN where it did not answer."""
+        """Return every client's metrics of the models on its own samples. NaN if it did not answer."""
         figures = self.score_each(request)
         scores: Scores = {}
         for key in sorted({key for named in figures.values() for key in named if key.count("/") == 2}):
@@ -108,11 +108,11 @@ class RemoteClients(ABC):
         yield scores | self.global_sizes(request)
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the value of a call made at the server."""
+        """Return the value of a call at the server."""
         return call()
 
     def global_sizes(self, request: ScoreRequest) -> Scores:
-        """Sizes of the global model of a composite method, which the server computes itself."""
+        """Return sizes of the global model of a composite method, which the server computes itself."""
         if request.model is None:
             return {}
         return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
@@ -127,7 +127,7 @@ class RemoteClients(ABC):
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
     def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
-        """Add the client's model to the output, if the server's side looks at it."""
+        """Add the client's model to the output, if the server's side reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output
@@ -135,11 +135,11 @@ class RemoteClients(ABC):
 
 
 class StreamedClients(RemoteClients):
-    """Clients that are asked one by one and answer when they do, see `fedloom.engine.virtual.real`.
+    """Clients that are queried one by one and answer at any time, see `fedloom.engine.virtual.real`.
 
     Attributes:
-        patience: seconds without a client to ask after which a run ends.
-        longest: seconds after which a client is given up at the latest.
+        patience: seconds without an available client after which a run ends.
+        longest: seconds after which the server stops waiting for a client.
     """
 
     patience: float
@@ -147,11 +147,11 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def begin_at(self, seconds: float) -> None:
-        """Have so many seconds of the run passed now, unless they have begun to pass."""
+        """Start the run's clock at this many seconds, unless it is running."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """Seconds of the run, without those in which no server was up."""
+        """Seconds of the run, without times in which no server was running."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -159,15 +159,18 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def present(self) -> AbstractSet[int]:
-        """Return the clients that can be asked to train."""
+        """Return the clients that can train."""
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
-        """Return whether this process has asked a client that has not answered."""
+        """Return whether a client that this process has queried has not answered."""
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
-        """Send a client its download, fields ``[1, .]`` or ``[.]``. ``server`` where it still has its ranks."""
+        """Send a client its download, fields ``[1, .]`` or ``[.]``.
+
+        ``server`` is given if it still contains the ranks.
+        """
 
     @abstractmethod
     def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
@@ -175,4 +178,4 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def give_up(self, client: int) -> None:
-        """Wait no more for a client's answer."""
+        """Stop waiting for a client's answer."""

@@ -23,17 +23,18 @@ from fedloom.rows.proxes import made_by
 from fedloom.tasks.calibration import recalibrated
 
 WORK_KEY = ("", "")
-"""Key of the work of personal models in `Scores`, per client: samples backward and forward."""
+"""Key in `Scores` of the work of personal models, per client: backward and forward samples."""
 MAX_RANK_OPERATIONS = 2e9
-"""Multiply-adds that the singular values of one evaluation may cost. Ranks of more or larger models are left out."""
+"""Largest number of multiply-adds for the singular values of one evaluation. Ranks of more or larger models are left
+out."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
-    """Clients ``[n]`` that take the global model.
+    """Return a mask ``[n]`` of the clients that use the global model.
 
-    The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
-    part is empty (FLAME, model selection), unless it alone has outputs that are not finite. `fedloom.metrics.ROLES` has
-    the metric.
+    The personal model is used unless the global model is strictly better on the part ``select_on``, and if this part is
+    empty (FLAME, model selection). If the personal model's outputs are not finite, the global model is used.
+    `fedloom.metrics.ROLES` names the metric.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -42,7 +43,10 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Return scores of the hybrid model on every part, from the other two models' scores. None if one has none."""
+    """Return scores of the hybrid model on every part, from the other two models' scores.
+
+    None if one of them has no scores.
+    """
     if not {("global", select_on), ("personal", select_on)} <= scores.keys():
         return {}
     takes_global = choose_model(scores, select_on)
@@ -86,16 +90,18 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
 
 
 def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
-    """Personal models ``[m, d]``. A client never seen trains one from the template first, but for before round 1.
+    """Return personal models ``[m, d]``.
+
+    A client that never took part first trains one from the template, except before round 1.
 
     Raises:
-        ClientError: code of the method failed.
+        ClientError: the method's code failed.
     """
     return _personal_models(job, down, round, ids)[0]
 
 
 def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`personal_models`, and the work that they took ``[m, 2]``: samples backward and forward."""
+    """Return `personal_models`, and their work ``[m, 2]``: backward and forward samples."""
     fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
@@ -130,17 +136,17 @@ def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) 
 
 
 Pass = tuple[Tensor, Tensor, Tensor]
-"""Outputs ``[N, k]``, positions ``[N]`` of the samples, and samples ``[m]`` of every client."""
+"""Outputs ``[N, k]``, positions ``[N]`` of the samples, and the number of samples ``[m]`` of every client."""
 
 
 def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
-    """One model on a part of many clients."""
+    """Evaluate one model on a part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
     return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
 
 
 def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
-    """Every client's model on a part of its own."""
+    """Evaluate every client's model on its own part."""
     oracle = job.oracle
     index, sizes = job.eval_fed.gather(part, ids)
     if not oracle.normalisers:
@@ -155,8 +161,8 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
     """Return a function from a part to outputs of clients ``ids [m]``, for one model ``[d]`` or one each ``[m, d]``.
 
-    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it. Lines
-    are those of the objective. Where it has any (`Objective.line`).
+    A global model uses the cohort's statistics of normalization layers, see `Evaluate.batchnorm_stats`.
+    Recalibrations come from the objective, if it has any (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
@@ -175,12 +181,12 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
 
 
 def _uses_own_statistics(job: Job) -> bool:
-    """Return whether clients score the global model with statistics of normalisation layers of their own."""
-    return bool(job.oracle.normalisers) and job.setting.evaluate.statistics == "own"
+    """Return whether clients evaluate the global model with their own statistics of normalization layers."""
+    return bool(job.oracle.normalisers) and job.setting.evaluate.batchnorm_stats == "own"
 
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
-    """Scores of models of a kind on every part of a chunk of clients."""
+    """Return scores of one kind of model on every part of a chunk of clients."""
     outputs = part_outputs(job, models, task.ids, task.cohort)
     scores: Scores = {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
     if isinstance(job.setting.attack, Backdoor):
@@ -190,9 +196,9 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 
 
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
-    """Compute outputs of "global" or "personal" models on the scored clients' test parts.
+    """Compute outputs of "global" or "personal" models on the evaluated clients' test parts.
 
-    They are those that `scores_of` judges.
+    `scores_of` evaluates the same outputs.
     """
     if kind == "personal":
         t = max(state.round, 1)
@@ -205,7 +211,7 @@ def final_outputs(job: Job, state: State, kind: str) -> Pass:
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
-    """Slope and intercept ``[m, 2]`` of a model's outputs at every client, see `Objective.line`."""
+    """Return slope and intercept ``[m, 2]`` of a model's outputs at every client, see `Objective.line`."""
     outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
@@ -222,7 +228,7 @@ def common_test(fed: Federation, scored: Tensor) -> Tensor:
 
 
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    """Metrics of clients whose samples stand one client after another."""
+    """Return metrics of clients whose samples are stored one client after another."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
@@ -234,11 +240,11 @@ def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each. None for other methods.
+    """Return figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each. None for other methods.
 
-    ``nonzeros`` are the parameters that are not zero. With a prox that makes low ranks, and where it is cheap enough,
-    ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each matrix as
-    two thin ones where these are fewer.
+    ``nonzeros`` is the number of nonzero parameters. If a prox creates low ranks and they are cheap to compute,
+    ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` its number of parameters if
+    each matrix is stored as two thin ones when that is smaller.
     """
     forms = {made_by(value) for value in algorithm.proxes().values()}
     if not forms:

@@ -1,7 +1,7 @@
-"""Uploads: how the fields of a cohort's uploads become what the server gets.
+"""Uploads: combine the fields of a cohort's uploads into the server's input.
 
-Every kind of field defines what a chunk of clients adds (``partial``), how the chunks become one, in their order
-(``merge``), and what the server gets in the end (``finish``).
+Every kind of field defines the contribution of a chunk of clients (``partial``), the combination of chunks in their
+order (``merge``), and the server's input (``finish``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fedloom.local.rows import Fields, remade
 from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
-"""Names in the state of an aggregator: what it has of sums of changes, and its last values of them."""
+"""Names in the state of an aggregator: its sums of changes, and its last aggregates of them."""
 CONVERTED_ELEMENTS = 1 << 16
-"""Elements that are converted together: what is converted stays in the cache until it is added."""
+"""Number of elements that are converted together: they stay in the cache until they are added."""
 
 
 class RowsField:
     """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
 
     Args:
-        name: of the field.
-        kind: of the field.
-        before: sum over all clients of what the server keeps, for a field of which it keeps rows.
+        name: name of the field.
+        kind: kind of the field.
+        before: sum over all clients of the server's stored rows, for a stored field.
     """
 
     def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
@@ -40,28 +40,28 @@ class RowsField:
         self.parts = [] if before is None else [before.clone()]
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
-        """Return what a chunk adds.
+        """Return the contribution of a chunk.
 
         Args:
             up: its uploads.
-            kept: the rows that the server kept of its clients until now.
-            share: ``[m, 1]`` what they count in the mean of the cohort.
-            mass: ``[m, 1]`` what they count in what is kept or added up over rounds (`Job.masses`).
+            kept: the server's stored rows of its clients.
+            share: ``[m, 1]`` weights in the mean of the cohort.
+            mass: ``[m, 1]`` weights in stored or accumulated sums (`Job.masses`).
         """
         value: Tensor = getattr(up, self.name)
         return value
 
     def merge(self, part: Tensor) -> None:
-        """Take what the next chunk adds."""
+        """Add the next chunk's contribution."""
         self.parts.append(part)
 
     def finish(self, cohort: Uploads) -> Tensor:
-        """Return what the server gets."""
+        """Return the server's input."""
         return torch.cat(self.parts)
 
 
 class GatheredMean(RowsField):
-    """A `fedloom.algorithms.Mean` field whose rows are gathered: their weights, or a robust rule, need all of them."""
+    """A `fedloom.algorithms.Mean` field with gathered rows: their weights, or a robust rule, need all of them."""
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
@@ -70,7 +70,7 @@ class GatheredMean(RowsField):
 
 
 class MeanField(RowsField):
-    """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
+    """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision throughout."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
@@ -126,7 +126,7 @@ def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a vector, on a CPU by numpy: a large one then lies in pages of 2 MB, which are quick to touch."""
+    """Allocate a vector. On a CPU NumPy allocates it: a large one then uses pages of 2 MB, which are fast to touch."""
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
         return torch.empty_like(like, dtype=dtype)
@@ -134,27 +134,27 @@ def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
-    """Return the upload's fields before anything has arrived."""
+    """Return the upload's fields before any upload has arrived."""
     mean = GatheredMean if job.gathers else MeanField
     kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
 def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """Return what the accepted uploads of a chunk add, by field."""
+    """Return the contribution of a chunk's accepted uploads, by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
-    """Sum what the server keeps before the first round over all clients."""
+    """Sum the server's stored rows before the first round over all clients."""
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 def server_sums(job: Job) -> dict[str, Tensor]:
-    """Sum what the server keeps now over all clients, by the job's shares."""
+    """Sum the server's present stored rows over all clients, by the job's shares."""
     fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
@@ -175,19 +175,19 @@ def share_change_sums(job: Job, before: Job) -> Fields:
 
 
 class Uploads:
-    """The uploads of a round as its results bring them.
+    """The uploads of a round, collected from its results.
 
     Args:
         job: the run.
-        sums: over all clients, of the fields that the server keeps. Not modified.
+        sums: sums over all clients of the stored fields. Not modified.
 
     Attributes:
         job: the run.
         ids: accepted clients, result by result.
-        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean. None of a client that is part of a sum.
-        share: their sum, added up result by result.
+        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean. None for a client that is part of a sum.
+        share: sum of the shares, added result by result.
         dropped: clients whose upload is unusable.
-        counts: ``[7]`` work and traffic of all of them (`CLIENT_COUNTS`).
+        counts: ``[7]`` total work and traffic (`CLIENT_COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
@@ -199,7 +199,7 @@ class Uploads:
         self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
 
     def add(self, result: TrainResult) -> None:
-        """Take the next result."""
+        """Add the next result."""
         if isinstance(result, SumResult):
             accepted, dropped, answers = result.ids, result.missing, dict[str, Tensor]()
         else:
@@ -217,7 +217,7 @@ class Uploads:
 
     @property
     def masses(self) -> Tensor:
-        """``[m, 1]`` float64 what the accepted clients count in fields that are added up over rounds."""
+        """Weights ``[m, 1]`` float64 of the accepted clients in accumulated fields."""
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
@@ -232,19 +232,19 @@ class Uploads:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums over all clients of the fields that the server keeps."""
+        """Sums over all clients of the stored fields."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(
         self, ctx: Ctx, weigher: Fields, aggregator: dict[str, Tensor]
     ) -> tuple[Fields, Fields, dict[str, Tensor]]:
-        """Aggregate the uploads. Return what the server gets, and the new states of weigher and aggregator.
+        """Aggregate the uploads. Return the server's input, and the new states of weigher and aggregator.
 
         Raises:
-            RunStopped: too few uploads for the aggregator.
+            RunStopped: there are too few uploads for the aggregator.
         """
         job, combined = self.job, dict[str, Tensor]()
-        if job.setting.weigher.probes:
+        if job.setting.aggregation_weights.probes:
             weights, weigher = weights_of(job, weigher, self.answers("weigher"), ctx)
             self.shares = self.shares * weights
         if job.robust and not job.algorithm.mixes:
@@ -256,10 +256,11 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Apply a robust rule to the cohort's rows, or to all rows that the server has seen. Return its new state too.
+        """Apply a robust rule to the cohort's rows, or to all rows that the server has seen. Also return its new state.
 
-        Of changes to clients' rows that the server adds up, the rule decides on the sums of all clients seen. The
-        server gets how far its value has moved, over `Ctx.part`, by which it multiplies: it adds up to that value.
+        If the server accumulates changes of clients' rows, the rule decides on the sums of all clients that took part.
+        The server receives the change of the rule's value divided by `Ctx.part`, by which it multiplies: its sum then
+        equals that value.
         """
         job, primary = self.job, self.job.primary
         if job.kept_fields:
@@ -292,7 +293,10 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients by their primary, else first field. Return the aggregator's state too."""
+        """Combine the rows of some clients by their primary field, or else by the first field.
+
+        Return the aggregator's state too.
+        """
         job = self.job
         assert job.setting.aggregator is not None
         primary = job.primary if job.primary in rows else next(iter(rows))
@@ -309,10 +313,10 @@ class Uploads:
 
 
 def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-    """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
-    with attribute_error("weigher", job.setting.weigher, f"round {ctx.round}"):
-        weights, weigher = job.setting.weigher.apply(weigher, info, ctx)
-        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.weigher.signed):
+    """Return weights ``[m, 1]`` of a cohort, and the weigher's new state."""
+    with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
+        weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
+        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"
             raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
     return weights, weigher
@@ -327,7 +331,7 @@ def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> 
 
 
 def _sum(rows: Tensor, mass: Tensor) -> Tensor:
-    """Sum ``[d]`` of rows ``[m, d]``, each times its mass ``[m, 1]``, in double precision, without a copy in it."""
+    """Return the sum ``[d]`` of rows ``[m, d]`` times masses ``[m, 1]``, in double precision without a copy."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):
         total.add_(row, alpha=factor)

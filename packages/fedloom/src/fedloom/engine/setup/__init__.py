@@ -1,4 +1,4 @@
-"""Build a job: check a setting against its data, make the problem, and allocate state."""
+"""Build a job: check a setting against its data, create the problem, and allocate state."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fedloom.storage.store import Store
 
 @undisturbed()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
-    """Check a run against its federation: the model is built, but nothing is made for the clients' state.
+    """Check a run against its federation: build the model, but no state of clients.
 
     Returns:
-        What is known of the run before its first round.
+        Return the notes of the run before its first round.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     return make_problem(setting, fed, finds=False)[0].notes
 
@@ -50,17 +50,17 @@ def make_job(
     ranks: Ranks = SINGLE_RANK,
     replay: Replay = Replay(),  # noqa: B008  # frozen
 ) -> tuple[Job, Fields]:
-    """Make a job, and the server's state before the first round.
+    """Create a job, and the server's state before the first round.
 
     Args:
         setting: the run.
         fed: the clients and their data.
         folder: the folder of the clients' state. None keeps it in memory.
-        ranks: processes that all make this call.
-        replay: what takes the place of the run's own draws.
+        ranks: processes, which all make this call.
+        replay: values that replace the run's own draws.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     problem, start = make_problem(setting, fed, replay)
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
@@ -70,7 +70,7 @@ def make_job(
         on_cpu = remade(template, [t.cpu() for t in template])
         path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
         memory = Forked() if workers > 1 else ranks.memory
-        return Store(problem.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
+        return Store(problem.n, on_cpu, path=path, budget=engine.state_memory_mib << 20, memory=memory)
 
     facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
     stores = {name: store(name, template) for name, template in start.templates.items()}
@@ -82,7 +82,7 @@ class InitialState(NamedTuple):
 
     Attributes:
         server: the server's state.
-        templates: the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
+        templates: rows of a client, without the client dimension, by the store of `Job` for them.
     """
 
     server: Fields
@@ -97,18 +97,18 @@ def make_problem(
     *,
     finds: bool = True,
 ) -> tuple[JobFacts, InitialState]:
-    """Make what a run computes, without room for any client's state.
+    """Create the computation of a run, without storage for any client's state.
 
     Three stages give three results: the clients that take part, their local problems, and the method's states.
 
     Args:
         setting: the run.
         fed: the clients and their data.
-        replay: what takes the place of the run's own draws.
-        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
+        replay: values that replace the run's own draws.
+        finds: True finds clusters for shares by clusters, which trains all clients once. Otherwise shares are uniform.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     participants = choose_participants(setting, fed)
     problems = build_problems(participants, replay, finds=finds)
@@ -121,7 +121,7 @@ def make_problem(
         eval_fed=participants.eval_fed,
         attackers=participants.attackers,
         alpha=problems.ctx.weight,
-        chunk=setting.engine.chunk or chunk_limit(problems.oracle),
+        chunk=setting.engine.clients_per_batch or chunk_limit(problems.oracle),
         memory=started.memory,
         notes=tuple(started.notes),
         replay=replay,

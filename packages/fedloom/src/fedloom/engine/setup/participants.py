@@ -35,9 +35,9 @@ class Participants(NamedTuple):
     """A run whose choices fit each other, and its clients.
 
     Attributes:
-        setting: the choices, presets resolved.
-        fed: the data that clients train on, on the run's device. Poisoned and pooled, if the run does that.
-        eval_fed: the data that models are evaluated on.
+        setting: the choices, with presets resolved.
+        fed: the training data, on the run's device. It is poisoned or pooled if the run does that.
+        eval_fed: the data on which models are evaluated.
         attackers: ``[b]`` ids of the attackers.
         notes: sentences on choices that the run changes or ignores.
     """
@@ -53,7 +53,7 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     """Check everything that needs no model, and move the data to the run's device.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     device, dtype = _place(setting.engine)
     check_declaration(type(setting.resolved().method))
@@ -71,10 +71,10 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
 
 
 def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
-    """Device and type of a run's numbers.
+    """Return device and type of a run's numbers.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device does not exist.
     """
     device: torch.device = torch.device(engine.device)
     if device.type == "cuda":
@@ -95,45 +95,53 @@ def _closed(weigher: Weigher) -> Weigher:
     """Return the weigher, if it needs no further groups.
 
     Raises:
-        ConfigError: it compares two groups of rows, and names none.
+        ConfigError: it compares two groups of rows, and none are given.
     """
     try:
         return weigher.with_groups(())
     except ConfigError as error:
         what = str(error).partition(";")[0]
-        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+        raise ConfigError(f"{what}; name them in [aggregation_weights], as group = 'sex' or 'age>=75'") from None
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Resolve presets and check everything that needs no data. Return notes on what pooling leaves out.
+    """Resolve presets and check everything that needs no data. Return notes on options that pooling ignores.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
-    setting = setting.with_(weigher=_closed(setting.weigher))
-    check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
-    check_sampler(setting.method, setting.sampler, setting.weigher)
+    setting = setting.with_(aggregation_weights=_closed(setting.aggregation_weights))
+    check_together(
+        setting.method, setting.local, setting.aggregation_weights, setting.aggregator, setting.upload_transform
+    )
+    check_sampler(setting.method, setting.sampler, setting.aggregation_weights)
     if pooled:
-        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
+        none = dict.fromkeys(("personalized_aggregation", "aggregator", "attack", "upload_transform", "devices"))
         pool = setting.with_(
-            sampler=Uniform(), weigher=SharesWeigher(), weights="samples", schedule=Synchronous(), **none
+            sampler=Uniform(),
+            aggregation_weights=SharesWeigher(),
+            client_weights="samples",
+            schedule=Synchronous(),
+            **none,
         )
         keys = [
             f"[{name}]"
-            for name in ("sampler", "weigher", "schedule", *none)
+            for name in ("sampler", "aggregation_weights", "schedule", *none)
             if getattr(pool, name) != getattr(setting, name)
         ]
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
-    check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
+    check_privacy(
+        setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights
+    )
     with ruled(f"sampler-{setting.sampler.kind}"):
         setting.sampler.check(n)
-    with ruled(f"weigher-{setting.weigher.kind}"):
-        setting.weigher.check(n)
-    if setting.mixer is not None:
-        check_mixer(setting.method, setting.mixer, setting.aggregator)
-        setting.mixer.check(n)
+    with ruled(f"weigher-{setting.aggregation_weights.kind}"):
+        setting.aggregation_weights.check(n)
+    if setting.personalized_aggregation is not None:
+        check_mixer(setting.method, setting.personalized_aggregation, setting.aggregator)
+        setting.personalized_aggregation.check(n)
     check_schedule(setting, n)
     check_attack(setting)
     check_root(setting.aggregator, n)

@@ -23,9 +23,9 @@ class LocalProblems(NamedTuple):
 
     Attributes:
         oracle: computes losses and gradients.
-        ctx: all clients, with their shares.
+        ctx: context of all clients, with their shares.
         x0: ``[d]`` the initial model.
-        spent: ``[7]`` work and traffic of finding the shares (`COUNTS`). None if that took none.
+        spent: ``[7]`` work and traffic for finding the shares (`COUNTS`). None if there was none.
     """
 
     oracle: Network
@@ -39,15 +39,15 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
 
     Args:
         participants: the run and its clients.
-        replay: what takes the place of the run's own draws.
-        finds: clusters are recovered where shares are theirs, which trains all clients once. Else shares are uniform.
+        replay: values that replace the run's own draws.
+        finds: True finds clusters for shares by clusters, which trains all clients once. Otherwise shares are uniform.
 
     Raises:
         ConfigError: the model or the shares do not fit the data.
     """
     setting, fed = participants.setting, participants.fed
     oracle = _oracle(setting, fed)
-    sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.weights, fed)
+    sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.client_weights, fed)
     replay.check(setting.method, setting.sampler, setting.rounds, sizes)
     ids, projection, alpha = torch.arange(fed.n), replay.projection, shares.to(oracle.dtype)
     ctx = Ctx(
@@ -55,9 +55,9 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
         projection,
     )  # fmt: skip
     x0 = replay.start(oracle.layout.vector(oracle.module, oracle.dtype).to(oracle.device), oracle.layout)
-    if not uses_clusters(setting.weights):
+    if not uses_clusters(setting.client_weights):
         return LocalProblems(oracle, ctx, x0, None)
-    clusters = clusters_of(setting.weights)
+    clusters = clusters_of(setting.client_weights)
     check_clusters(clusters, ctx)
     if not finds:
         return LocalProblems(oracle, ctx, x0, None)
@@ -76,7 +76,9 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
     for construction in setting.model.constructions:
         construction.check_task(fed.data.classed, fed.data.each, task_keys)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, setting.seed, fed.data.tokens)
-    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
+    oracle = make_oracle(
+        module, task, fed, engine.gradient_engine, augment if augment.changes else None, engine.precision
+    )
     if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
         raise Refused(

@@ -34,10 +34,10 @@ class StartedMethod(NamedTuple):
 
     Attributes:
         setting: the run, with the method's derived options.
-        states: of the server, of a client and of what the server keeps of it.
-        memory: the form of kept optimizer states. None: optimizers start anew in every round.
-        residue: the template of what the channel keeps of a client.
-        notes: sentences on what is known before round 1.
+        states: states of the server, of a client, and of the server's stored rows of it.
+        memory: form of stored optimizer states. None: optimizers start without a state in every round.
+        residue: template of the channel's state of a client.
+        notes: sentences known before round 1.
     """
 
     setting: Setting
@@ -51,7 +51,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     """Derive the method's options, and check the run with the method's states.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
+        ConfigError: values cannot work, or do not work together.
     """
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
@@ -69,7 +69,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
             fix="leave {sampler} out",
         )
     fewest = sampler.smallest(n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
-    if setting.mixer is not None:
+    if setting.personalized_aggregation is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     with ruled(f"method-{type(method).__name__.lower()}"):
@@ -84,31 +84,31 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
 
 
 def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
-    """Check the parts that look at uploads. Return the template of what the channel keeps of a client.
+    """Check the parts that read uploads. Return the template of the channel's state of a client.
 
     Raises:
-        Refused: a weigher or a sampler looks at models that are not sent.
+        ConfigError: a weigher or a sampler reads models that are not sent.
     """
-    method, channel = setting.method, setting.channel
-    if channel is None and not (setting.weigher.probes or setting.sampler.learns):
+    method, channel = setting.method, setting.upload_transform
+    if channel is None and not (setting.aggregation_weights.probes or setting.sampler.learns):
         return Nothing()
     sample = idle_upload(method, states, oracle, ctx)
-    check_width(method, sample, setting.weigher, setting.sampler, oracle.layout.d)
+    check_width(method, sample, setting.aggregation_weights, setting.sampler, oracle.layout.d)
     if channel is None:
         return Nothing()
     return _residue(Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype)
 
 
 def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
-    """Return the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
+    """Return the rows of a client, without the client dimension, by the store of `Job` for them.
 
     Args:
         problem: the run.
-        started: its method before round 1.
+        started: the method before round 1.
         x0: ``[d]`` the initial model.
     """
     _, client, kept = started.states
-    mixes_models = problem.setting.mixer is not None and not problem.fields[problem.primary].keeps
+    mixes_models = problem.setting.personalized_aggregation is not None and not problem.fields[problem.primary].keeps
     return {
         "clients": client,
         "kept": Nothing() if kept is None else kept,
@@ -122,7 +122,7 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
 def _summed(problem: JobFacts, client: Fields) -> Fields:
     """Return the client rows to which a robust rule adds the fields of `JobFacts.summed_fields`.
 
-    Changes are added to the row of the client's template that they change, others to zero.
+    Changes are added to the row of the client's template that they change, and other fields to zero.
     """
     names = problem.summed_fields
     sources = [problem.fields[name].base.partition(".") for name in names]
@@ -141,22 +141,22 @@ class LastModel(NamedTuple):
 
 
 class Residue(NamedTuple):
-    """Unsent part of the channel's updates, or the client's last upload as the server has it: ``[m, D]``."""
+    """Unsent part of the channel's updates, or the server's copy of the client's last upload: ``[m, D]``."""
 
     e: Tensor
 
 
 class Moments(NamedTuple):
-    """The states of a client's optimisers ``[m, S W]``, see `fedloom.local.optimizer.OptimizerStates`."""
+    """States of a client's optimizers ``[m, S W]``, see `fedloom.local.optimizer.OptimizerStates`."""
 
     s: Tensor
 
 
 def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
-    """Return the form of kept optimizer states, found by one client's step without effect, or None if none are kept.
+    """Return the form of stored optimizer states, found by a client's step without effect, or None.
 
     Raises:
-        ConfigError: the optimiser does not work with this model, or (Refused) the method does not train by it.
+        ConfigError: the optimizer does not work with this model, or the method does not train with it.
     """
     local = ctx.local
     if local.optimizer == "sgd":
@@ -172,11 +172,11 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
-    return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
+    return memory.of(memory.rows * 0) if local.optimizer_state == "persistent" else None
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
-    """Template of what the channel keeps of a client that sends such an upload."""
+    """Return the template of the channel's state for such an upload."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

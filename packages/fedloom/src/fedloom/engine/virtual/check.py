@@ -67,11 +67,11 @@ def check_stream(setting: Setting, n: int | None) -> None:
             rule="stream-asks-candidates",
             fix="leave {sampler} out",
         )
-    mixer = setting.mixer
+    mixer = setting.personalized_aggregation
     among = getattr(method if mixer is None else mixer, "among", None)
     if among in ("cohort", "seen") or (method.mixes and not method.mixes_all):
-        who = name if mixer is None else f"mixer {mixer.kind!r}"
-        owner = "method" if mixer is None else "mixer"
+        who = name if mixer is None else f"personalized_aggregation {mixer.kind!r}"
+        owner = "method" if mixer is None else "personalized_aggregation"
         cure = "leave {schedule} out" if among is None else f"set {{{owner}.among = 'all'}}"
         raise Refused(
             f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "

@@ -114,7 +114,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
     has_optimizer = any(name.startswith("optimizer.") for name in fields)
     state = ClientState(
         group("rows", type(job.clients.template)),
-        group("residue", type(job.residue.template)) if job.setting.channel is not None else None,
+        group("residue", type(job.residue.template)) if job.setting.upload_transform is not None else None,
         group("optimizer", type(job.optimizer.template)) if has_optimizer else None,
     )
     weigher, sampler, model = (fields.get(name) for name in ("weigher", "sampler", "model"))

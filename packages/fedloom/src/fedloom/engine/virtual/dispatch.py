@@ -83,7 +83,7 @@ def step_on(
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
     shares = torch.from_numpy(times.astype(np.float64))[:, None]
-    if not job.setting.weigher.probes:
+    if not job.setting.aggregation_weights.probes:
         shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)

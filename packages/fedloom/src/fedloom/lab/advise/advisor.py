@@ -13,11 +13,12 @@ import tomli_w
 from fedloom.data.groups import keeping
 from fedloom.engine.setting import Engine
 from fedloom.engine.state import State
-from fedloom.errors import ConfigError, RunDirError, entered
+from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, entered
 from fedloom.formats import significant, write_total
 from fedloom.lab.advise.answer import ANSWER_FILES, Advice, form_advice, write_answer
 from fedloom.lab.advise.laps import (
     LAP_FILE,
+    Arm,
     Lap,
     LapResult,
     copy_checkpoint,
@@ -27,7 +28,7 @@ from fedloom.lab.advise.laps import (
     run_lap,
 )
 from fedloom.lab.advise.race import DEFAULT_BUDGET_RUNS, MOST_SEEDS, choose_counts, race
-from fedloom.lab.advise.settings import Entries, read_portfolio
+from fedloom.lab.advise.settings import STEP_SIZE_KEY, Entries, read_portfolio
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
@@ -147,7 +148,7 @@ class Advisor:
     def _run_laps(self, session: JoinedWork, laps: Sequence[Lap]) -> list[LapResult]:
         """Train laps, and return their results in order."""
         settings = [self._entries.experiment(lap.arm).methods[0].setting for lap in laps]
-        rounds = [self._plan(lap, setting) for lap, setting in zip(laps, settings, strict=True)]
+        rounds = [self._plan(lap.arm) for lap in laps]
         keys = [(lap.arm.label, lap.arm.number, lap.seed) for lap in laps]
         ends = [max(1, round(lap.depth * whole)) for lap, whole in zip(laps, rounds, strict=True)]
         units = [self._unit(key, end) for key, end in zip(keys, ends, strict=True)]
@@ -180,12 +181,17 @@ class Advisor:
         rounds = self._entries.base.common.rounds
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
-    def _plan(self, lap: Lap, setting: Any) -> int:
-        """Plan the rounds of a whole run of an arm. The step size does not change what a round costs."""
-        key = f"{lap.arm.label} {sorted((k, v) for k, v in lap.arm.params.items() if k != 'local.lr')}"
+    def _plan(self, arm: Arm) -> int:
+        """Plan the rounds of a whole run of an arm, with the file's step size, which changes no cost of a round."""
+        params = {key: value for key, value in arm.params.items() if key != STEP_SIZE_KEY}
+        key = f"{arm.label} {sorted(params.items())}"
         if key not in self._rounds:
-            run = lap_setting(setting, self.seeds[0], setting.rounds)
-            self._rounds[key] = self._budget.rounds(run, self.fed)
+            setting = self._entries.experiment(arm._replace(params=params)).methods[0].setting
+            try:
+                run = lap_setting(setting, self.seeds[0], setting.rounds)
+                self._rounds[key] = self._budget.rounds(run, self.fed)
+            except (RunStopped, CodeError, Refused):  # the laps of the arm end so too, and have the reason
+                self._rounds[key] = setting.rounds
         return self._rounds[key]
 
     def _unit(self, key: tuple[str, int, int], rounds: int) -> WorkUnit:
@@ -232,7 +238,7 @@ class Advisor:
     def _write(self, advice: Advice) -> None:
         """Write the answer, and delete the checkpoints of laps."""
         labels = list(dict.fromkeys([advice.method, *advice.references]))
-        rounds = {label: self._rounds_of(advice, label) for label in labels}
+        rounds = {label: self._plan(advice.arms[label]) for label in labels}
         head = self._entries.base.head
         seeds = list(head.seeds) if len(head.seeds) >= MOST_SEEDS else list(range(head.seeds[0], head.seeds[0] + 5))
         document = self._entries.document(rounds, advice.arms, seeds=seeds)
@@ -245,7 +251,3 @@ class Advisor:
                     shutil.rmtree(file)
                 elif file.name != LAP_FILE:
                     file.unlink()
-
-    def _rounds_of(self, advice: Advice, label: str) -> int:
-        arm = advice.arms[label]
-        return self._plan(Lap(arm, self.seeds[0], 1.0), self._entries.experiment(arm).methods[0].setting)

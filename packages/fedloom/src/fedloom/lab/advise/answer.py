@@ -149,7 +149,7 @@ class Advice(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Return the answer as plain values, unrounded and unscaled, None where nothing is known."""
         return {
-            "verdict": str(self.verdict), "method": self.method, "settings": self.params, "metric": self.metric,
+            "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
             "racing": list(self.racing),
             "departures": {

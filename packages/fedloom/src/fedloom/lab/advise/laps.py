@@ -182,7 +182,7 @@ def run_lap(
         Whether the lap came to its end. The user stopped it otherwise.
     """
     try:
-        result = simulate(setting, fed, folder=folder, progress=progress, pause=stop_at)
+        result = simulate(setting, fed, folder=folder, callbacks=progress, pause=stop_at)
         if result.stop is Stop.INTERRUPTED and result.state.round < stop_at:
             return False
         lost = "" if result.stop in (Stop.DONE, Stop.INTERRUPTED) else str(RunStopped(result.stop, result.detail))

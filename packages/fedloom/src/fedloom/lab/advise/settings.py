@@ -22,6 +22,8 @@ from fedloom.lab.tune.trial import scored_models
 from fedloom.seeds import numpy_generator
 from fedloom.values import dump
 
+STEP_SIZE_KEY = "local.lr"
+"""Setting of the step size, in every method's space."""
 STEP_SIZE_FACTOR = 10.0
 """Step sizes are tried from the file's own divided by it to the file's own times it."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
@@ -63,7 +65,7 @@ class Entries:
         steps = {"low": _rounded(rate / STEP_SIZE_FACTOR), "high": _rounded(rate * STEP_SIZE_FACTOR), "log": True}
         spaces = {name: dict(space) for name, space in self.base.tune.space.items()}
         frozen = {name: {**space, **spaces.pop(name, {})} for name, space in read_portfolio()[1].items()}
-        all_methods = {"local.lr": steps, **spaces.pop("all", {})}
+        all_methods = {STEP_SIZE_KEY: steps, **spaces.pop("all", {})}
         self._tune = Tune.model_validate({**dump(self.base.tune), "space": {**frozen, **spaces, "all": all_methods}})
         self.left_out = dict[str, str]()
         self._methods = dict[str, Method]()
@@ -103,7 +105,7 @@ class Entries:
         """Name of the metric that decides, and whether more is better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
-        return scored_models(setting, fed, "used", wanted, AVERAGE_METHOD)[1:]
+        return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
         """Choose the settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""

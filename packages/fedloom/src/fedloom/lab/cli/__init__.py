@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
-from fedloom.lab.cli import advise, analyze, bench, facts, init, models, runs, tune, watch
+from fedloom.lab.cli import advise, analyze, bench, facts, models, runs, tune, watch
 from fedloom.lab.cli._app import (
     DataDir,
     ExecutorName,
@@ -25,16 +25,41 @@ from fedloom.lab.cli._app import (
 )
 from fedloom.lab.cli._complete import algorithms, offer, one_of
 from fedloom.lab.cli.analyze import choose_analysis
-from fedloom.lab.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
+from fedloom.lab.cli.models import ForceOption, IdColumnOption, PredictionsFile, ThresholdOption
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "DataDir", "ExecutorName", "FileArgument", "ForceOption", "Join", "KeepOption", "PredictionsFile",
-    "ThresholdOption", "Trust", "Words", "about_file", "advise", "algorithms", "analyze", "app", "bench",
-    "choose_analysis", "errors", "facts", "init", "main", "models", "offer", "one_of", "runs", "say", "say_json",
-    "tune", "watch", "worker_count",
+    "DataDir",
+    "ExecutorName",
+    "FileArgument",
+    "ForceOption",
+    "IdColumnOption",
+    "Join",
+    "PredictionsFile",
+    "ThresholdOption",
+    "Trust",
+    "Words",
+    "about_file",
+    "advise",
+    "algorithms",
+    "analyze",
+    "app",
+    "bench",
+    "choose_analysis",
+    "errors",
+    "facts",
+    "main",
+    "models",
+    "offer",
+    "one_of",
+    "runs",
+    "say",
+    "say_json",
+    "tune",
+    "watch",
+    "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,12 +20,13 @@ from typer import core
 from typer.core import TyperGroup
 
 from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable
+from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
-MAY_BE_EMPTY = ("--event", "--by", "--subject")
+MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
 """Options whose empty word has a meaning."""
 
 
@@ -50,6 +52,10 @@ HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studie
 """Groups of commands in the help, in the order in which a newcomer meets them."""
 
 
+COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
+"""Released packages that add commands."""
+
+
 class Words(TyperGroup):
     """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
 
@@ -64,7 +70,16 @@ class Words(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command."""
         with _for_reader(), errors():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except Exception as error:
+                wrong: Any = error  # click's, which has no public type in typer
+                if new := RENAMED_KEYS["command"].get(str(getattr(error, "option_name", ""))):
+                    wrong.message, wrong.possibilities = (
+                        f"No such option: {wrong.option_name}; its name is now {new}",
+                        None,
+                    )
+                raise
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Return the remaining words for the command."""
@@ -101,6 +116,9 @@ class Words(TyperGroup):
         except Exception as error:
             if "Did you mean" in getattr(error, "message", "") and hasattr(error, "possibilities"):
                 error.possibilities = None  # click's, which typer has in the message already
+            missing = [name for name in COMMAND_PACKAGES if find_spec(name.replace("-", "_")) is None]
+            if missing and hasattr(error, "message"):
+                error.message += f" More commands come with the packages {' and '.join(missing)}."
             raise
 
 

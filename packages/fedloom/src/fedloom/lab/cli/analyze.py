@@ -36,7 +36,7 @@ def analyze(
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the clients agree on, as least=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="what the clients agree on, as min_subjects=5; may be repeated")
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -45,7 +45,7 @@ def analyze(
     The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
     the file's [[analysis]] of this kind, changed by --set.
 
-    Example: fedloom analyze table-1 patients.toml --rule least=5
+    Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
     with errors():
         import pyarrow as pa
@@ -72,11 +72,11 @@ def analyze(
             for field in result.table.schema
             if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
         }
-        facts = {name: values[0] for name, values in columns.items() if len(values) > 1 and len({*values}) == 1}
+        facts = {name: of[0] for name, of in columns.items() if len(of) > 1 and len({*of}) == 1}
         shown = [key for key in columns if key not in facts]
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
-            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items()))
+            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
         say(f"{len(result.log)} questions to {count} clients, by sums alone")
 
 
@@ -89,7 +89,7 @@ def choose_analysis(
         experiment: of the file.
         name: of the analysis.
         values: options as ``width=30``.
-        rules: options of the rules, as ``least=5``.
+        rules: options of the rules, as ``min_subjects=5``.
 
     Raises:
         ConfigError: an unknown name, option or rule.

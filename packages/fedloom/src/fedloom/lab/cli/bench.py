@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, errors, say, say_json, worker_count
 
 if TYPE_CHECKING:
+    from fedloom.lab.experiment import Experiment
     from fedloom.lab.experiment.measure.bench import Speed
     from fedloom.processes.costs import Costs, Parts, Place
 
@@ -23,11 +26,11 @@ def bench(
         list[str] | None,
         typer.Option(help="processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
     ] = None,
-    oracle: Annotated[
+    gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="computation of gradients: fused, stacked or looped. May be repeated (default: all)",
-            autocompletion=offer.one_of("fused", "stacked", "looped"),
+            help="computation of gradients: compiled, vmap or loop. May be repeated (default: all)",
+            autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
@@ -50,6 +53,12 @@ def bench(
     cohort: Annotated[
         int | None, typer.Option(min=1, help="with --ranks: clients of a round (default: the file's)")
     ] = None,
+    per_gradient: Annotated[
+        bool,
+        typer.Option(
+            "--per-gradient", help="measure the processor time per gradient of every method relative to FedAvg instead"
+        ),
+    ] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,
     trust: Trust = False,
@@ -60,7 +69,8 @@ def bench(
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
     used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
-    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50.
+    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50. With
+    --per-gradient, methods are compared with FedAvg, which spends its time at the clients or at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
@@ -76,10 +86,17 @@ def bench(
             if number is not None and not isfinite(number):
                 raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
-        unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
+        if per_gradient:
+            others = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
+            if ignored := [name for name, value in others.items() if value is not None]:
+                raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
+            rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
+            say_json({"methods": rows}) if as_json else print_rows(rows)
+            return
+        unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
-        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=counts)
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
             places = [Place(r, machines or 1, link) for r in ranks]
@@ -100,16 +117,36 @@ def bench(
         if as_json:
             say_json({"rounds": [_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
             return
-        print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
+        print_rows([_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
 
 
+def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the processor time per gradient of every method relative to FedAvg."""
+    from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
+
+    fed = experiment.partition(experiment.source.read(data_dir), experiment.head.seeds[0])
+    fedavg = experiment.common.with_(algorithm="fedavg")
+    settings = [(method.label, method.setting) for method in experiment.methods]
+    for cost in measure_per_gradient(settings, fed, fedavg, rounds):
+        yield {
+            "method": cost.method,
+            "oracle": cost.oracle,
+            "relative to fedavg": cost.ratio,
+            "at clients": cost.clients,
+            "at server": cost.server,
+            "forward/gradient": cost.forward,
+            "microseconds/gradient": 1e6 * cost.seconds,
+            **({"note": cost.reason} if cost.reason else {}),
+        }
+
+
 def _row(speed: Speed) -> dict[str, Any]:
     return {
         "method": speed.method,
-        "oracle": speed.way.oracle,
+        "gradient_engine": speed.way.oracle,
         "workers": speed.way.workers,
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,

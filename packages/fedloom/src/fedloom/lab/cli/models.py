@@ -35,8 +35,9 @@ ModelOption = Annotated[
 ]
 
 
-KeepOption = Annotated[
-    list[str] | None, typer.Option("--keep", help="column to copy to the predictions, such as an id (may be repeated)")
+IdColumnOption = Annotated[
+    list[str] | None,
+    typer.Option("--id-column", help="column to copy to the predictions, such as an id (may be repeated)"),
 ]
 ThresholdOption = Annotated[
     float | None,
@@ -110,7 +111,7 @@ def predict(
     ] = None,
     model: ModelOption = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
-    keep: KeepOption = None,
+    id_column: IdColumnOption = None,
     threshold: ThresholdOption = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
@@ -126,8 +127,14 @@ def predict(
         from fedloom.lab.experiment import open_run
 
         file = PredictionsFile(out, (data, model), force=force)
-        predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
+        predictions = open_run(run, trust=trust).predict(
+            data, method, seed, client, model, data_dir, tuple(id_column or ())
+        )
         file.write(predictions, threshold)
+
+
+FAR_ROWS_EXIT_CODE = 3
+"""Exit code of predictions for rows that lie far beyond the training data."""
 
 
 class PredictionsFile:
@@ -152,6 +159,8 @@ class PredictionsFile:
     def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
         """Write predictions, decided at a threshold of the probability, and print their notes.
 
+        Rows far beyond the training data end the command with `FAR_ROWS_EXIT_CODE`.
+
         Raises:
             ConfigError: the file that is there has other columns.
         """
@@ -165,6 +174,11 @@ class PredictionsFile:
         make_folder(self._path.parent)
         write_atomic(self._path, content)
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
+        if predictions.far:
+            far = ", ".join(map(repr, predictions.far))
+            what = "most numbers lie far beyond the training data, as in another unit; the predictions are written"
+            say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
+            raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
         from fedloom.outputs import FileKind, check_output_file

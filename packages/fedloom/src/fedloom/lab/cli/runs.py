@@ -64,7 +64,7 @@ def run(
         typer.Option(
             "--set",
             help=(
-                "change a value, such as local.lr=0.1, settings=paper or method.LABEL.mu=1. A method's "
+                "change a value, such as local.lr=0.1, defaults=paper or method.LABEL.mu=1. A method's "
                 "own table has precedence (may be repeated)"
             ),
         ),
@@ -216,24 +216,27 @@ def _print_failures(outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_conclusions(
-    runs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+    runs: Sequence[Path],
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
+    margin: float | None = None,
 ) -> None:
     """Print who wins, by how much, which models are compared, and what they cost."""
     from fedloom.lab import report
 
     if all((run / "metrics.parquet").exists() for run in runs):
-        for conclusions in report.conclusions(runs, against, models, margin):
+        for conclusions in report.conclusions(runs, baseline, compare_model, margin):
             say(*conclusions.lines())
 
 
 def _print_json(
-    runs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None,
-    **more: object,
+    runs: Sequence[Path], baseline: str | None = None, compare_model: Models = "best-on-validation",
+    margin: float | None = None, **more: object,
 ) -> None:  # fmt: skip
     """Print results, comparisons and conclusions of run directories as one JSON object."""
     from fedloom.lab import report
 
-    say_json(report.as_record(runs, against, models, margin) | more)
+    say_json(report.as_record(runs, baseline, compare_model, margin) | more)
 
 
 @app.command(rich_help_panel="Run")
@@ -279,20 +282,20 @@ def report_command(
             )
         ),
     ] = None,
-    against: Annotated[
+    baseline: Annotated[
         str | None,
         typer.Option(help="baseline of the comparisons (pairs.csv, pairs.tex). Default: local or fedavg"),
     ] = None,
-    models: Annotated[
+    compare_model: Annotated[
         str,
         typer.Option(
             help=(
-                "models to compare and print per method: used (the model that a client would use), "
-                "personal (else global), or all"
+                "model of each method to compare and print: best-on-validation (per client, the better of global "
+                "and personal), personal (else global), or all"
             ),
-            autocompletion=offer.one_of("used", "personal", "all"),
+            autocompletion=offer.one_of("best-on-validation", "personal", "all"),
         ),
-    ] = "used",
+    ] = "best-on-validation",
     margin: Annotated[
         float | None,
         typer.Option(help="largest difference that counts as equivalent, in the metric's units: 0.01 is a point"),
@@ -307,35 +310,35 @@ def report_command(
 
     It takes one or several run directories. Every chart is written beside it, as SVG and CSV.
 
-    Example: fedloom report runs/a --against local
+    Example: fedloom report runs/a --baseline local
     """
     with errors():
         from fedloom.lab import report
         from fedloom.lab.report.comparison.contenders import COMPARED_MODELS
 
         chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
-        kind = next((kind for kind in COMPARED_MODELS if kind == models), None)
+        kind = next((kind for kind in COMPARED_MODELS if kind == compare_model), None)
         if kind is None:
-            raise unknown("choice", models, COMPARED_MODELS, "--models")
+            raise unknown("choice", compare_model, COMPARED_MODELS, "--compare-model")
         page = out or runs[0] / "report.html"
         beside = page.with_suffix("") / "card.md"
         if card:
             report.check_card(beside)
         shown = report.write_report(
-            runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force
+            runs, page, columns=chosen, baseline=baseline, compare_model=kind, margin=margin, force=force
         )
         page_file = report.write_card(runs, beside) if card else None
         if as_json:
             _print_json(
                 runs,
-                against,
+                baseline,
                 kind,
                 margin,
                 report=str(shown),
                 **({} if page_file is None else {"card": str(page_file)}),
             )
             return
-        _print_conclusions(runs, against, kind, margin)
+        _print_conclusions(runs, baseline, kind, margin)
         say(f"report: {shown}")
         if page_file is not None:
             say(f"model card: {page_file}")

@@ -44,12 +44,12 @@ class Comparison(RecordedComparison):
         self,
         folder: Path,
         outcomes: Sequence[Outcome],
-        against: str | None,
-        models: Models,
+        baseline: str | None,
+        compare_model: Models,
         chosen: Mapping[str, Mapping[str, object]],
         margin: float | None = None,
     ) -> None:
-        super().__init__(folder, against, models, margin)
+        super().__init__(folder, baseline, compare_model, margin)
         self.results: dict[tuple[str, int], Result] = {
             (one.label, one.seed): one.result for one in outcomes if one.result is not None
         }
@@ -77,8 +77,8 @@ def compare(
     partition: object = None,
     seeds: Iterable[int] = range(5),
     tune: int | Mapping[str, object] | None = None,
-    against: str | None = None,
-    models: Models = "used",
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
     margin: float | None = None,
     analyses: Sequence[object] = (),
     folder: Path | str | None = None,
@@ -86,7 +86,7 @@ def compare(
     executor: Executor | None = None,
     callbacks: Sequence[Listener] = (),
     track: str | None = None,
-    progress: bool = True,
+    progress_bar: bool = True,
     name: str = "comparison",
     **choices: Unpack[Choices],
 ) -> Comparison:
@@ -98,21 +98,23 @@ def compare(
     Args:
         methods: by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your own class), its name, or a
             table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
-            ``rounds``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``. A list of methods
+            ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
+            ``upload_transform``. A list of methods
             is labelled by their names.
         data: a federation. Or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.create`
             takes. Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)``
             of each.
         model: as in `fedloom.simulate`. Softmax when None.
-        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, beta=0.1)``.
+        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, alpha=0.1)``.
             Drawn anew with every seed. A federation is split already, and seeds change all else.
         seeds: one run of every method per seed, with fewer than five nothing is tested. Seeds with which the
             runs of two methods only repeat others, since they draw nothing that matters, count once.
         tune: trials per method, chosen on validation data with equal work, before the runs. Or the table ``[tune]`` of
             an experiment file. None: the settings are taken as they are.
-        against: label of the method that the others are tested against. None: local or FedAvg if one is there.
-        models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
-            personal model the better one on the client's validation part). ``personal``, as papers report it; ``all``.
+        baseline: label of the method that the others are tested against. None: local or FedAvg if one is there.
+        compare_model: the model of a method that is compared: ``best-on-validation``, the one that a client would use
+            (of a global and a personal model the better one on the client's validation part), ``personal``, as papers
+            report it, or ``all``.
         margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
         analyses: what is computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
@@ -129,7 +131,7 @@ def compare(
             after every round and at the end of every run. An error of one is a warning. To end runs early, give
             ``early_stop``.
         track: log the figures of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
-        progress: show a bar (in a terminal) or lines, on standard error.
+        progress_bar: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
 
@@ -158,30 +160,30 @@ def compare(
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
-    if models not in COMPARED_MODELS:
-        raise unknown("choice", models, COMPARED_MODELS, "compare: models")
+    if compare_model not in COMPARED_MODELS:
+        raise unknown("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
     definition = GivenExperiment(
         methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
     )
-    if against is not None and against not in definition.references:
-        raise unknown("method to compare with", against, definition.references, "compare: against")
+    if baseline is not None and baseline not in definition.references:
+        raise unknown("method to compare with", baseline, definition.references, "compare: baseline")
     if place is not None:
         return _compared(
             definition,
             place,
-            (against, models, margin),
+            (baseline, compare_model, margin),
             tune is not None,
-            progress,
+            progress_bar,
             join=join,
             executor=executor,
             hears=hears,
         )
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
-        shown_as = (against, models, margin)
+        shown_as = (baseline, compare_model, margin)
         comparison = _compared(
-            definition, temporary / "run", shown_as, tune is not None, progress, executor=executor, hears=hears
+            definition, temporary / "run", shown_as, tune is not None, progress_bar, executor=executor, hears=hears
         )
     except BaseException:
         rmtree(temporary, ignore_errors=True)
@@ -208,7 +210,7 @@ def _compared(
     place: Path,
     shown_as: tuple[str | None, Models, float | None],
     tunes: bool,
-    progress: bool,
+    progress_bar: bool,
     hears: _Hears,
     *,
     join: bool = False,
@@ -219,12 +221,12 @@ def _compared(
     try:
         if tunes:
             document, chosen = _tuned(
-                definition, document, place.with_name(f"{place.name}-tune"), progress, join, executor
+                definition, document, place.with_name(f"{place.name}-tune"), progress_bar, join, executor
             )
         plan = Plan(definition.read(document), place)
-        for line in plan.remarks if progress else ():
+        for line in plan.remarks if progress_bar else ():
             remark(line)
-        with show_progress(plan) if progress else nullcontext(_silent) as hear:
+        with show_progress(plan) if progress_bar else nullcontext(_silent) as hear:
             outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
@@ -236,15 +238,15 @@ def _compared(
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")
-    against, models, margin = shown_as
-    return Comparison(place, outcomes, against, models, chosen, margin)
+    baseline, compare_model, margin = shown_as
+    return Comparison(place, outcomes, baseline, compare_model, chosen, margin)
 
 
 def _tuned(
     definition: GivenExperiment,
     document: dict[str, Any],
     out: Path,
-    progress: bool,
+    progress_bar: bool,
     join: bool,
     executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
@@ -253,11 +255,11 @@ def _tuned(
     from fedloom.lab.tune.search import note_limits, report_overspending
 
     search = Tuning(document, "compare", out, read=definition.read)
-    shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress else nullcontext(_silent)
+    shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress_bar else nullcontext(_silent)
     with shows as hear:
         findings = search.run(lambda *_: None, hear, join=join, executor=executor)
     for sentence in (
-        (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress else ()
+        (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress_bar else ()
     ):
         remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}

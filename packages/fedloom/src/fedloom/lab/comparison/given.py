@@ -177,7 +177,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
     if partition is None:
         raise ConfigError(
             f"{call}: say how the data are split among clients, as in partition=fl.partitions.dirichlet(clients=10, "
-            "beta=0.5); or give a federation"
+            "alpha=0.5); or give a federation"
         )
     if isinstance(partition, str) or (
         isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)

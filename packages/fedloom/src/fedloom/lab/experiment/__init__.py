@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from fedloom.lazy import getter, lister
 
 if TYPE_CHECKING:
+    from fedloom.engine.checks.moved import restore_document as restore_document
+    from fedloom.engine.checks.moved import update_document as update_document
     from fedloom.lab.experiment.editors import json_schema as json_schema
     from fedloom.lab.experiment.events import Event as Event
     from fedloom.lab.experiment.events import Listener as Listener
@@ -62,8 +64,14 @@ _MODULE_NAMES = {
     "read": "file",
 }
 
-__all__ = [*_MODULE_NAMES]
+_ATTRIBUTE_PATHS = {
+    "restore_document": "fedloom.engine.checks.moved:restore_document",
+    "update_document": "fedloom.engine.checks.moved:update_document",
+    **{name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()},
+}
 
-__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()})
+__all__ = [*_ATTRIBUTE_PATHS]
+
+__getattr__ = getter(__name__, _ATTRIBUTE_PATHS)
 
 __dir__ = lister(__name__)

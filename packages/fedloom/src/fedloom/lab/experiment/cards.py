@@ -87,10 +87,10 @@ def card(name: str) -> str:
 THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "sampler": ("rounds without all clients", {}),
     "schedule": ("a schedule other than 'synchronous'", {}),
-    "weigher": ("a weigher other than 'shares'", {"weigher": WEIGHERS["samples"]()}),
-    "mixer": ("a mixer", {}),
+    "aggregation_weights": ("aggregation weights other than 'shares'", {"weigher": WEIGHERS["samples"]()}),
+    "personalized_aggregation": ("personalized aggregation", {}),
     "aggregator": ("an aggregator other than 'mean'", {"aggregator": AGGREGATORS["median"]()}),
-    "channel": ("a channel", {"channel": CHANNELS["top-k"]()}),
+    "upload_transform": ("an upload transform", {"channel": CHANNELS["top-k"]()}),
     "attack": ("attackers", {}),
 }
 """Kinds of parts that a theorem may not cover, in words, with an example for `check_together`."""
@@ -113,10 +113,10 @@ def loses(name: str) -> tuple[str, ...]:
     method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
 
     def is_taken(kind: str) -> bool:
-        if kind == "weigher" and method.weigher is not None:
+        if kind == "aggregation_weights" and method.weigher is not None:
             return False
         try:
-            if kind == "mixer":
+            if kind == "personalized_aggregation":
                 check_mixer(method.algorithm, MIXERS["attention"](), None)
             else:
                 check_together(
@@ -130,13 +130,13 @@ def loses(name: str) -> tuple[str, ...]:
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """List the constants of ``settings = "paper"`` and ``"released"`` that differ from the defaults."""
+    """List the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:
             lines += [
                 "",
-                f'With settings = "{word}":',
+                f'With defaults = "{word}":',
                 *(f"    {name} = {value!r}" for name, value in constants.items()),
             ]
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.algorithms import REGISTRY, Preset
-from fedloom.algorithms._base import SETTINGS
+from fedloom.algorithms._base import DEFAULT_KINDS
 from fedloom.analyses import ANALYSES
 from fedloom.engine.setting import Setting
 from fedloom.imports import IMPORT_PATH_PATTERN
@@ -52,9 +52,9 @@ def json_schema() -> str:
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
-    words = {"enum": list(SETTINGS), "description": "constants of the options that are not given"}
+    words = {"enum": list(DEFAULT_KINDS), "description": "constants of the options that are not given"}
     label = {"type": "string"}
-    method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
+    method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, defaults=words)
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "fedloom experiment",

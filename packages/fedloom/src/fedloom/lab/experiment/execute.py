@@ -340,7 +340,7 @@ class Plan:
         try:
             live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live, *([] if claim is None else [partial(_note_round, claim)])]
-            result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
+            result = simulate(setting, fed, folder=folder, callbacks=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except (CodeError, RunStopped) as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))

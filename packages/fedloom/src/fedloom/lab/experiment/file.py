@@ -14,7 +14,7 @@ import tomli_w
 from fedloom.analyses import Analysis, analysis_of
 from fedloom.analyses.registry import name_of
 from fedloom.data.sources import Source
-from fedloom.engine.checks.moved import move_analyses
+from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
@@ -46,6 +46,7 @@ def read(
     *,
     trust: bool = False,
     refit: bool = False,
+    recorded: bool = False,
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
@@ -58,6 +59,7 @@ def read(
         rounds: of every method.
         trust: run the code that it names by import path, though it is another user's.
         refit: train on all samples with the first seed.
+        recorded: the file was written for an earlier version, as a run directory is: its keys may have their old names.
         document: of the file. Where it has been read already. The file is not read again then.
         engine: replaces keys of its [engine]. Where it is not None.
 
@@ -66,7 +68,7 @@ def read(
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
-    content = move_analyses(content) if "resolved" in document else content
+    content = update_document(content) if recorded or "resolved" in document else content
     check_document(content, path, trust=trust)
     document = apply_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
@@ -111,7 +113,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     analyses = read_analyses(document.get("analysis", ()), where)
     common = grouped(Setting.read(choices, where, way, base), analyses)
     kind = model.get("kind", "softmax") if isinstance(model, Mapping) else common.document()["model"]["kind"]
-    compared = _methods(methods, document.get("local", {}), common, top.settings, where, way)
+    compared = _methods(methods, document.get("local", {}), common, top.defaults, where, way)
     return Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
@@ -151,8 +153,8 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting with the groups of the first analysis that names some in a weigher that compares groups."""
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
-    weigher = setting.weigher.with_groups(columns) if columns else setting.weigher
-    return setting if weigher == setting.weigher else setting.with_(weigher=weigher)
+    weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
+    return setting if weigher == setting.aggregation_weights else setting.with_(aggregation_weights=weigher)
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
@@ -176,7 +178,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
         KeyError, TypeError: ``recorded`` is no document of settings.
     """
     now, recorded = (
-        {k: v for k, v in document.items() if k != "analysis"} for document in (now, move_analyses(recorded))
+        {k: v for k, v in document.items() if k != "analysis"} for document in (now, update_document(recorded))
     )
     try:
         recorded, complete = parse(recorded).settings(), True
@@ -196,13 +198,13 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 
 
 def _methods(
-    entries: Sequence[object], local: object, common: Setting, settings: Constants, where: str, way: Places
+    entries: Sequence[object], local: object, common: Setting, defaults: Constants, where: str, way: Places
 ) -> tuple[Method, ...]:
-    way, methods = way.of_method("label", "settings", *Setting.per_method), []
+    way, methods = way.of_method("label", "defaults", *Setting.per_method), []
     for number, entry in enumerate(entries, 1):
         declared = table(entry, f"{where}: [[method]] {number}", way.form)
         place = f"[[method]] {number}" if way.file else str(declared.get("label"))
-        methods.append(_method(declared, local, common, settings, f"{where}: {place}", way))
+        methods.append(_method(declared, local, common, defaults, f"{where}: {place}", way))
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
@@ -211,7 +213,7 @@ def _methods(
 
 
 def _method(
-    declared: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Places
+    declared: Mapping[str, Any], local: object, common: Setting, defaults: Constants, where: str, way: Places
 ) -> Method:
     """Make the method of a table. The experiment's choice of constants holds where it has none."""
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
@@ -221,7 +223,7 @@ def _method(
     label = make(MethodKeys, keys, where, MethodKeys.model_fields).label
     choices = {key: declared[key] for key in Setting.per_method if key in declared}
     options = {key: value for key, value in declared.items() if key not in ("algorithm", "label", *choices)}
-    constants = {} if settings == "default" else {"settings": settings}
+    constants = {} if defaults == "default" else {"defaults": defaults}
     method = NamedMethod.read(declared["algorithm"], {**constants, **options}, where, way)
     if isinstance(choices.get("local"), Mapping):
         choices["local"] = merge_local(local if isinstance(local, Mapping) else dump(common.local), choices["local"])

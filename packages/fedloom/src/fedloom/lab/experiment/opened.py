@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources import Source
-from fedloom.engine.checks.moved import move_analyses
+from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, RunDirError
 from fedloom.formats import option
@@ -88,7 +88,7 @@ class RunDirectory:
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
             raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
         try:
-            self._document = read_toml(settings, "settings of the run")
+            self._document = update_document(read_toml(settings, "settings of the run"))
             check_digest(settings, settings.read_bytes())
             summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
@@ -166,7 +166,7 @@ class RunDirectory:
         """Return the settings with some of the methods. Code of other methods may be gone."""
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
-        document = {k: v for k, v in move_analyses(self._document).items() if k not in apart}
+        document = {k: v for k, v in self._document.items() if k not in apart}
         tables = {"data": RecordedData(), "method": [self._with_model(method) for method in methods]}
         return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS_FILE))
 
@@ -220,7 +220,7 @@ class RunDirectory:
         client: str | int | None = None,
         kind: str | None = None,
         data_dir: str | Path | None = None,
-        keep: Sequence[str] = (),
+        id_columns: Sequence[str] = (),
     ) -> Predictions:
         """Predictions for rows without labels.
 
@@ -233,7 +233,7 @@ class RunDirectory:
             kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows. None: a
                 client's best.
             data_dir: folder of data sets.
-            keep: columns of a table that go with the predictions.
+            id_columns: columns of a table that go with the predictions.
 
         Raises:
             ConfigError: no such method, seed, client or model.
@@ -241,7 +241,7 @@ class RunDirectory:
         """
         first = self.runs(method, seed)[0].models
         new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
-        rows = new_data.rows(first.recipe.facts, data, data_dir, keep)
+        rows = new_data.rows(first.recipe.facts, data, data_dir, id_columns)
         if kind is not None and kind not in MODEL_CHOICES:
             model = self.adapted(kind, method, seed)
             return predicted(rows, predict_with_one(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))

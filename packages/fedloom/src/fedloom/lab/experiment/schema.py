@@ -83,7 +83,7 @@ class Head(Value):
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
-    settings: Constants = Field("default", description="default constants of the methods: default, paper or released")
+    defaults: Constants = Field("default", description="default constants of the methods: default, paper or released")
 
     @field_validator("seeds")
     @classmethod
@@ -97,7 +97,7 @@ class MethodKeys(Value):
     """The plain keys of a method that are no choices of a run."""
 
     label: Title = Field(description="name of the method in tables and charts")
-    settings: Constants = Field("default", description="constants of options that are not given")
+    defaults: Constants = Field("default", description="constants of options that are not given")
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
@@ -191,7 +191,7 @@ class Experiment:
     @property
     def kept_columns(self) -> list[str]:
         """Columns, or bounds of them, that a table keeps for analyses and weighers."""
-        weighers = [self.common.weigher, *(method.setting.weigher for method in self.methods)]
+        weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
 

@@ -55,11 +55,11 @@ class Tune(Value):
             "(default: the task's metric, such as AUROC for two classes)"
         ),
     )
-    model: Literal["auto", "global", "personal", "hybrid", "mean", "used"] = Field(
+    model: Literal["auto", "global", "personal", "hybrid", "mean", "best-on-validation"] = Field(
         "auto",
         description=(
             "model to score: auto (the personal model, if the method has one), mean (the mean of global "
-            "and personal, if both exist), used (their hybrid, if both exist)"
+            "and personal, if both exist), best-on-validation (their hybrid, if both exist)"
         ),
     )
     prune: bool = Field(True, description="stop a trial below the median of complete trials at the same point")
@@ -77,7 +77,7 @@ class Tune(Value):
         ),
     )
     seed: NonNegativeInt = Field(0, description="seed of the search")
-    defaults: bool = Field(True, description="also search the default spaces (false: `space` only)")
+    default_spaces: bool = Field(True, description="also search the default spaces (false: `space` only)")
     space: dict[str, dict[str, Dimension]] = Field(
         {},
         description=(

@@ -128,7 +128,7 @@ def document(
     tex: str,
     compared: Sequence[Pair] = (),
     by_site: Sequence[SiteGains] = (),
-    models: Models = "used",
+    models: Models = "best-on-validation",
     sections: Mapping[str, Section] = MappingProxyType({}),
     conclusions: Sequence[Conclusion] = (),
 ) -> str:

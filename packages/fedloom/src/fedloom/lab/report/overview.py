@@ -71,7 +71,7 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
+def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
     """Render a card per criterion: the leader, its value and its certainty. Runs on other data or attacks apart.
 
     Args:

@@ -46,8 +46,8 @@ def write_report(
     *,
     columns: Sequence[str] | None = None,
     charts: bool = True,
-    against: str | None = None,
-    models: Models = "used",
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
     margin: float | None = None,
     force: bool = False,
 ) -> Path:
@@ -63,9 +63,9 @@ def write_report(
         out: the HTML file, e.g. ``RUN/report.html``. Its folder is made if need be.
         columns: figures of ``results.tex``, by their names in ``results.csv``. Up to six that fit the task when None.
         charts: write every chart as SVG and its data as CSV into the folder too.
-        against: label of the method that every other one is compared with. `local` or `fedavg` when None, if there.
-        models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
-            that of the personal one, or all.
+        baseline: label of the method that every other one is compared with. `local` or `fedavg` when None, if there.
+        compare_model: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would
+            use, that of the personal one, or all.
         margin: differences of the leading metric up to it do not matter, in its own units; None: none is stated.
         force: replace files that no report wrote.
 
@@ -84,13 +84,13 @@ def write_report(
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
         rows = method_rows(runs)
-        shown = make_figures(runs, rows, models)
-        tex = results_latex(runs, rows, columns, models)
-        compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
+        shown = make_figures(runs, rows, compare_model)
+        tex = results_latex(runs, rows, columns, compare_model)
+        compared = pairs(runs, rows, baseline, compare_model, margin=checked_margin(margin))
         by_site = gains(runs, rows, leading_metric(runs))
         sections = sections_of(runs, rows, leading_metric(runs))
-        conclusions = conclude(runs, rows, against, models, margin)
-        text = document(runs, rows, shown, tex, compared, by_site, models, sections, conclusions)
+        conclusions = conclude(runs, rows, baseline, compare_model, margin)
+        text = document(runs, rows, shown, tex, compared, by_site, compare_model, sections, conclusions)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
         contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
@@ -98,7 +98,7 @@ def write_report(
         contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
     more = {
         "groups": groups_csv(runs),
-        "devices": devices_csv(runs, rows, leading_metric(runs), models),
+        "devices": devices_csv(runs, rows, leading_metric(runs), compare_model),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := patient_gains(runs, by_site)) else "",
     }
@@ -138,7 +138,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def make_figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[Figure]:
+def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
     """Every chart that the recorded figures allow. Colour means the model unless the caption has another legend."""
     lead = leading_metric(runs)
     charts = [
@@ -151,7 +151,7 @@ def make_figures(runs: list[Run], rows: list[Row], models: Models = "used") -> l
         clusters(runs, rows),
         cluster_shares(runs, rows),
         *curves(runs, rows, lead),
-        *costs(runs, rows, lead, models),
+        *costs(runs, rows, lead, compare_model),
         *splits(runs),
     ]
     return [figure for figure in charts if figure is not None]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.engine.checks.moved import update_document
 from fedloom.rundir import Summary
 
 Numbers = NDArray[np.float64]
@@ -85,8 +86,8 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings, parsed."""
-        return tomllib.loads(self.settings)
+        """The settings, parsed, with the present names of keys."""
+        return update_document(tomllib.loads(self.settings))
 
     @property
     def versions(self) -> dict[str, str]:

@@ -32,15 +32,23 @@ def _words(run: Run) -> dict[str, str]:
     tables = {
         name: table for name, table in options.items() if isinstance(table, dict) and name not in UNREPORTED_TABLES
     }
-    lines = {TABLE_TITLES.get(name, name.capitalize()): _text(table) for name, table in tables.items() if table}
+    lines = {
+        TABLE_TITLES.get(name, name.replace("_", " ").capitalize()): _text(table)
+        for name, table in tables.items()
+        if table
+    }
     methods = [method for method in options.get("method", []) if isinstance(method, dict)]
-    lines |= {TABLE_TITLES.get(name, name.capitalize()): text for name, text in _shared(methods).items() if text}
+    lines |= {
+        TABLE_TITLES.get(name, name.replace("_", " ").capitalize()): text
+        for name, text in _shared(methods).items()
+        if text
+    }
     seeds = options.get("seeds")
     return lines | ({"Seeds": _text(seeds)} if seeds else {})
 
 
 def _text(value: object) -> str:
-    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``. What is off or empty is left out."""
+    """Nested settings in one line, e.g. ``mixed: clients 10, alpha 0.5``. What is off or empty is left out."""
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
         rest = {k: _text(v) for k, v in value.items() if k not in ("kind", "source")}
@@ -80,7 +88,17 @@ def _versions(run: Run) -> dict[str, str]:
 
 
 def _every_run(run: Run) -> str:
-    heads = ("Method", "Seed", "Status", "Rounds", "Seconds", "Oracle", "Chunk", "Parameters", "Why it ended")
+    heads = (
+        "Method",
+        "Seed",
+        "Status",
+        "Rounds",
+        "Seconds",
+        "Gradient engine",
+        "Clients per batch",
+        "Parameters",
+        "Why it ended",
+    )
     lines = []
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))

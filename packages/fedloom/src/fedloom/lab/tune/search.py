@@ -55,7 +55,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     Raises:
         ConfigError: a setting that the method has not.
     """
-    default_spaces = defaults()[0] if tune.defaults else {}
+    default_spaces = defaults()[0] if tune.default_spaces else {}
     settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (default_spaces, tune.space):
@@ -267,7 +267,7 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
     counts = [
         len(f.trials)
         for f in findings
-        if accounted(f.study.method.setting.channel, f.study.method.setting.aggregator) is not None
+        if accounted(f.study.method.setting.upload_transform, f.study.method.setting.aggregator) is not None
     ]
     if not sum(counts):
         return []

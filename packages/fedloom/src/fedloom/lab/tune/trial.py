@@ -184,7 +184,7 @@ def scored_models(
     model_kinds += ["personal"] if problem.has_personal else []
     choices = {"mean": tuple(model_kinds), "auto": tuple(model_kinds[-1:])}
     model_kinds += ["hybrid"] if len(model_kinds) == 2 else []
-    models = (choices | {"used": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
+    models = (choices | {"best-on-validation": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(model_kinds):
         raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(model_kinds)}; use model = 'auto'")
     names = _defined(problem)
@@ -235,7 +235,7 @@ def attempt(
         timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
         figures = emitter(f"{method.label}: {setting(trial.params)}", chosen)
         result = simulate(
-            chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[figures, watch, *timed]
+            chosen, federations[seed], folder=folder / f"{seed}-{rounds}", callbacks=[figures, watch, *timed]
         )
         if result.stop is Stop.INTERRUPTED:
             raise Interrupted

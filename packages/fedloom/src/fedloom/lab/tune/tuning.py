@@ -16,6 +16,7 @@ import tomli_w
 
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
+from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.setup import check
 from fedloom.engine.workers import idle_workers
@@ -396,7 +397,7 @@ class Tuning:
     def _budget(self, rounds: int) -> Budget:
         """Return the work of plain local training for a number of rounds, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
-        for table in ("weigher", "mixer", "aggregator", "channel"):
+        for table in ("aggregation_weights", "personalized_aggregation", "aggregator", "upload_transform"):
             plain.pop(table, None)
         return plain_budget(*self._run(plain, 0), rounds)
 
@@ -418,7 +419,7 @@ class Tuning:
             return
         now = self._recorded_identity()
         try:
-            difference = _changed(tomllib.loads(path.read_text()), now) if path.exists() else ""
+            difference = _changed(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
         if difference:

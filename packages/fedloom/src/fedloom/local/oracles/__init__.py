@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
-ORACLES: dict[str, type[Network]] = {"fused": Fused, "stacked": Stacked, "looped": Looped}
+ORACLES: dict[str, type[Network]] = {"compiled": Fused, "vmap": Stacked, "loop": Looped}
 
 CPU_BYTES = 4 << 20
 """Number of parameters per chunk that stay in a core's cache: about five clients of a 200,000-parameter network."""
@@ -60,19 +60,25 @@ def make_oracle(
             rule="augment-needs-images",
             fix="leave {augment} out",
         )
-    oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
-    if name == "stacked" and _needs_loop(module, fed):
+    if augment is not None and fed.data.each:
         raise Refused(
-            "oracle 'stacked' cannot take batch statistics, buffers or attributes that training changes, or a module's "
-            "own randomness",
-            rule="oracle-stacked",
-            fix="set {engine.oracle = 'looped'}",
+            "augment changes images alone, and these have a label per pixel, which would stay; leave augment out"
         )
-    if name == "stacked" and (rejection := fails_stacked(module, fed)):
+    oracle = choose(
+        "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"
+    )
+    if name == "vmap" and _needs_loop(module, fed):
         raise Refused(
-            f"oracle 'stacked' cannot take this model: vmap says {rejection!r}",
+            "gradient engine 'vmap' cannot take batch statistics, buffers or attributes that training changes, or a "
+            "module's own randomness",
             rule="oracle-stacked",
-            fix="set {engine.oracle = 'looped'}",
+            fix="set {engine.gradient_engine = 'loop'}",
+        )
+    if name == "vmap" and (rejection := fails_stacked(module, fed)):
+        raise Refused(
+            f"gradient engine 'vmap' cannot take this model: vmap says {rejection!r}",
+            rule="oracle-stacked",
+            fix="set {engine.gradient_engine = 'loop'}",
         )
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
@@ -86,8 +92,8 @@ def make_oracle(
 def _rule(module: nn.Module, fed: Federation) -> str:
     cpu = fed.device.type == "cpu"
     if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)) and not fed.data.each:
-        return "fused"
-    return "looped" if cpu or _needs_loop(module, fed) or fails_stacked(module, fed) else "stacked"
+        return "compiled"
+    return "loop" if cpu or _needs_loop(module, fed) or fails_stacked(module, fed) else "vmap"
 
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
@@ -102,7 +108,7 @@ def loop_reason(module: nn.Module, fed: Federation) -> str:
 
 def chunk_limit(oracle: Oracle) -> int:
     """c(model, device): the largest number of clients per chunk."""
-    if oracle.name == "looped":
+    if oracle.name == "loop":
         return 1
     budget = CPU_BYTES if oracle.device.type == "cpu" else GPU_BYTES
     return max(1, budget // (oracle.layout.d * oracle.dtype.itemsize))

@@ -108,16 +108,16 @@ class Fused(TermNetwork):
         ConfigError: the network contains anything other than linear layers and pointwise activations.
     """
 
-    name: ClassVar[str] = "fused"
+    name: ClassVar[str] = "compiled"
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         chains = chains_of(self.module)
         if chains is None or fed.data.each:
             raise Refused(
-                "oracle 'fused' needs a sequence of linear layers and pointwise activations",
+                "gradient engine 'compiled' needs a sequence of linear layers and pointwise activations",
                 rule="oracle-fused",
-                fix="set {engine.oracle = 'auto'}",
+                fix="set {engine.gradient_engine = 'auto'}",
             )
         self.chains, steps = chains, [step for chain in chains for step in chain.steps]
         for _, layer in steps:

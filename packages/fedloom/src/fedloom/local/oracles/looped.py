@@ -36,7 +36,7 @@ class Looped(TermNetwork):
     generator uses a forked generator, seeded by (seed, round, client, stream, step).
     """
 
-    name: ClassVar[str] = "looped"
+    name: ClassVar[str] = "loop"
     _initial: Sequence[tuple[nn.Module, str, object]] = ()
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:

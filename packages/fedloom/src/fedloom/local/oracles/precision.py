@@ -49,7 +49,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
             rule="precision-of-float64",
             fix="set {engine.dtype = 'float32'}",
         )
-    if oracle == "fused":
+    if oracle == "compiled":
         raise Refused(
             f"{choice} is for convolutions, and the loops for linear layers are float32",
             rule="precision-of-linear-layers",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Stacked(TermNetwork):
     """Gradients of stacked models: one vmapped forward pass and one backward pass, see `Network` for the arguments."""
 
-    name: ClassVar[str] = "stacked"
+    name: ClassVar[str] = "vmap"
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
@@ -58,7 +58,9 @@ class Stacked(TermNetwork):
             try:
                 outputs = vmap(self._forward)(leaves, masks, data.x).flatten(1, -2)
             except RuntimeError as error:
-                cause = f"the model cannot be stacked ({str(error).splitlines()[0]}); set oracle = 'looped'"
+                cause = (
+                    f"the model cannot be stacked ({str(error).splitlines()[0]}); set engine.gradient_engine = 'loop'"
+                )
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error
         above = slopes(self.task, outputs.to(self.dtype), data).to(outputs.dtype)
         grads = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True, materialize_grads=True)

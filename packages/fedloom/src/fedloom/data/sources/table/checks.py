@@ -25,6 +25,10 @@ MAX_NOTED_NEGATIVE_SHARE = 0.05
 OUTLIER_WIDTHS = 1000
 """Distance from the nearer end of a column's middle half, in its widths, at which a number is an outlier."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
+ENTRY_NAME_PATTERN = re.compile(
+    r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
+)
+"""Names of the time at which a row enters a study."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, NaN where missing, and the levels."""
 
@@ -116,9 +120,34 @@ def impossible(
     ):
         rows = np.nonzero(~np.isnan(values) & wrong)[0]
         if len(rows):
+            value = f"{values[rows[0]]:g}"
+            cure = "repair them, or name their marker in missing, with unlabelled = 'drop'"
+            if column == events[0]:
+                cure = (
+                    f"if these are causes, event_levels = ['{value}'] counts this cause and censors the others; else "
+                    + cure
+                )
             yield (
-                f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {values[rows[0]]:g} ({len(rows)} "
-                "such rows); repair them, or name their marker in missing, with unlabelled = 'drop'"
+                f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {value} ({len(rows)} such rows); {cure}"
+            )
+
+
+def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
+    """Yield columns that begin the time at risk of a row, which the survival tasks here take to be 0.
+
+    Args:
+        columns: numbers ``[N]`` by name, NaN where missing.
+        times: name of the column and its numbers ``[N]``, NaN where missing.
+    """
+    for name, values in columns.items():
+        rows = ~np.isnan(values) & ~np.isnan(times[1])
+        if not ENTRY_NAME_PATTERN.fullmatch(name) or not rows.any():
+            continue
+        if bool((values[rows] < times[1][rows]).all()) and bool((values[rows] >= 0).all()) and bool((values > 0).any()):
+            yield (
+                f"column {name!r} begins the time at risk of its rows (late entry), and survival tasks count every "
+                f"time from 0; give the time since entry, {times[0]!r} minus {name!r}, as the label, or name {name!r} "
+                "in drop to count from 0, or in include if it means something else"
             )
 
 

@@ -42,7 +42,7 @@ class DesignOptions(FileSource):
         description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature",
     )
     strata: tuple[str, ...] = Field(
-        default=(), description="columns whose shares splits and folds keep; features all the same, or the label"
+        default=(), description="columns whose shares splits and folds keep; features all the same, or the target"
     )
     test_column: str | None = Field(
         default=None, description="column that marks the rows of the test part (1, true, yes or test); no feature"
@@ -74,7 +74,7 @@ class DesignOptions(FileSource):
             raise ValueError("test_since needs order, the column of when a row came; name it")
         if self.test_since is not None and self.test_column is not None:
             raise ValueError("test_since and test_column both choose the test part; leave one of them out")
-        check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "users")})
+        check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
         return self
 
     @property

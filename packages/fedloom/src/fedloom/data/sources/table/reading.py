@@ -22,11 +22,19 @@ from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_M
 from fedloom.data.sources._base import naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
-from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.table.cells import Cells, Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.designs import DesignOptions, DesignReading
-from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
+from fedloom.data.sources.table.levels import (
+    Agreed,
+    Codes,
+    agreed_columns,
+    factor_of,
+    factors_by_client,
+    level,
+    unapplied,
+)
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
@@ -57,14 +65,18 @@ class Raw(NamedTuple):
 class TableSource(DesignOptions):
     """Roles of the columns: one label, the others features unless named below."""
 
-    label: str | None = Field(default=None, description="name of the target column (default: the last column)")
+    target: str | None = Field(default=None, description="name of the target column (default: the last column)")
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 for censoring. The label is then a time"
+        default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
+    )
+    event_levels: tuple[str, ...] = Field(
+        default=(),
+        description="values of the event column that count as the event; all others are censored (default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
-            "auto: classification if the label has text or whole numbers, binary if it has two values, "
+            "auto: classification if the target has text or whole numbers, binary if it has two values, "
             "survival if event is set"
         ),
     )
@@ -73,11 +85,13 @@ class TableSource(DesignOptions):
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features although they number the rows or hold names of people"
     )
-    users: str | None = Field(default=None, description="column that names the client of a row. It is no feature")
+    client_column: str | None = Field(
+        default=None, description="column that names the client of a row. It is no feature"
+    )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They stay features"
     )
-    kept: tuple[str, ...] = Field(
+    group_columns: tuple[str, ...] = Field(
         default=(), description="columns for scores by group. They stay features unless drop names them"
     )
     missing: tuple[str, ...] = Field(
@@ -88,12 +102,12 @@ class TableSource(DesignOptions):
         default=False, description="allow missing cells. Each client fills them from its training part"
     )
     unlabelled: Literal["refuse", "drop"] = Field(
-        default="refuse", description="rows without a label or user: refuse the table, or leave the rows out"
+        default="refuse", description="rows without a target or client: refuse the table, or leave the rows out"
     )
     scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
-    centre: float = Field(default=0.0, description="number subtracted from the label of a regression")
+    centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
     unit: float = Field(
-        default=1.0, gt=0, description="divisor of the label of a regression after that. Errors are in this unit"
+        default=1.0, gt=0, description="divisor of the target of a regression after that. Errors are in this unit"
     )
     agreement: Annotated[
         Agreement | None,
@@ -102,7 +116,7 @@ class TableSource(DesignOptions):
     ] = Field(default=None, description="agreement on the meaning of the columns at every site: a path, or its keys")
     factors: dict[str, float | dict[str, float]] = Field(
         default={},
-        description="factors that convert columns to the agreed units. With users, tables of factors by client",
+        description="factors that convert columns to the agreed units. With client_column, tables of factors by client",
     )
 
     days_since: dict[str, str] = Field(
@@ -113,22 +127,24 @@ class TableSource(DesignOptions):
         ),
     )
 
-    @field_validator("label", mode="before")
+    @field_validator("target", mode="before")
     @classmethod
-    def _one_label(cls, label: object) -> object:
+    def _one_target(cls, target: object) -> object:
         """Refuse several targets."""
-        if isinstance(label, list | tuple):
+        if isinstance(target, list | tuple):
             raise ValueError(
-                f"one column is predicted, got {', '.join(map(str, label))}; for a time to an event, label "
+                f"one column is predicted, got {', '.join(map(str, target))}; for a time to an event, target "
                 "names the time and event the event; for several targets, take an experiment for each"
             )
-        return label
+        return target
 
     @model_validator(mode="after")
     def _factors_by_client(self) -> TableSource:
         """Refuse factors by client where no column names the client of a row."""
-        if self.users is None and (columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]):
-            raise ValueError(f"factors of {columns[0]!r} are by client; users names the column of clients")
+        if self.client_column is None and (
+            columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
+        ):
+            raise ValueError(f"factors of {columns[0]!r} are by client; client_column names the column of clients")
         return self
 
     @property
@@ -139,11 +155,11 @@ class TableSource(DesignOptions):
 
     @property
     def targets(self) -> dict[str, str]:
-        """The columns ``label`` and ``event`` by name, where they or the agreement have one."""
+        """The columns ``target`` and ``event`` by name, where they or the agreement have one."""
         agreement = self.agreement
-        label = agreement.target if self.label is None and agreement is not None else self.label
+        target = agreement.target if self.target is None and agreement is not None else self.target
         event = agreement.event if self.event is None and agreement is not None else self.event
-        return {key: name for key, name in (("label", label), ("event", event)) if name is not None}
+        return {key: name for key, name in (("target", target), ("event", event)) if name is not None}
 
     @abstractmethod
     def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
@@ -206,15 +222,21 @@ class _Reading:
             raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
-        self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
+        self.label, self.event = spec.targets.get("target", names[-1]), spec.targets.get("event")
         self.task = "survival" if spec.event is not None and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
         check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
-        self.special = [*spec.columns, *([] if spec.users is None else [spec.users])]
+        self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if self.label in design.complete or (self.event is not None and self.event in design.complete):
             raise ConfigError(f"{where}: the target cannot be subject, order or test_column too; name another column")
-        wanted = {*design.columns, self.label, *([] if self.event is None else [self.event]), *spec.factors, *spec.kept}
+        wanted = {
+            *design.columns,
+            self.label,
+            *([] if self.event is None else [self.event]),
+            *spec.factors,
+            *spec.group_columns,
+        }
         if agreement is None:
             wanted |= {*spec.categorical, *spec.drop, *spec.include, *self.special}
         else:
@@ -233,7 +255,7 @@ class _Reading:
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
         starts = {*spec.days_since.values()} - {*spec.days_since}
-        no_features = {self.label, self.event, spec.users, *spec.drop, *design.no_features, *starts}
+        no_features = {self.label, self.event, spec.client_column, *spec.drop, *design.no_features, *starts}
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
@@ -252,13 +274,14 @@ class _Reading:
         self.place = {column: k for k, column in enumerate(self.features)}
         self.codes = {
             column: Codes()
-            for column in {self.label, *categorical, *self.special, *spec.kept, *included, *design.coded}
+            for column in {self.label, *categorical, *self.special, *spec.group_columns, *included, *design.coded}
         }
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
         self.measured = {
             column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
         }
+        self.events_seen = set[str]()
         self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
@@ -294,7 +317,15 @@ class _Reading:
                 if len(texts) <= MOST_TEXTS:
                     texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
         if column in self.measured and self.numeric_label:
+            if column == self.event and self.spec.event_levels:
+                piece = piece._replace(cells=self._events(block))
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
+
+    def _events(self, cells: Cells) -> list[float]:
+        """Return 1 for cells that count as the event, and 0 for all others."""
+        counted = [level(cell) in self.spec.event_levels for cell in cells]
+        self.events_seen.update(level(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
+        return [float(is_event) for is_event in counted]
 
     def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Add the levels of a piece of a column."""
@@ -327,8 +358,8 @@ class _Reading:
             if disguised := direction_in(*named):
                 raise DataError(f"{where}: column {column!r}: a level {disguised}")
         label, classes = coded[self.label]
-        if spec.users in coded:
-            self._convert(*coded[spec.users])
+        if spec.client_column in coded:
+            self._convert(*coded[spec.client_column])
         if agreement is None:
             task, wrong = task_of_levels(self.task, self.label, rows_of_levels(coded[self.label]), bool(sentences))
         else:
@@ -339,6 +370,12 @@ class _Reading:
         if task == "survival":
             times, events = self._targets.items()
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
+            absent = [text for text in spec.event_levels if text not in self.events_seen]
+            if absent and agreement is None:  # one of several sites may lack the event
+                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}; name values that it has")
+            stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
+            columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
+            wrong += checks.late_entries(columns, times)
         refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
@@ -352,13 +389,13 @@ class _Reading:
         split_by = [c for c in self.special if c not in self.design.complete or c in spec.columns]
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in split_by}
         levels = {c: coded[c][1] for c in split_by}
-        for column in spec.kept:
+        for column in spec.group_columns:
             is_number = column in self.numeric or (column in self.agreed and not self.agreed[column].column.levels)
             places, names = coded[column] if not is_number else coded_numbers(self._numbers[:, self.place[column]])
             codes[column] = torch.from_numpy(np.nan_to_num(places, nan=len(names)))[keep].long()
             levels[column] = (*names, MISSING_LEVEL)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
-        users = spec.users if spec.users in self.special else None
+        users = spec.client_column if spec.client_column in self.special else None
         with naming_file_in_errors(Path(where)):
             return Dataset(
                 self.name,
@@ -382,7 +419,7 @@ class _Reading:
     def _conversion(self) -> dict[str, object]:
         """The options that new rows need, see `Dataset`. Empty without factors and dates."""
         spec = self.spec
-        factors = {"users": spec.users, "factors": spec.factors} if spec.factors else {}
+        factors = {"client_column": spec.client_column, "factors": spec.factors} if spec.factors else {}
         return factors | ({"days_since": spec.days_since} if spec.days_since else {})
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
@@ -407,14 +444,14 @@ class _Reading:
         self._left = [*self.place.values()]
         if self.agreed or not len(whole):
             return []
-        for column in set(spec.include) - {*self.special, *spec.kept}:
+        for column in set(spec.include) - {*self.special, *spec.group_columns}:
             if column in self.texts:  # text that is to stay: a feature per level
                 self.categorical.append(column)
                 self.numeric.discard(column)
                 self.problems.forget(column)
             elif column in self.numeric:
                 self.codes.pop(column, None)
-        stated = {*spec.include, *spec.columns, *spec.kept, *spec.factors, *self.design.strata}
+        stated = {*spec.include, *spec.columns, *spec.group_columns, *spec.factors, *self.design.strata}
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
@@ -453,7 +490,7 @@ class _Reading:
             outcome = {self.label: (ReadColumn(targets[self.label]), "regression")}
         else:
             outcome = {self.label: (ReadColumn(*coded[self.label]), "classification")}
-        users = self.spec.users
+        users = self.spec.client_column
         owners = ReadColumn(*coded[users]) if users is not None and users in coded else None
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
         subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
@@ -482,12 +519,12 @@ class _Reading:
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
         """Sentences on markers that no cell has, on cells that the agreement fills, and on doubtful columns."""
-        clients = None if self.spec.users is None else self.codes.get(self.spec.users)
+        clients = None if self.spec.client_column is None else self.codes.get(self.spec.client_column)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
         targets = {name: values for name, values in self._targets.items() if name != self.event}
         yield from (f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched)
-        yield from unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
+        yield from unapplied(self.spec.factors, self.spec.client_column, None if clients is None else clients.levels)
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
         yield from self.fractions.notes()

@@ -88,7 +88,7 @@ class Bench:
         workers: Sequence[int | str] = (),
     ) -> None:
         for name in oracles:
-            choose("oracle", {**ORACLES}, name)
+            choose("gradient engine", {**ORACLES}, name)
         self.experiment, self.rounds = experiment, rounds
         seed = experiment.head.seeds[0]
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
@@ -120,15 +120,15 @@ class Bench:
 
     def costs(self, method: Method) -> Costs:
         """Constants of a method on this federation, see `costs_of`."""
-        return costs_of(self._setting(method, method.setting.engine.oracle, 1), self.federation, self.rounds)
+        return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
-        engine = method.setting.engine.with_(oracle=oracle, workers=workers)
+        engine = method.setting.engine.with_(gradient_engine=oracle, workers=workers)
         return method.setting.with_(engine=engine)
 
     def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[Way]:
         def job_of(wanted: int | str) -> Job:
-            return make_job(self._setting(method, method.setting.engine.oracle, wanted), self.federation)[0]
+            return make_job(self._setting(method, method.setting.engine.gradient_engine, wanted), self.federation)[0]
 
         job = job_of(self.experiment.common.engine.workers if self.share.runs == 1 else self.share.workers)
         picked = Way(job.oracle.name, job.workers, picked=True)

@@ -199,10 +199,10 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     Raises:
         CodeError: code of a method failed.
     """
-    period = period_of(setting.weights)
+    period = period_of(setting.client_weights)
     finds = 1 if period is None else 1 + (setting.rounds - 1) // period
-    once = setting if period is None else setting.with_(weights=str(setting.weights).partition(" ")[0])
-    result = simulate(once, fed, progress=[_is_tried])
+    once = setting if period is None else setting.with_(client_weights=str(setting.client_weights).partition(" ")[0])
+    result = simulate(once, fed, callbacks=[_is_tried])
     start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
     searches = dict(zip(CLIENT_COUNTS, (finds * start.totals[: len(CLIENT_COUNTS)]).tolist(), strict=True))
     recorded = result.state.records.last("", "", "samples_backward")

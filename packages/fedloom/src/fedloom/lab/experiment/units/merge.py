@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import tomli_w
 
 from fedloom.analyses import ANALYSES, Analysis
+from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Engine
 from fedloom.errors import RunDirError
 from fedloom.lab.experiment.file import difference_to_recorded
@@ -101,7 +102,7 @@ def _document(folder: Path) -> dict[str, Any]:
     content = regular(folder / SETTINGS_FILE).read_bytes()
     check_digest(folder / SETTINGS_FILE, content)
     try:
-        return tomllib.loads(content.decode())
+        return update_document(tomllib.loads(content.decode()))
     except ValueError as error:
         raise RunDirError(f"{folder / SETTINGS_FILE} is damaged: {error}; run the experiment again") from None
 

@@ -113,7 +113,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
     rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
-    return chunk_count(cohort, problem.chunk), min(rows, setting.engine.store_budget << 20)
+    return chunk_count(cohort, problem.chunk), min(rows, setting.engine.state_memory_mib << 20)
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:

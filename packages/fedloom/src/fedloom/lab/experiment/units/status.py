@@ -6,6 +6,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
+from fedloom.engine.checks.moved import update_document
 from fedloom.errors import RunDirError
 from fedloom.lab.experiment.units.joined import BEGIN_STAGE, FAILED_FILE, FINISH_STAGE
 from fedloom.rundir import (
@@ -27,7 +28,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
     States are ``waiting``, ``working``, ``left`` (its process has ended, and another one goes on), and those of a run
     that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
     """
-    document = tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8"))
+    document = update_document(tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8")))
     claims, ended = Claims(out / WORK_FOLDER), dict[tuple[str, int], tuple[str, str]]()
     if not (out / WORK_FOLDER).exists():
         with suppress(OSError, RunDirError):

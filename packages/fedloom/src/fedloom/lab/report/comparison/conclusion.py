@@ -55,32 +55,39 @@ class Conclusion(NamedTuple):
 
 
 def conclude(
-    runs: list[Run], rows: list[Row], against: str | None = None, models: Models = "used", margin: float | None = None
+    runs: list[Run],
+    rows: list[Row],
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
+    margin: float | None = None,
 ) -> list[Conclusion]:
     """Return a conclusion for each family of comparable runs.
 
     Args:
         runs: of the rows.
         rows: every model of every method.
-        against: label of the baseline. None for `local`, or else FedAvg, or else the first method of a single run.
-        models: which model of a method is compared.
+        baseline: label of the baseline. None for `local`, or else FedAvg, or else the first method of a single run.
+        compare_model: which model of a method is compared.
         margin: differences up to it do not matter, in the units of the leading metric. None: none is stated.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
     for label, own_runs, task_rows in several:
-        shown = [row for row in contenders(own_runs, task_rows, models) if row.result(lead) is not None]
+        shown = [row for row in contenders(own_runs, task_rows, compare_model) if row.result(lead) is not None]
         if not shown:
             continue
-        base = against if against is not None and any(against in (r.method, r.name) for r in shown) else None
+        base = baseline if baseline is not None and any(baseline in (r.method, r.name) for r in shown) else None
         name = base or reference(shown) or (shown[0].name if len(runs) == 1 else None)
-        compared = [] if name is None else pairs(own_runs, task_rows, name, models, margin=margin)
-        conclusions.append(_conclusion(label if len(several) > 1 else "", lead, shown, compared, models))
+        compared = [] if name is None else pairs(own_runs, task_rows, name, compare_model, margin=margin)
+        conclusions.append(_conclusion(label if len(several) > 1 else "", lead, shown, compared, compare_model))
     return conclusions
 
 
 def conclusions(
-    run_dirs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+    run_dirs: Sequence[Path],
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
+    margin: float | None = None,
 ) -> list[Conclusion]:
     """Return the conclusions from run directories, see `conclude`.
 
@@ -88,11 +95,14 @@ def conclusions(
         RunDirError: a directory is not a readable run directory.
     """
     runs = read_runs(run_dirs)
-    return conclude(runs, method_rows(runs), against, models, margin)
+    return conclude(runs, method_rows(runs), baseline, compare_model, margin)
 
 
 def as_record(
-    run_dirs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+    run_dirs: Sequence[Path],
+    baseline: str | None = None,
+    compare_model: Models = "best-on-validation",
+    margin: float | None = None,
 ) -> dict[str, Any]:
     """Return results, comparisons and conclusions of run directories as plain values, unrounded and unscaled.
 
@@ -101,7 +111,7 @@ def as_record(
     """
     runs = read_runs(run_dirs)
     rows = method_rows(runs)
-    record = conclude(runs, rows, against, models, margin)
+    record = conclude(runs, rows, baseline, compare_model, margin)
     texts = ("task", "answer", "pairs", "compared", "cost")
     return {
         "runs": [str(folder) for folder in run_dirs],
@@ -111,29 +121,29 @@ def as_record(
     }
 
 
-def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], models: Models) -> Conclusion:
+def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], compare_model: Models) -> Conclusion:
     best = best_row([row for row in shown if row.algorithm], lead)
     if not compared or best is None:
         means = [f"{_titled(row)}: {cell_text(lead, row.figures.get(lead))}" for row in shown]
         alone = "There is nothing to compare" if len(shown) == 1 else "There is no baseline (local or fedavg)"
         answer = f"{alone}; test {within_line(titled(figure(lead)))}:"
         return Conclusion(task, answer, tuple(means), "", _cost([best] if best else []))
-    baseline = compared[0].reference
+    reference = compared[0].reference
     lines = tuple(_line(pair) for pair in compared)
-    cost = _cost([best] if best is baseline else [best, baseline])
-    answer = f"Answer: {_answer(compared, baseline)}."
-    return Conclusion(task, answer, lines, _compared(shown, models), cost, tuple(compared))
+    cost = _cost([best] if best is reference else [best, reference])
+    answer = f"Answer: {_answer(compared, reference)}."
+    return Conclusion(task, answer, lines, _compared(shown, compare_model), cost, tuple(compared))
 
 
-def _answer(compared: list[Pair], baseline: Row) -> str:
+def _answer(compared: list[Pair], reference: Row) -> str:
     """Return the sentence that names the winner, if there is one."""
     of_methods = [pair for pair in compared if pair.row.algorithm]
     better, tested = ([p for p in of_methods if test(p)] for test in (_is_better, lambda p: not p.reason))
     seeds = max((p.comparison.seeds for p in compared if p.comparison), default=0)
     shown, name = figure(compared[0].figure), compared[0].figure
     unit = f" {shown.unit}" if shown.unit else ""
-    mean = f"{within_line(shown.title)} {cell_text(name, baseline.figures[name])}{unit}"
-    beside = f"{baseline.name} (test {mean}, {seeds} seeds)"
+    mean = f"{within_line(shown.title)} {cell_text(name, reference.figures[name])}{unit}"
+    beside = f"{reference.name} (test {mean}, {seeds} seeds)"
     if better:
         verb = "is" if len(better) == 1 else "are"
         names = _listed([p.row.name for p in better])
@@ -160,11 +170,11 @@ def _titled(row: Row) -> str:
     return f"{row.name} ({row.model})" if row.model and row.algorithm else row.name
 
 
-def _compared(shown: list[Row], models: Models) -> str:
+def _compared(shown: list[Row], compare_model: Models) -> str:
     """Return the sentence on the models that are compared."""
-    if models == "all":
+    if compare_model == "all":
         return "Compared models: all models of every method."
-    if models == "personal":
+    if compare_model == "personal":
         return "Compared models: personal, or global if a method has no personal models."
     if any(row.model == "hybrid" for row in shown):
         return "Compared models: hybrid (per client, the better one on validation data) or the only one."

@@ -28,13 +28,13 @@ from fedloom.lab.report.numbers import (
 from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
-Models = Literal["used", "personal", "all"]
+Models = Literal["best-on-validation", "personal", "all"]
 """Rows of a method: the model that a client would use. The personal (else global) model, as papers report. Or all."""
-COMPARED_MODELS: tuple[Models, ...] = ("used", "personal", "all")
-MODEL_ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
+COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
+MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
 
-def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
     """Select the rows to compare.
 
     Args:
@@ -57,9 +57,9 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
     return shown
 
 
-def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
     """Select the rows to compare, at most one per method even if all models are asked for."""
-    return contenders(runs, rows, "used" if models == "all" else models)
+    return contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:

@@ -164,7 +164,7 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     ]
 
 
-def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
     """95 % of the best mean result (the best over 95 % where less is better) of methods that ran to their end.
 
     It is of one row per method, whichever of its rows are shown. Where no method ran to its end, it is of those that
@@ -191,7 +191,7 @@ def goal_of(lead: str, target: float) -> str:
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
-def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
     """Return the target of a run: the target of all runs that it may be compared with."""
     own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
     return common_target(own_runs, own_rows, lead, models)

@@ -27,7 +27,7 @@ DEVICES_TEXT = (
 DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
 
 
-def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
+def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
     """Render an HTML table per run whose clients have devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
@@ -55,7 +55,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     return text
 
 
-def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
+def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
     """Render the figures of every class as CSV, unscaled means over seeds. Unknown values are empty."""
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))

@@ -28,7 +28,7 @@ from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, 
 
 MAX_LISTED_SITES = 20
 """Up to so many sites are listed one by one."""
-BY_SITE = ("column", "writers")
+BY_SITE = ("by-column", "natural")
 """Kinds of partition whose clients are sites, even where their names are numbers."""
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 

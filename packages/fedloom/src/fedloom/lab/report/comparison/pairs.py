@@ -87,15 +87,15 @@ class Pair(NamedTuple):
 
 
 def pairs(
-    runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None,
-    margin: float | None = None,
+    runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
+    name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
     """Every method against a reference, the best first. Runs of other data or attacks are families of their own.
 
     Args:
         runs: of the rows.
         rows: every model of every method.
-        against: label of the reference, such as ``local``, of several runs it may be that of one, as ``local · run``.
+        baseline: label of the reference, such as ``local``, of several runs it may be that of one, as ``local · run``.
             None: that of `reference` for each family, of which some may have none.
         models: which rows of a method are compared.
         name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
@@ -111,13 +111,13 @@ def pairs(
     for _, own_runs, task_rows in tasks(runs, rows):
         shown = [row for row in contenders(own_runs, task_rows, models) if lead in row.figures]
         everyone += shown
-        label = against or reference(shown)
+        label = baseline or reference(shown)
         row = next((row for row in shown if label in (row.method, row.name)), None)
         comparisons += _family(shown, row, lead, own_runs, margin) if row else []
     if not everyone and name is not None:
         raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
-    if against is not None and not any(against in (row.method, row.name) for row in everyone):
-        raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
+    if baseline is not None and not any(baseline in (row.method, row.name) for row in everyone):
+        raise unknown("method to compare with", baseline, dict.fromkeys(row.name for row in everyone))
     sign = -1 if figure(lead).higher else 1
     return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
@@ -156,13 +156,13 @@ def pairs_csv(comparisons: Sequence[Pair]) -> str:
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     """Render the pairs as LaTeX (package booktabs). Bold marks pairs better than the reference."""
     lead = comparisons[0].figure if comparisons else ""
-    against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
+    baseline = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
     gap_head = "Ratio" if is_ratio(lead) else f"Difference{f' ({unit})' if unit else ''}"
     heads = ["Method", "Model", titled(figure(lead)), gap_head, "p", "Holm p", "Verdict"]
     about = scope(max((pair.ratio for pair in comparisons), default=0.0))
     words = (
-        f"{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: better (paired t test, Holm, "
+        f"{tex(caption)}: every method against {tex(baseline)}, paired over seeds. Bold: better (paired t test, Holm, "
         f"5\\,\\%). The interval of a difference is the one that decides. {tex(about)}"
     )
     lines = []

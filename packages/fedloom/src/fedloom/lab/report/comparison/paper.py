@@ -12,7 +12,7 @@ from fedloom.lab.report.tables import latex, printed
 
 
 def results_latex(
-    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
+    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "best-on-validation"
 ) -> str:
     """Render the result table as LaTeX, at most one row per method unless all models are asked for, see `latex`."""
     shown: list[Row] = []

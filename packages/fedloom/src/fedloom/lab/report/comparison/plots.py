@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError
-from fedloom.formats import rounded
+from fedloom.formats import rounded, significant
 from fedloom.hints import unknown
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.curves import CURVE_AXES, draw_points
@@ -26,7 +26,7 @@ MIN_RANKED_METHODS, MIN_RANKED_BLOCKS = 3, 5
 RANK_LEVEL = 0.05
 
 
-class Labels:
+class MethodNames:
     """Names of methods in a figure.
 
     Args:
@@ -67,7 +67,7 @@ def _tint(order: Sequence[str]) -> Spec:
     return {"field": "method", "type": "nominal", "title": None, "scale": {"domain": [*order]}}
 
 
-def curve_chart(runs: list[Run], labels: Labels, name: str, x: str, width: int, height: int) -> Spec:
+def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: int, height: int) -> Spec:
     """Build the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
@@ -91,7 +91,7 @@ def curve_chart(runs: list[Run], labels: Labels, name: str, x: str, width: int, 
     return kit.layer_chart(*bands, line, width=width, height=height, datasets={"rows": rows})
 
 
-def client_chart(runs: list[Run], labels: Labels, name: str, width: int, height: int | None) -> Spec:
+def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, height: int | None) -> Spec:
     """Build one dot per client and method: the client's mean over seeds with its 95 % interval.
 
     Raises:
@@ -121,7 +121,7 @@ def client_chart(runs: list[Run], labels: Labels, name: str, width: int, height:
     return kit.layer_chart(*dots, width=width, height=high, datasets={"rows": rows})
 
 
-def ranks_of(runs: list[Run], labels: Labels, name: str, blocks: Blocks) -> NDArray[np.float64]:
+def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
     """Rank the methods in every block that has all of them, ``[blocks, methods]``. The best has rank 1.
 
     Raises:
@@ -159,7 +159,7 @@ def critical_difference(methods: int, blocks: int) -> float:
     return quantile * math.sqrt(methods * (methods + 1) / (6 * blocks))
 
 
-def rank_chart(runs: list[Run], labels: Labels, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
+def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
     """Build a critical-difference diagram: mean ranks, and bars over methods that the test does not separate."""
     ranks = ranks_of(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
@@ -174,7 +174,7 @@ def rank_chart(runs: list[Run], labels: Labels, name: str, blocks: Blocks, width
             blank = " " * (len(bars) + 1)  # a row without a name for each bar
             bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
             reach = last
-    title = f"Mean rank over {len(ranks)} {blocks} (1 is best; critical difference {limit:.2f})"
+    title = f"Mean rank over {len(ranks)} {blocks} (1 is best; critical difference {significant(limit)})"
     lines = [*names, *(bar["method"] for bar in bars)]
     x, y = kit.number("rank", title, scale={"domain": [0.8, len(names) + 0.2]}), kit.nominal_channel("method", lines)
     y["axis"] |= {"labelOverlap": False, "ticks": False}

@@ -17,7 +17,7 @@ from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models, contenders, reference
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
-from fedloom.lab.report.comparison.plots import Blocks, Labels, client_chart, curve_chart, rank_chart
+from fedloom.lab.report.comparison.plots import Blocks, MethodNames, client_chart, curve_chart, rank_chart
 from fedloom.lab.report.naming import figure, titled, within_line
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.page import write_report
@@ -37,9 +37,9 @@ class RecordedComparison:
 
     Args:
         folder: the run directory.
-        against: label of the method that every other one is compared with. None: of those that are there the first of
+        baseline: label of the method that every other one is compared with. None: of those that are there the first of
             local and FedAvg, else the first method.
-        models: which model of a method is compared, see `fedloom.lab.report.comparison.contenders.Models`.
+        compare_model: which model of a method is compared, see `fedloom.lab.report.comparison.contenders.Models`.
         margin: differences of the leading metric up to it do not matter, in its own units (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
 
@@ -49,11 +49,15 @@ class RecordedComparison:
     """
 
     def __init__(
-        self, folder: Path | str, against: str | None = None, models: Models = "used", margin: float | None = None
+        self,
+        folder: Path | str,
+        baseline: str | None = None,
+        compare_model: Models = "best-on-validation",
+        margin: float | None = None,
     ) -> None:
-        self.folder, self.models, self.margin = Path(folder), models, checked_margin(margin)
-        self.against = against or reference(self._rows) or self._rows[0].name
-        self._pairs(self.against)
+        self.folder, self.compare_model, self.margin = Path(folder), compare_model, checked_margin(margin)
+        self.baseline = baseline or reference(self._rows) or self._rows[0].name
+        self._pairs(self.baseline)
 
     def table(self) -> pa.Table:
         """Return a row per method: means over seeds, half widths of the 95 % intervals (``_ci95``), status.
@@ -61,15 +65,15 @@ class RecordedComparison:
         Its columns are those of ``results.csv`` (`fedloom.lab.report.result_table`). Beside hybrid models stands their
         rival, for each client the better of training alone and FedAvg on validation.
         """
-        return arrow(contenders(self._runs, self._rows, self.models))
+        return arrow(contenders(self._runs, self._rows, self.compare_model))
 
     def significance(
-        self, against: str | None = None, figure: str | None = None, margin: float | None = None
+        self, baseline: str | None = None, figure: str | None = None, margin: float | None = None
     ) -> pa.Table:
         """Every method against one, the best first, as one family of paired tests over seeds.
 
         Args:
-            against: label of the reference, that of the comparison when None.
+            baseline: label of the reference, that of the comparison when None.
             figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
             margin: as of the comparison, for this figure, of a figure that is compared by ratios, the logarithm of the
                 largest ratio that does not matter.
@@ -84,7 +88,7 @@ class RecordedComparison:
         Raises:
             ConfigError: there is no such method or figure, or no second method, or the margin is no number above 0.
         """
-        compared = self._tests(against, figure, checked_margin(margin))
+        compared = self._tests(baseline, figure, checked_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
@@ -94,15 +98,15 @@ class RecordedComparison:
         Args:
             columns: by their names in `table`. Up to six that fit the task when None.
         """
-        return results_latex(self._runs, self._rows, columns, self.models)
+        return results_latex(self._runs, self._rows, columns, self.compare_model)
 
-    def significance_latex(self, against: str | None = None) -> str:
+    def significance_latex(self, baseline: str | None = None) -> str:
         """`significance` for a paper.
 
         Raises:
             ConfigError: there is no such method, or no second one.
         """
-        return pairs_latex(self._tests(against), title(self._runs))
+        return pairs_latex(self._tests(baseline), title(self._runs))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
@@ -115,7 +119,12 @@ class RecordedComparison:
         """
         place = self.folder / "report.html" if out is None else place_of(out, "out")
         return write_report(
-            [self.folder], place, against=self.against, models=self.models, margin=self.margin, charts=False
+            [self.folder],
+            place,
+            baseline=self.baseline,
+            compare_model=self.compare_model,
+            margin=self.margin,
+            charts=False,
         )
 
     def plot(self, name: str | None = None) -> LayerChart:
@@ -128,7 +137,7 @@ class RecordedComparison:
             ConfigError: there is no such figure.
         """
         chosen = name or self._lead
-        estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.models)
+        estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.compare_model)
                      if chosen in r.figures}  # fmt: skip
         if not estimates:
             raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
@@ -209,8 +218,10 @@ class RecordedComparison:
         chart = rank_chart(self._runs, self._labels(labels), name or self._lead, over, width, height)
         return cast("LayerChart", look.notebook(chart))
 
-    def _labels(self, labels: Mapping[str, str] | None) -> Labels:
-        return Labels([row for row in contenders(self._runs, self._rows, self.models) if row.algorithm], labels)
+    def _labels(self, labels: Mapping[str, str] | None) -> MethodNames:
+        return MethodNames(
+            [row for row in contenders(self._runs, self._rows, self.compare_model) if row.algorithm], labels
+        )
 
     def to_pandas(self) -> Any:
         """`table` as a pandas DataFrame.
@@ -223,24 +234,24 @@ class RecordedComparison:
     def _repr_html_(self) -> str:
         shown = figure(self._lead)
         metric = within_line(titled(shown))
-        heads = ["method", "model", f"test {metric}", f"difference to {self.against}", "Holm p", "verdict"]
+        heads = ["method", "model", f"test {metric}", f"difference to {self.baseline}", "Holm p", "verdict"]
         return display.html_table(heads, self._lines()) + display.draw_svg(self.plot())
 
     def __repr__(self) -> str:
         lines = [
-            ", ".join([f"{m}: {value}", *([f"{d} to {self.against}"] if d else []), *([v] if v else [])])
+            ", ".join([f"{m}: {value}", *([f"{d} to {self.baseline}"] if d else []), *([v] if v else [])])
             for m, _, value, d, _, v in self._lines()
         ]
         metric = within_line(titled(figure(self._lead)))
-        conclusions = conclude(self._runs, self._rows, self.against, self.models, self.margin)
+        conclusions = conclude(self._runs, self._rows, self.baseline, self.compare_model, self.margin)
         ends = [line for one in conclusions for line in (one.answer, one.compared, one.cost) if line and one.compared]
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
         """Return method, model, mean, difference, Holm's p and verdict as texts."""
-        beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
+        beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.baseline)}
         lines = []
-        for row in contenders(self._runs, self._rows, self.models):
+        for row in contenders(self._runs, self._rows, self.compare_model):
             result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
             gap = pair(*write_difference(self._lead, one.mean, one.half)) if one else ""
@@ -248,15 +259,15 @@ class RecordedComparison:
             lines.append([row.method, row.model, result, gap, holm, other.words if other else row.remark])
         return lines
 
-    def _tests(self, against: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
-        if tests := self._pairs(against or self.against, name, margin):
+    def _tests(self, baseline: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
+        if tests := self._pairs(baseline or self.baseline, name, margin):
             return tests
-        raise ConfigError(f"{self.against} is the only method: there is nothing to compare it with")
+        raise ConfigError(f"{self.baseline} is the only method: there is nothing to compare it with")
 
-    def _pairs(self, against: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
+    def _pairs(self, baseline: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
         if margin is None and name in (None, self._lead):
             margin = self.margin
-        return pairs(self._runs, self._rows, against, self.models, name, margin)
+        return pairs(self._runs, self._rows, baseline, self.compare_model, name, margin)
 
     @cached_property
     def _runs(self) -> list[Run]:

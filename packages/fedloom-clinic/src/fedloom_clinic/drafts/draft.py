@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data import by_site
-from fedloom.data.dataset import CLASS_TASKS, Dataset
+from fedloom.data import Dataset, by_site
+from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.sources.table.designs import seconds_of
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike
-from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 from fedloom.data.survey.facts import (
     BIRTH_NAME_PATTERN,
     LATER_NAME_PATTERN,
@@ -31,6 +28,9 @@ from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
+from fedloom_clinic.drafts import outcomes
+from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
 """Rows that a federation needs, and a class that is not rare."""
@@ -215,12 +215,12 @@ class Draft:
         def split(names: Sequence[str]) -> list[str]:
             return [name for name in names if (sizes(survey.columns[name])[1] >= MIN_SITE_ROWS).sum() >= 2]
 
-        self._site = survey.column(option, "--by") if option else None
+        self._site = survey.column(option, "--client-column") if option else None
         if self._site is not None and self._site is target:
             raise ConfigError(f"{survey.path}: {option!r} is taken for the target; --target names another column")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
-            flags = " or ".join([*(f"--by {outcomes.quoted(name)}" for name in sure), "--by ''"])
+            flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
             self.questions.append(f"{question}; {outcomes.answer(survey)} {flags}")
             self.report.append(f"site: not clear: {self.questions[-1]}")
         elif option is None:
@@ -230,14 +230,14 @@ class Draft:
             may = f"; {_list(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
             if len(sure) < 2 or option is not None:
                 dealt = f"the rows are dealt to {self._clients} clients"
-                self.report.append(f"site: no column names one (--by does{may}); {dealt}")
+                self.report.append(f"site: no column names one (--client-column does{may}); {dealt}")
             return
         names, counts = sizes(site)
         what = "rows" if subject is None else "subjects"
         keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least "
+                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} have at least "
                 f"{MIN_SITE_ROWS} "
                 f"{what}, a federation needs two; {self._ask}"
             )

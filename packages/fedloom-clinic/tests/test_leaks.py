@@ -15,9 +15,9 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.data.survey.columns import Survey
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier
+from fedloom_clinic.drafts.columns import Survey
 
 N = 240
 
@@ -167,7 +167,17 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
     assert "\nsubject =" not in (tmp_path / "t.toml").read_text()
     chosen = CliRunner().invoke(
         app,
-        ["init", str(tmp_path / "t.csv"), "--target", "died", "--by", "hospital", "--subject", "hospital", "--force"],
+        [
+            "init",
+            str(tmp_path / "t.csv"),
+            "--target",
+            "died",
+            "--client-column",
+            "hospital",
+            "--subject",
+            "hospital",
+            "--force",
+        ],
     )
     assert chosen.exit_code != 0
     assert "name two columns" in chosen.output

@@ -67,7 +67,7 @@ def test_a_european_table(tmp_path: Path) -> None:
     assert "separator ';', decimal ','" in said
     assert "column 'Datum': dates" in said
     data = drafted(path)["data"]
-    assert (data["label"], data["users"], data["task"]) == ("Ergebnis", "Klinik", "binary")
+    assert (data["target"], data["client_column"], data["task"]) == ("Ergebnis", "Klinik", "binary")
     assert data["drop"] == ["Datum"]
     federation = runs(path).federations[0]
     assert federation.names == ("K1", "K2", "K3", "K4")
@@ -86,7 +86,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))
     ]  # fmt: skip
     path = write(tmp_path / "messy.csv", [head, *rows])
-    said = init(path, "--by", "hospital", "--target", "died")
+    said = init(path, "--client-column", "hospital", "--target", "died")
     for sentence in (
         "target: 'died', binary",
         "column 'died': 1 rows have no target; they are left out",
@@ -188,12 +188,12 @@ def test_what_is_asked_for_must_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [["age", "ward", "five", "name", "ill"], *rows])
     for options, sentence in (
         (("--target", "il"), "did you mean 'ill'"),
-        (("--by", "wardd"), "did you mean 'ward'"),
-        (("--by", "ill", "--target", "ill"), "cannot be the target and the site"),
+        (("--client-column", "wardd"), "did you mean 'ward'"),
+        (("--client-column", "ill", "--target", "ill"), "cannot be the target and the site"),
         (("--target", "five"), "is the same in every row"),
         (("--target", "name"), "differs in every row"),
-        (("--by", "name"), "0 of the 240 sites of --by name have at least 5 rows"),
-        (("--by", "five"), "1 of the 1 sites"),
+        (("--client-column", "name"), "0 of the 240 sites of --client-column name have at least 5 rows"),
+        (("--client-column", "five"), "1 of the 1 sites"),
     ):
         assert sentence in init(path, *options, code=2), options
     for missing in (tmp_path / "none.csv", tmp_path):
@@ -350,7 +350,7 @@ def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
     assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
     assert "column 'arrest': '1' by site" in said
     data = drafted(path)["data"]
-    assert (data["label"], data["event"], "task" in data) == ("week", "arrest", False)
+    assert (data["target"], data["event"], "task" in data) == ("week", "arrest", False)
     assert drafted(path)["local"]["batch_size"] == "full"
     assert runs(path).federations[0].data.task == "survival"
 
@@ -430,8 +430,8 @@ def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None
         by_site = [factors.get(name, {}).get(site, 1.0) for site in read.user_names]
         expected = plain.x[:, k].numpy() * np.array(by_site)[plain.users.numpy()]
         np.testing.assert_array_equal(read.x[:, k].numpy(), expected)
-    with pytest.raises(fl.errors.ConfigError, match="factors of 'glucose' are by client; users names"):
-        fl.load(path, **{k: v for k, v in data_at().items() if k != "users"})
+    with pytest.raises(fl.errors.ConfigError, match="factors of 'glucose' are by client; client_column names"):
+        fl.load(path, **{k: v for k, v in data_at().items() if k != "client_column"})
     plan = Plan(parse({**drafted(path), "rounds": 1, "seeds": [0]}), tmp_path / "run")
     plan.run(page=False)
     opened, rows = fl.open_run(tmp_path / "run"), hospitals.write(tmp_path / "c.csv", hospitals.patients("Celle"))

@@ -10,11 +10,11 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from fedloom.data.sources.table.levels import TRUTH_WORDS
-from fedloom.data.survey.columns import Survey, words_of
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
 from fedloom.data.survey.people import plain_name, words
 from fedloom.errors import ConfigError
 from fedloom.formats import shorten_list
+from fedloom_clinic.drafts.columns import Survey, words_of
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"

@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.draft import Draft
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
-from tests.data.outcome_key import KEY, WITHOUT_ONE, Key, frame_of
+from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.draft import Draft
+from tests.outcome_key import KEY, WITHOUT_ONE, Key, frame_of
 
 RUNNER = CliRunner()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.sources import source
+from fedloom.data import source
 from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.levels import TRUTH_WORDS

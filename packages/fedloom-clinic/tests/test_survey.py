@@ -20,11 +20,11 @@ import fedloom as fl
 from fedloom.data.site_rows import rows_by_site
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
+from fedloom_clinic.drafts.columns import Survey
 
 N = 240
 RNG = np.random.default_rng(11)
@@ -105,9 +105,9 @@ def test_a_measurement_that_rises_stays(name: str, numbers: Any) -> None:
 def test_a_column_with_a_role_is_never_left_out() -> None:
     frame = clean()
     frame.insert(0, "id", COUNT)
-    for options in ({"columns": ["id"]}, {"kept": ["id"]}, {"factors": {"id": 2.0}}):
+    for options in ({"columns": ["id"]}, {"group_columns": ["id"]}, {"factors": {"id": 2.0}}):
         assert names(fl.Dataset.create(frame, **options))[0] == "id"
-    assert "id" not in names(fl.Dataset.create(frame, users="id"))
+    assert "id" not in names(fl.Dataset.create(frame, client_column="id"))
 
 
 PEOPLE: dict[str, tuple[str, Any]] = {
@@ -166,7 +166,7 @@ def test_rare_levels_stay_out_of_agreements(tmp_path: Path) -> None:
     assert (ward.levels, ward.missing, agreement.level_rows) == (("a", "b"), True, 5)
     assert "column 'ward': 2 levels of fewer than 5 rows (level_rows) are not named, but filled" in said
     assert "rare" not in (tmp_path / "t.agreement.toml").read_text().replace("rarer", "")
-    data = fl.load(tmp_path / "t.csv", label="ill", agreement=str(tmp_path / "t.agreement.toml"))
+    data = fl.load(tmp_path / "t.csv", target="ill", agreement=str(tmp_path / "t.agreement.toml"))
     assert int(data.x[:, names(data).index("ward")].isnan().sum()) == 5
 
 
@@ -231,7 +231,7 @@ def test_an_empty_name_is_a_name(event: bool, tmp_path: Path) -> None:
         assert data.task == ("survival" if event else "regression"), entrance
         np.testing.assert_allclose(data.y[:, -1].numpy(), frame[""], err_msg=entrance)
     first = frame[["", *(c for c in frame.columns if c)]]
-    assert names(fl.Dataset.create(first, label="", task="regression"))[0] == first.columns[1]
+    assert names(fl.Dataset.create(first, target="", task="regression"))[0] == first.columns[1]
 
 
 def change(**columns: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
@@ -305,12 +305,12 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
     "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are copies"),
     "augmented": (noisy_copies, {}, "have a neighbour that is far closer"),
     "site is the class": (
-        lambda f: f.assign(hospital=np.where(f["ill"] == 1, "a", "b")), {"label": "ill", "users": "hospital"},
+        lambda f: f.assign(hospital=np.where(f["ill"] == 1, "a", "b")), {"target": "ill", "client_column": "hospital"},
         "whose row it is gives 'ill' away",
     ),
     "sites by class": (
         lambda f: f.assign(hospital=[f"h{2 * (k % 4) + y}" for k, y in enumerate(f["ill"])]),
-        {"label": "ill", "users": "hospital"}, "whose row it is gives 'ill' away",
+        {"target": "ill", "client_column": "hospital"}, "whose row it is gives 'ill' away",
     ),
     "shuffled index": (
         lambda f: f.assign(id=RNG.permutation(N))[["id", *f.columns]], {}, "column 'id' numbers the rows",
@@ -417,7 +417,7 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
     "years": lambda r: ({"year": 1780 + np.arange(N), "flow": r.normal(900, 90, N), "y": r.integers(2, size=N)}, {}),
     "sites": lambda r: (
         {"age": r.normal(50, 9, N), "hospital": r.choice(list("abcd"), N), "y": r.integers(2, size=N)},
-        {"users": "hospital"},
+        {"client_column": "hospital"},
     ),
     "regression": lambda r: (
         lambda a: ({"a": a, "b": r.normal(size=N), "price": 3 * a + r.normal(size=N)}, {"task": "regression"})
@@ -494,7 +494,7 @@ def test_nothing_is_left_where_all_columns_number_rows() -> None:
 def test_numbers_with_a_word_are_no_addresses(texts: Any) -> None:
     frame = clean().assign(what=texts)
     with pytest.raises(DataError, match="column 'what': expected a finite number"):
-        fl.Dataset.create(frame, label="ill")
+        fl.Dataset.create(frame, target="ill")
 
 
 def test_a_level_of_test_rows_alone_is_noted() -> None:
@@ -505,3 +505,12 @@ def test_a_level_of_test_rows_alone_is_noted() -> None:
     assert any("column 'ward': 'new' of test rows is in no training row" in note for note in late.notes)
     mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame.drop(columns="late"), **options), seed=0)
     assert not any("in no training row" in note for note in mixed.notes)
+
+
+def test_a_test_part_of_one_class_is_noted_before_a_run() -> None:
+    frame = clean().assign(late=(COUNT >= 200).astype(int))
+    frame.loc[frame["late"] == 1, "ill"] = 1
+    late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, target="ill", test_column="late"), seed=0)
+    assert any("all 40 rows of the test part are of class '1': AUROC" in note for note in late.notes)
+    mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(clean(), target="ill"), seed=0)
+    assert not any("are of class" in note for note in mixed.notes)

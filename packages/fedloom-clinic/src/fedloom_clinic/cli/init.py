@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.lab.cli._app import app, errors, say
+from fedloom.lab.cli import app, errors, say
 
 if TYPE_CHECKING:
     from fedloom.data import Dataset
@@ -21,7 +21,9 @@ def init(
         Path,
         typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
     ],
-    by: Annotated[str | None, typer.Option(help="column that names the site of a row. '' for none")] = None,
+    client_column: Annotated[
+        str | None, typer.Option(help="column that names the client of a row, such as a hospital. '' for none")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
         str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for none")
@@ -46,14 +48,14 @@ def init(
     Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
     its questions stand in the file, with the options that answer them.
 
-    Example: fedloom init patients.csv --by hospital --target died
+    Example: fedloom init patients.csv --client-column hospital --target died
     """
     with errors():
-        from fedloom.data.survey.columns import Survey
-        from fedloom.data.survey.draft import Draft, unnamed
         from fedloom.lab.experiment.overrides import apply_overrides
         from fedloom.outputs import FileKind, check_output_file, never
-        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.storage import make_folder, write_atomic
+        from fedloom_clinic.drafts.columns import Survey
+        from fedloom_clinic.drafts.draft import Draft, unnamed
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
@@ -62,7 +64,7 @@ def init(
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
-        draft = Draft(Survey(table, **options), by, target, event, subject)
+        draft = Draft(Survey(table, **options), client_column, target, event, subject)
         say(*draft.report)
         text = draft.text(place)
         data = None if draft.asks else _try(text, place)

@@ -10,8 +10,8 @@ import tomli_w
 
 from fedloom.data.by_site import Shift
 from fedloom.data.dataset import CLASS_TASKS
-from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
+from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
 """Rows of the smallest site that takes part. Fewer are too few to scale a column."""
@@ -72,7 +72,7 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     """
     numeric = roles.task not in CLASS_TASKS
     if roles.site is not None:
-        partition: dict[str, Any] = {"kind": "writers", "min_size": MIN_SITE_ROWS}
+        partition: dict[str, Any] = {"kind": "natural", "min_size": MIN_SITE_ROWS}
         why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
     else:
         partition = {"kind": "iid" if numeric else "dirichlet", "clients": roles.clients}
@@ -123,9 +123,9 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
     if roles.target is not None:
-        data |= {"label": roles.target.name}
+        data |= {"target": roles.target.name}
         data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
-    data |= {"users": roles.site.name} if roles.site else {}
+    data |= {"client_column": roles.site.name} if roles.site else {}
     data |= {"subject": roles.subject.name} if roles.subject else {}
     data |= {"categorical": roles.categorical} if roles.categorical else {}
     data |= {"drop": list(roles.drop)} if roles.drop else {}
@@ -147,17 +147,17 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
     """Render the comments on the keys of the data."""
     return {
         "source": "from the folder where fedloom is called",
-        "label": "what is predicted",
+        "target": "what is predicted",
         "event": "1 where the time ended by an event, 0 where it is censored",
         "agreement": "what the columns mean at every site",
-        "users": "which site's row it is",
+        "client_column": "which site's row it is",
         "subject": "which patient's row it is: all rows of one are in one part of a split",
         "categorical": "text: a feature per level",
         "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:MAX_SHOWN_NAMES]),
         "missing": "cells that mean missing, beside empty ones, NA and the like",
         "impute": "missing cells are filled per client from its training rows, and flagged",
         "unlabelled": "rows without target, site or subject are left out",
-        "centre": "(label - centre) / unit is learned, and errors are in this unit",
+        "centre": "(target - centre) / unit is learned, and errors are in this unit",
     }
 
 

@@ -1,0 +1,172 @@
+"""Time per gradient of every method, relative to FedAvg in the same run, for three models.
+
+    python benchmarks/methods.py          # a few minutes of one processor, into studies/data/method-costs.json
+    python benchmarks/methods.py --page   # studies/pages/method-costs.md of what was measured
+
+Blocks of rounds of all methods alternate with FedAvg's. The clock counts processor time, and the fastest block counts,
+so other processes disturb little. Samples are random: the cost of a gradient does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fedloom as fl
+from fedloom.algorithms import REGISTRY
+from fedloom.engine.setup import check
+from fedloom.errors import FedloomError
+from fedloom.formats import UNKNOWN_DASH, fixed
+from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
+from fedloom_studies.map.setups import POOLED_METHOD, parts_of_networks
+
+STUDIES = Path(__file__).resolve().parents[1] / "studies"
+KEPT, PAGE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
+WORKLOADS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "digits, MLP 64": ((64,), 10, {"kind": "mlp", "hidden": [64]}),
+    "images, CNN 8-16": ((1, 14, 14), 10, {"kind": "cnn", "channels": [8, 16], "kernel": 3, "hidden": [32]}),
+    "table, softmax": ((20,), 2, {"kind": "softmax"}),
+}
+"""Shape of a sample, classes, and model."""
+CLIENTS, SAMPLES = 10, 100
+FORWARD_SHARE = 1 / 3
+"""Time of a forward pass relative to a gradient."""
+TERMS = {
+    "clustered-sampling": "distances of all pairs of updates, and their clusters, at the server",
+    "dbe": "a term on the mean representation of every batch",
+    "equitable-fl": "statistics of every parameter for the sparse masks, at the server",
+    "fedamp": "distances of all pairs of models, at the server",
+    "fedas": "alignment of the body to prototypes, and Fisher information",
+    "fedem": "a mixture: gradients and probabilities of three networks",
+    "fedfomo": "losses of the models of peers on validation data",
+    "fedpac": "a term on representations, and the combination of heads at the server",
+    "fedproto": "a term on representations and prototypes",
+    "fedspa": "the search for the mask",
+    "gpfl": "a larger network, and two terms on class embeddings",
+    "heurfedamp": "similarities of all pairs of models, at the server",
+    "knn-per": "a model with a memory, for which the compiled kernels have no form",
+    "lp-proj": "products with a random matrix, in every step",
+    "admm-lp-proj": "products with a random matrix, in every step",
+    "lpgd": "a singular value decomposition of every matrix",
+    "moon": "two more forward passes per step, and a term on representations",
+    "pfedfda": "means and covariances of features by class",
+    "power-of-choice": "losses of candidates before every round",
+}
+"""What costs in the methods above the limit, by their papers."""
+LIMIT = 1.3
+"""Ratio above which a method must name the term that costs."""
+
+
+def measure(rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Measure every workload."""
+    found = {}
+    for title, (shape, classes, model) in WORKLOADS.items():
+        rng = np.random.default_rng(0)
+        x = rng.normal(0, 1, (CLIENTS * SAMPLES, *shape)).astype(np.float32)
+        data = fl.Dataset.create((x, rng.integers(0, classes, len(x))))
+        fed = fl.partitions.iid(clients=CLIENTS)(data, seed=0)
+        common = fl.Setting.create("fedavg", model=model, local={"lr": 0.05, "batch_size": 20, "epochs": 1})
+        runs, refused = [], {}
+        for name in REGISTRY:
+            parts = parts_of_networks().get(name)
+            try:
+                own = {**model, **parts} if parts else model
+                setting = fl.Setting.create(name, model=own, local={"lr": 0.05, "batch_size": 20, "epochs": 1})
+                check(setting, fed)
+                runs += [(name, setting)] if name != POOLED_METHOD else []
+            except FedloomError as error:
+                refused[name] = str(error)
+        costs = measure_per_gradient(runs, fed, common, rounds)
+        found[title] = [cost._asdict() | {"ratio": cost.ratio} for cost in costs]
+        found[title] += [{"method": name, "reason": why} for name, why in refused.items()]
+    return found
+
+
+def page(found: dict[str, list[dict[str, Any]]]) -> str:
+    """The page."""
+    rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
+    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: -largest(rows, name))
+    lines = [
+        "# What a method costs beside its gradients",
+        "",
+        "Equal gradients are not equal time. This page shows the processor time per gradient of every method, relative "
+        f"to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} samples each, and batches of 20. "
+        "`python benchmarks/methods.py` measures the table. `fedloom bench FILE --per-gradient` measures your own "
+        "experiment.",
+        "",
+        "For each model, the columns show the time relative to FedAvg and the part of this time at the server. "
+        "`forward` counts the samples per gradient that are passed forward only. Such a sample takes about a third of "
+        "a gradient's time. The last column is the oracle. The rest of the time at the clients is arithmetic on "
+        "parameters, prototypes and statistics.",
+        "",
+        "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
+        "representations, prototypes and class statistics are PyTorch calls, which take longer than the arithmetic of "
+        "such a network. With the convolutional network, FedAvg uses PyTorch too, and the same methods come close to "
+        "FedAvg. The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
+        "the noise, about 20 %.",
+        "",
+        f"| method | {' | '.join(f'{title}: time | server | forward | oracle' for title in rows)} |",
+        f"|---|{'---|---|---|---|' * len(rows)}",
+    ]
+    for name in names:
+        cells = [cell for each in rows.values() for cell in cells_of(each.get(name))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Above the limit",
+        "",
+        f"A method is within the limit if its time per gradient, without its forward passes, is at most {LIMIT} times "
+        "FedAvg's time.",
+        "",
+    ]
+    over = set[str]()
+    for title, each in rows.items():
+        above = [name for name in names if excess(each.get(name)) > LIMIT]
+        lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")
+        over |= {*above}
+    lines += ["", "| method | arithmetic beside the gradients |", "|---|---|"]
+    lines += [f"| {name} | {TERMS.get(name, 'none that is known: within the noise')} |" for name in sorted(over)]
+    reasons = {n: row["reason"] for each in rows.values() for n, row in each.items() if row.get("reason")}
+    lines += ["", "## Without a figure", "", "| method | reason |", "|---|---|"]
+    lines += [f"| {name} | {reason.splitlines()[0]} |" for name, reason in sorted(reasons.items())]
+    return "\n".join([*lines, ""])
+
+
+def largest(rows: dict[str, dict[str, dict[str, Any]]], name: str) -> float:
+    """The largest ratio of a method over models. 0 without one."""
+    ratios = [each[name].get("ratio", math.nan) for each in rows.values() if name in each]
+    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
+
+
+def excess(row: dict[str, Any] | None) -> float:
+    """Time per gradient relative to FedAvg without the forward passes. 0 without a figure."""
+    return 0.0 if row is None or row.get("reason") else row["ratio"] - FORWARD_SHARE * row["forward"]
+
+
+def cells_of(row: dict[str, Any] | None) -> list[str]:
+    """The cells of a method with a model."""
+    if row is None or row.get("reason"):
+        return [UNKNOWN_DASH] * 4
+    return [fixed(row["ratio"], 2), fixed(row["server"], 2), fixed(row["forward"], 1), row["oracle"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    if asked.page:
+        PAGE.write_text(page(json.loads(KEPT.read_text())))
+        print(PAGE)
+        return
+    KEPT.write_text(json.dumps(measure(asked.rounds), indent=1) + "\n")
+    print(KEPT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Analyses by sums over the nodes of a Flower app: the value of the pooled samples, and no sample leaves a node.
+
+Ranges, bins and rules are those of the node's own `Local`, never of a message. A node answers a step once, for one
+question, on the samples of the first step. Where it cannot, it sends zeros. The server sees the sums of each node, so
+cells are merged until every node reaches the least count.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedloom.analyses import (
+    Analysis,
+    AnalysisResult,
+    Bounds,
+    Info,
+    Question,
+    analysis_of,
+    client_rows,
+    require_questions,
+    run_questions,
+)
+from fedloom.analyses.registry import name_of
+from fedloom.data import Federation
+from fedloom.data.survey.agreement import Agreement
+from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
+from fedloom.rundir import place_of
+from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, schema_of_agreement, stem_of
+from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
+
+ANALYZE_ACTION, STEPS_PREFIX = "analyze", "fedloom.analysis."
+"""Flower's name of the messages, and names of a node's records of the steps that it has answered."""
+GREETING_STEP = -1
+
+
+@dataclass(frozen=True)
+class Analyses:
+    """The analyses that a node answers, as its people have agreed on them.
+
+    Args:
+        agreement: columns with their ranges, task and classes, as a file or a value. Samples are rows of its columns.
+        analyses: values, or tables with their ``kind``.
+    """
+
+    agreement: Agreement | Path | str
+    analyses: Sequence[Any]
+
+    def find(self, name: str, clients: int) -> AgreedAnalysis:
+        """Return an analysis by its name, as so many nodes have agreed on it.
+
+        Raises:
+            ConfigError: it is not agreed on, or makes no sense for these columns.
+        """
+        for given in self.analyses:
+            analysis = analysis_of(given, {})
+            if name_of(analysis) == name:
+                return agreed_analysis(analysis, self.agreement, clients)
+        raise ConfigError(f"this node answers no analysis {name!r}: name it in Local(analyses=Analyses(...))")
+
+
+def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
+    """Return an analysis as server and nodes have agreed on it.
+
+    Raises:
+        ConfigError: it makes no sense for these columns.
+    """
+    agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
+    schema = schema_of_agreement(agreed, "app")
+    require_questions(analysis)
+    if analysis.uses_models:
+        raise ConfigError(
+            f"the analysis {name_of(analysis)} reads the models of a run, and an app's analyses have none"
+        )
+    analysis.check(schema)
+    analysis.check_sites(schema, masked=False)
+    return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
+
+
+def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Federation, state: RecordDict) -> RecordDict:
+    """Answer a step of an analysis at a node.
+
+    Args:
+        values: of the message.
+        analyses: that the node answers.
+        fed: its samples.
+        state: Flower's, which keeps the steps that were answered.
+
+    Raises:
+        FedloomError: nothing was agreed on, or the rules do not lead to the question. No sample decides that.
+    """
+    if analyses is None:
+        raise ConfigError("this node answers no analyses: give them as Local(..., analyses=Analyses(...))")
+    name, step, seat = str(values["analysis"]), int(values["step"]), int(values["client"])
+    one = analyses.find(name, int(values["clients"]))
+    if fed.data.task != one.schema.task or fed.data.x[0].numel() != len(one.schema.columns):
+        raise ConfigError(
+            f"the agreement has {len(one.schema.columns)} columns for a {one.schema.task}, the samples have "
+            f"{fed.data.x[0].numel()} for a {fed.data.task}"
+        )
+    rows = replace(client_rows(fed, 0), place=seat)
+    flags = one.publish(rows)
+    if step == GREETING_STEP:
+        return RecordDict({VALUES_RECORD: write_values(rows=len(rows), flags=f"{flags:x}")})
+    sizes, bits = [int(size) for size in values["sizes"]], [int(text, 16) for text in values["flags"]]
+    if not 0 <= seat < len(sizes) == len(bits) == one.clients or (sizes[seat], bits[seat]) != (len(rows), flags):
+        raise Refused("the message gives this node other samples or cells than it has")
+    public, content = one.public(sizes, dict(enumerate(bits)), 0), bytes(values["question"])
+    question, bounds = one.read_question(step, content, public)
+    form = AnswerForm(bounds, one.clients)
+    course = digest_of([json.dumps([seat, sizes, bits]).encode()])
+    cells = torch.cat([rows.x, rows.y, rows.part[:, None].double(), rows.subjects[:, None].double()], 1)
+    are_same = _enter(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
+    silent = False
+    try:
+        if not are_same:
+            raise Refused("the samples are not those of the first step")
+        vector, _, _ = one.answer(question, bounds, form, rows, public)
+    except Exception as error:  # whatever it is, the error depends on samples, and so must not show
+        sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {sentence_of(error)}\n")
+        vector, silent = form.zeros, True
+    sums = arrays_of({"sums": torch.from_numpy(vector.view(np.int64).copy())})
+    return RecordDict({VALUES_RECORD: write_values(client=seat, silent=silent), "answer": sums})
+
+
+def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
+    """Record a step before it is answered. Return whether the samples are still those of the first step.
+
+    Raises:
+        Refused: it was answered for another question or by other terms.
+    """
+    kept = state.get(f"{STEPS_PREFIX}{name}")
+    record: dict[str, Any] = (
+        json.loads(str(kept["steps"]))
+        if isinstance(kept, ConfigRecord)
+        else {"rows": rows, "course": course, "steps": {}}
+    )
+    if record["course"] != course:
+        raise Refused(f"the analysis {name} was begun by other terms: nodes, sizes or cells have changed")
+    if record["steps"].setdefault(f"{step}", question) != question:
+        raise Refused(f"step {step} of the analysis {name} was answered already, for another question")
+    state[f"{STEPS_PREFIX}{name}"] = ConfigRecord({"steps": json.dumps(record)})
+    return bool(record["rows"] == rows)
+
+
+def analyze(
+    grid: Grid,
+    analysis: Analysis | str | Mapping[str, Any],
+    agreement: Agreement | Path | str,
+    *,
+    timeout: float = 3600.0,
+    folder: Path | str | None = None,
+) -> AnalysisResult:
+    """Return what an analysis finds in the samples of all nodes that are there, from sums alone.
+
+    >>> app = ServerApp()  # doctest: +SKIP
+    >>> @app.main()  # doctest: +SKIP
+    ... def main(grid, context):
+    ...     print(analyze(grid, {"kind": "glm"}, "agreement.toml").table)
+
+    Args:
+        grid: Flower's.
+        analysis: a value, a name, or a table with its ``kind``, as the nodes have it.
+        agreement: columns with their ranges, as the nodes have it.
+        timeout: seconds to wait for answers.
+        folder: keeps every sum, so that the same call resumes an interrupted analysis. None: nothing is kept.
+
+    Raises:
+        ConfigError: the analysis makes no sense for these columns.
+        DataError: nodes do not answer, or the analysis has no answer.
+    """
+    value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
+    one = agreed_analysis(value, agreement, len(nodes))
+    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing") / stem_of(one.name)
+    common: dict[str, Any] = {"analysis": one.name, "clients": len(nodes)}
+    greeted = _send(grid, nodes, {**common, "step": GREETING_STEP}, timeout)
+    sizes, flags = ([values[key] for values, _ in greeted] for key in ("rows", "flags"))
+    public, steps = one.public(sizes, dict(enumerate(int(text, 16) for text in flags)), 0), 0
+
+    def ask(question: Question, bounds: Bounds) -> tuple[torch.Tensor, Info]:
+        nonlocal steps
+        step = steps if place is None else len([*place.glob("sum-*.bin")])
+        steps, may_retry = steps + 1, step > 0 and question.name in value.retried
+        nothing = torch.zeros_like(bounds.low)
+        try:
+            form = AnswerForm(bounds, len(nodes))
+        except TooLarge:
+            if not may_retry:
+                raise
+            return nothing, Info(len(nodes), 0, len(nodes), 0)  # too long a step, which no node is asked
+        message = {**common, "step": step, "question": question.encode(), "sizes": sizes, "flags": flags}
+        total, silent = form.zeros, 0
+        for values, records in _send(grid, nodes, message, timeout):
+            vector = tensors_of(records, "answer")["sums"].numpy().astype(np.int64).view(np.uint64)
+            form.decode(vector, 1)
+            total, silent = total + vector, silent + bool(values["silent"])
+        if not silent:
+            numbers, clipped, rows = form.decode(total, len(nodes))
+            return numbers, Info(len(nodes), clipped, 0, rows)
+        if may_retry:
+            return nothing, Info(len(nodes), 0, silent, 0)
+        raise DataError(
+            f"{silent} of {len(nodes)} nodes have no answer to step {step + 1} of the analysis {one.name}; the log of "
+            "each such node has the reason"
+        )
+
+    state, log = run_questions(value, public, ask, place)
+    return AnalysisResult(value, value.result(state), tuple(log), (), value.model(state))
+
+
+def _send(
+    grid: Grid, nodes: Sequence[int], values: Mapping[str, Any], timeout: float
+) -> list[tuple[dict[str, Any], RecordDict]]:
+    """Send a message to every node, and return the replies in the order of the nodes.
+
+    Raises:
+        DataError: a node does not answer, or refuses.
+    """
+    messages = list[Message]()
+    for seat, node in enumerate(nodes):
+        content = RecordDict({VALUES_RECORD: write_values(**values, client=seat)})
+        messages.append(Message(content, dst_node_id=node, message_type=f"query.{ANALYZE_ACTION}"))
+    replies = dict[int, tuple[dict[str, Any], RecordDict]]()
+    for reply in grid.send_and_receive(messages, timeout=timeout):
+        node = reply.metadata.src_node_id
+        try:
+            if reply.has_error():
+                raise WireError(str(reply.error.reason))
+            head = head_of(reply.content)
+            if "error" in head:
+                raise WireError(str(head["error"])[:500])
+        except FedloomError as error:
+            raise DataError(f"node {node} has no answer: {error}") from None
+        replies[node] = head, reply.content
+    if missing := [node for node in nodes if node not in replies]:
+        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s; call it again")
+    return [replies[node] for node in nodes]

@@ -1,0 +1,157 @@
+"""Experiments that decide open headline claims, from a list that was frozen before the first of their seeds ran.
+
+``decide.toml`` lists every open headline claim of the papers' page: those that an experiment may decide, with what it
+costs, and those that are left open, with the reason. An experiment adds seeds to a recorded recipe with the settings
+that were chosen then, or runs a recipe for the first time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fedloom.formats import option
+from fedloom.lab.experiment import Plan
+from fedloom.lab.report import read_runs
+from fedloom.rundir import file_name
+from fedloom.values import Value
+from fedloom_studies.reproduce import Recipe, TimeBudget
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.choices import chosen
+from fedloom_studies.reproduce.execute import Show, experiment
+from fedloom_studies.reproduce.page import earlier
+from fedloom_studies.reproduce.summary import RecipeSummary, wanted_of_claims
+
+
+class Decision(Value):
+    """Experiment for some open headline claims.
+
+    A claim is named ``PAPER | ROW | PROTOCOL``, as in ``papers.toml``.
+    """
+
+    recipe: str
+    seeds: int = Field(ge=1, description="seeds in all, those of the record included")
+    hours: float = Field(ge=0, description="core-hours, estimated from the record before the first seed. 0: only asked")
+    how: str = Field(description="what the experiment adds")
+    scale: Literal["points", "ratio", "gradients", "bytes", "as printed"] = Field(description="scale of the test")
+    looks: tuple[int, ...] = Field(description="numbers of seeds at which the claims are looked at")
+    claims: tuple[str, ...] = Field(min_length=1)
+
+    @property
+    def price(self) -> float:
+        """Core-hours per claim."""
+        return self.hours / len(self.claims)
+
+
+class LeftOpen(Value):
+    """Open headline claims that no experiment of the list decides."""
+
+    why: str
+    claims: tuple[str, ...] = Field(min_length=1)
+
+
+@cache
+def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
+    """Return the experiments, the cheapest per claim first, and what is left open."""
+    document = tomllib.loads(files("fedloom_studies").joinpath("decide.toml").read_text())
+    experiments = sorted((Decision(**one) for one in document["experiment"]), key=lambda one: one.price)
+    return tuple(experiments), tuple(LeftOpen(**one) for one in document["left"])
+
+
+def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
+    """Return the seeds, of so many in all, that lack a figure which the recipe wants now."""
+    wanted = recipe.seeds(count)
+    lacking = set[int]()
+    for variant, document in recipe.at(summary.scale).items():
+        recorded = summary.numbers.get(variant, {})
+        seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
+        lacking |= {*wanted} - seeds_known
+        if any(ref not in recorded for ref in wanted_of_claims(recipe, document)):
+            lacking |= {*wanted}
+    return [seed for seed in wanted if seed in lacking]
+
+
+def add_seeds(
+    recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
+    workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
+) -> RecipeSummary | None:  # fmt: skip
+    """Run seeds with the settings that a record chose, and return the record with them. None where time was over.
+
+    Args:
+        recipe: of the record.
+        summary: the record.
+        seeds: what to run.
+        out: folder of the run directories, which a second call resumes.
+        data_dir: folder of data sets.
+        workers: processes.
+        budget: time that may be spent.
+        show: shows progress.
+    """
+    budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
+    for variant, document in recipe.at(summary.scale, seeds).items():
+        choices: Mapping[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
+        where, folder = f"recipe {recipe.name}, {variant}", out / file_name(variant)
+        plan = Plan(experiment(chosen(document, choices), where, workers), folder, data_dir)
+        with summaries.count_spent_time(out, variant), show(plan.rounds) as listener:
+            outcomes = plan.run(listener, budget, page=False)
+        if any(outcome.status == "interrupted" for outcome in outcomes):
+            return None
+        (run,) = read_runs([folder])
+        numbers[variant] = merge_seeds(numbers.get(variant, {}), summaries.numbers_of(recipe, document, run))
+        failures += [
+            f"{variant}: {r.method}, seed {r.seed}: {r.reason}" for r in run.summary.runs if r.status != "done"
+        ]
+    every = recipe.ordered({str(seed) for seed in (*summary.seeds, *seeds)})
+    return replace(
+        summary, numbers=numbers, seeds=[int(seed) for seed in every], failures=failures,
+        minutes=round(summary.minutes + sum(summaries.spent(out).values()) / 60, 2),
+        date=datetime.date.today().isoformat(), machine=summaries.machine(), commit=summaries.commit(),
+        command=f"{summary.command.partition(' --seeds')[0]} --decide",
+    )  # fmt: skip
+
+
+def merge_seeds(
+    old: Mapping[str, Mapping[str, float | None]], new: Mapping[str, Mapping[str, float | None]]
+) -> dict[str, dict[str, float | None]]:
+    """Merge figures by seed. A seed that was run again has its new figures."""
+    return {
+        reference: dict(
+            sorted({**old.get(reference, {}), **new.get(reference, {})}.items(), key=lambda item: int(item[0]))
+        )
+        for reference in dict.fromkeys([*old, *new])
+    }
+
+
+def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
+    """Whether seeds can be added to a record. Else the recipe is run as it stands."""
+    return summary is not None and summary.complete and not earlier(recipe, summary)
+
+
+def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> bool:
+    """Whether a record has what an experiment adds."""
+    return summary is not None and can_extend(recipe, summary) and not seeds_to_run(recipe, summary, one.seeds)
+
+
+def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
+    """Yield a row per experiment: recipe, what it adds, core-hours, claims, state."""
+    experiments, left = decisions()
+    for one in experiments:
+        summary = summaries.read_summary(results, one.recipe, "laptop")
+        state = "done" if is_done(one, recipes[one.recipe], summary) else "open"
+        yield one.recipe, one.how, option(one.hours), str(len(one.claims)), state
+    for more in left:
+        yield "-", more.why, "-", str(len(more.claims)), "left open"
+
+
+def total_hours() -> float:
+    """Core-hours of all experiments."""
+    return math.fsum(one.hours for one in decisions()[0])

@@ -1,0 +1,253 @@
+"""The page of others' tables: every printed figure beside fedloom's, and the verdicts of the fair tests.
+
+A cell is exact where fedloom's mean has the printed digits, and close up to the table's own limit. Beyond the limit the
+spread over seeds explains a cell within two standard errors, and a sentence of the recipe explains any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.formats import fixed
+from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce.cells import TableCell, cells
+from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.marks import count_claims
+from fedloom_studies.reproduce.page import earlier, interval, last, plot, recipe_page, state
+from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
+from fedloom_studies.reproduce.recipe import Recipe
+from fedloom_studies.reproduce.summary import RecipeSummary
+from fedloom_studies.store import read_document
+
+EXACT_COX_FILE = "brca-cox.json"
+"""Beside the summaries: concordances of the exact Cox regression, which `studies/scripts/brca_cox` writes."""
+AFL_LOOPS_FILE = "afl-adult.json"
+"""Beside the summaries: the public code's loops on adult in numpy, which `studies/scripts/afl_adult` repeats."""
+COX_TABLE = "FLamby, Fed-TCGA-BRCA"
+LOOPS_TABLE = "q-FFL against AFL, UCI adult"
+Figures = Mapping[str, Mapping[str, float]]
+OTHERS_TEXT = """# Tables of others
+
+These tables were printed by other programs, on data that anybody can fetch. fedloom repeats each with its authors'
+data, split, seeds and settings. Then it asks the same question in a fair test. The page is generated from recorded
+runs.
+
+Two commands repeat the first table in about two minutes. The first fetches four files of UCI, 70 kB in all:
+
+<!-- not run: fetches files -->
+```sh
+fedloom data heart --data-dir DATA --fetch
+fedloom reproduce flamby-heart --data-dir DATA
+```
+"""
+WORDS_TEXT = """## How cells are called
+
+| word | meaning |
+|---|---|
+| *exact* | the mean over seeds has the printed digits |
+| *close* | it differs by at most the table's limit, which stands beside the count |
+| *spread* | it differs by more, and by at most two standard errors of both means |
+| *explained* | it differs by more than this, for the reason below the table |
+
+Cells without a printed figure are not counted. A [verdict](papers.md#how-claims-are-judged) of a fair test is by the
+rules of the papers' page.
+"""
+
+
+class CellWord(StrEnum):
+    """Name the words for a cell beside a printed figure. OPEN: nothing explains the difference."""
+
+    EXACT = "exact"
+    CLOSE = "close"
+    SPREAD = "spread"
+    EXPLAINED = "explained"
+    OPEN = "open"
+
+
+def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
+    """Return the word for a cell, or None where the table prints no figure or no run has one."""
+    if cell.paper is None or not np.isfinite(cell.mean):
+        return None
+    gap = abs(cell.mean - cell.paper)
+    digit = 0.001 if recipe.paper.percent else 0.0001
+    if gap <= digit / 2 + 1e-9:
+        return CellWord.EXACT
+    if gap <= recipe.paper.gap_limit:
+        return CellWord.CLOSE
+    if cell.verdict.startswith("within"):
+        return CellWord.SPREAD
+    return CellWord.EXPLAINED if cell.column in recipe.paper.explained else CellWord.OPEN
+
+
+def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
+    """Collect the recipes of every table of others, as published first."""
+    by_table: dict[str, list[Recipe]] = {}
+    for recipe in recipes.values():
+        if recipe.paper.table:
+            by_table.setdefault(recipe.paper.table, []).append(recipe)
+    return {table: sorted(group, key=lambda r: r.paper.mode != "published") for table, group in by_table.items()}
+
+
+def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of every file: "" for the page of all tables, else the page or figure of a recipe.
+
+    Raises:
+        RunDirError: a file in ``results`` is not a summary.
+    """
+    groups = tables(recipes)
+    summaries = {one.name: last(one, results) for group in groups.values() for one in group}
+    beside = {COX_TABLE: EXACT_COX_FILE, LOOPS_TABLE: AFL_LOOPS_FILE}
+    yield "", overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
+    for group in groups.values():
+        for one in group:
+            yield f"{one.name}.md", recipe_page(one, summaries[one.name])
+            if figure := plot(one, summaries[one.name]):
+                yield f"{one.name}.svg", figure
+
+
+Summaries = Mapping[str, RecipeSummary | None]
+
+
+def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
+    """Render the page of all tables, with figures that stand beside some of them."""
+    lines = [OTHERS_TEXT, "| table | cells | the fair test |", "|---|---|---|"]
+    for table, group in groups.items():
+        published, fair = _split(group)
+        counted = "; ".join(_count(one, summaries[one.name]) for one in published)
+        verdicts = "; ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "not asked"
+        lines.append(f"| [{table}](#{_anchor(table)}) | {counted} | {verdicts} |")
+    lines.append("")
+    for table, group in groups.items():
+        lines += [f"## {table}", ""]
+        for one in group:
+            lines += _section(one, summaries[one.name])
+        if beside.get(table):
+            lines += {COX_TABLE: _exact_cox, LOOPS_TABLE: _loops}[table](beside[table])
+    return "\n".join([*lines, WORDS_TEXT]).rstrip() + "\n"
+
+
+def _split(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
+    """Split the recipes of a table into the published ones and the fair tests."""
+    return [one for one in group if one.paper.mode == "published"], [one for one in group if one.paper.mode == "fair"]
+
+
+def _current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary | None:
+    return None if summary is None or earlier(recipe, summary) or not summary.complete else summary
+
+
+def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
+    """Return the word for every printed cell of a recipe that was run, by column."""
+    done = _current(recipe, summary)
+    shown = cells(recipe, done.numbers, compare=True) if done else []
+    return {cell.column: word for cell in shown if (word := name_cell(recipe, cell))}
+
+
+def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    words = list(words_of(recipe, summary).values())
+    if not words:
+        return state(recipe, _current(recipe, summary))
+    counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
+    return f"{counts} of {len(words)} (limit {_limit(recipe)})"
+
+
+def _limit(recipe: Recipe) -> str:
+    of = unit(recipe.paper.figure)
+    return of.difference(recipe.paper.gap_limit).removeprefix("+")
+
+
+def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    done = _current(recipe, summary)
+    if done is None:
+        return state(recipe, done)
+    words = [one.words for one in judge.claims(recipe, done.numbers)]
+    counted = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
+    best = max(_means(recipe, done).items(), key=lambda item: item[1])
+    top = f"best mean {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
+    return f"{top}; of {len(words)} claims {counted}"
+
+
+def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
+    """Return the mean of every column in the table's own figure."""
+    shown = cells(recipe, summary.numbers, compare=False)
+    return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
+
+
+def _name_cell_row(column: str) -> str:
+    return column.partition(", ")[0]
+
+
+def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
+    """Render a recipe: its protocol, a row per method, what explains cells, and its verdicts."""
+    done, paper = _current(recipe, summary), recipe.paper
+    link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
+    if paper.mode == "fair":
+        yield from (
+            f"**In a fair test** ({link}), every method searches equally many settings by validation data.",
+            "",
+        )
+    else:
+        yield from (f"**As published** ({link}): {paper.protocol}", "")
+    if done is None:
+        yield from (f"This recipe is {state(recipe, done)}.", "")
+        return
+    shown = cells(recipe, done.numbers, compare=True)
+    by_row: dict[str, dict[str, str]] = {}
+    for cell in shown:
+        row, _, column = cell.column.partition(", ")
+        by_row.setdefault(row, {})[column] = _show(recipe, cell)
+    columns = list(dict.fromkeys(column for row in by_row.values() for column in row))
+    yield from ('<div class="narrow" markdown="1">', "")
+    yield f"| fedloom / printed | {' | '.join(column or 'mean' for column in columns)} |"
+    yield f"|{'---|' * (len(columns) + 1)}"
+    for row, by_column in by_row.items():
+        yield f"| {row} | {' | '.join(by_column.get(column, '-') for column in columns)} |"
+    yield from ("", "</div>", "")
+    for column, word in words_of(recipe, summary).items():
+        if word is CellWord.EXPLAINED:
+            yield f"- {column}: {paper.explained[column]}."
+    verdicts = judge.claims(recipe, done.numbers)
+    if verdicts:
+        yield from ("", "| claim | verdict | least difference |", "|---|---|---|")
+    for one in verdicts:
+        number = f"{interval(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
+        yield f"| {one.claim.text} | {one.words} | {number} |"
+    yield ""
+
+
+def _show(recipe: Recipe, cell: TableCell) -> str:
+    """Render fedloom's figure, the printed one and the word for both."""
+    scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
+    text = fixed(scale * cell.mean, digits)
+    word = name_cell(recipe, cell)
+    return text if word is None or cell.paper is None else f"{text} / {fixed(scale * cell.paper, digits)} {word}"
+
+
+def _loops(loops: Figures) -> Iterator[str]:
+    """Render the figures of the public code's loops."""
+    parts = list(next(iter(loops.values())))
+    yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
+    yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
+    for name, by_part in loops.items():
+        yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
+    yield ""
+
+
+def _exact_cox(cox: Figures) -> Iterator[str]:
+    """Render the exact Cox regression beside the table."""
+    regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
+    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients by sums, in a few rounds and without a "
+                "step size. Seven pairs of the 39 columns depend on each other, so the fit has a ridge, whose strength "
+                "is the cross-validated one of the training patients.", "")  # fmt: skip
+    yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
+    for kind, by_part in cox.items():
+        yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"
+    yield ""
+
+
+def _anchor(title: str) -> str:
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -")
+    return kept.replace(" ", "-")

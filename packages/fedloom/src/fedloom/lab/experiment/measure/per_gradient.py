@@ -1,0 +1,156 @@
+"""Measure what a gradient costs with every method, relative to FedAvg in the same run, and where the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.errors import FedloomError
+from fedloom.lab.experiment.measure.cost import Round, play
+from fedloom.processes.clients import CLIENT_COUNTS
+from fedloom.processes.pool import Workers
+
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+BLOCK_COUNT = 4
+"""Blocks of rounds. Each has all methods one after another, so that a slow moment of the machine meets all of them."""
+
+
+class GradientCost(NamedTuple):
+    """Processor time of a method per sample whose gradient it takes, without the first round and without evaluation.
+
+    Attributes:
+        method: label.
+        seconds: per gradient.
+        clients: time at the clients, in units of FedAvg's time per gradient.
+        server: all other time: the server's step, messages, and the clients' stored rows, in the same units.
+        forward: samples that are passed forward without a gradient, per gradient.
+        oracle: how the gradients are computed. Terms that the compiled kernels lack are computed by PyTorch.
+        reason: why the method has no figures. Empty otherwise.
+    """
+
+    method: str
+    seconds: float = float("nan")
+    clients: float = float("nan")
+    server: float = float("nan")
+    forward: float = float("nan")
+    oracle: str = ""
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Time per gradient relative to FedAvg."""
+        return self.clients + self.server
+
+
+@dataclass
+class TimedWorkers:
+    """Workers of this process, with the processor time that they take."""
+
+    workers: Workers
+    seconds: float = field(default=0.0, init=False)
+
+    def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
+        """See `fedloom.processes.pool.Workers`."""
+        results = iter(self.workers.map(handler, shared, tasks))
+        while True:
+            start = time.process_time()
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.process_time() - start
+            yield result
+
+    def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """See `fedloom.processes.pool.Workers`."""
+        return self.workers.call_once(ids, call)
+
+
+class _Block(NamedTuple):
+    """Seconds at clients and elsewhere per gradient, and forward samples per gradient, in some rounds of a method."""
+
+    clients: float
+    server: float
+    forward: float
+    oracle: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per gradient."""
+        return self.clients + self.server
+
+
+def measure_per_gradient(
+    settings: Sequence[tuple[str, Setting]], fed: Federation, fedavg: Setting, rounds: int
+) -> list[GradientCost]:
+    """Measure methods in this process, with one worker.
+
+    Args:
+        settings: label and run of every method.
+        fed: the clients.
+        fedavg: the run of FedAvg that all others are compared with.
+        rounds: rounds of a block, after one that is not measured.
+
+    Returns:
+        A row for each method, of its fastest block relative to FedAvg's: whatever disturbs a block makes it slower.
+    """
+    blocks: dict[str, list[_Block]] = {label: [] for label, _ in settings}
+    base, reasons = list[_Block](), dict[str, str]()
+    for _ in range(BLOCK_COUNT):
+        for label, setting in [("", fedavg), *settings]:
+            if label in reasons:
+                continue
+            try:
+                block = _measure_block(setting, fed, rounds)
+            except FedloomError as error:
+                if not label:
+                    raise
+                reasons[label] = str(error)
+                continue
+            if block is None:
+                reasons[label] = "no gradient in these rounds"
+            else:
+                (blocks[label] if label else base).append(block)
+    whole = min(one.seconds for one in base)
+    costs = list[GradientCost]()
+    for label, _ in settings:
+        if label in reasons:
+            costs.append(GradientCost(label, reason=reasons[label]))
+            continue
+        best = min(blocks[label], key=lambda one: one.seconds)
+        parts = (best.clients / whole, best.server / whole)
+        costs.append(GradientCost(label, best.seconds, *parts, best.forward, best.oracle))
+    return costs
+
+
+def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | None:
+    """Play a round, then measure some. None if they take no gradient."""
+    timed: list[TimedWorkers] = []
+
+    def through(workers: Workers) -> Workers:
+        timed.append(TimedWorkers(workers))
+        return timed[-1]
+
+    alone = setting.with_(engine=setting.engine.with_(workers=1))
+    with closing(play(alone, fed, time.process_time, through)) as game:
+        played: list[Round] = [*islice(game, rounds + 1)]
+    totals = played[-1].state.totals - played[0].state.totals
+    counts = dict(zip(CLIENT_COUNTS, totals.tolist(), strict=False))
+    gradients = counts["samples_backward"]
+    if not gradients:
+        return None
+    whole = sum(one.cost.seconds or 0.0 for one in played[1:])
+    clients = sum(one.seconds for one in timed[1:])
+    forward = counts["samples_forward"] / gradients
+    return _Block(clients / gradients, (whole - clients) / gradients, forward, played[0].job.oracle.name)
