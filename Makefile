@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := $(wildcard packages/*/pyproject.toml) requirements-dev.txt constraints.txt
 
-.PHONY: help demo test test-full test-deploy check check-fast docs mutants lock sbom image clean
+.PHONY: help demo test test-full test-deploy test-faults check check-fast docs mutants lock sbom image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -21,6 +21,9 @@ test-full: $(VENV)/.dev-ready ## the same with the slow tests
 
 test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS; needs nginx: apt-get install nginx
 	$(BIN)/python -m pytest -q -m deploy --timeout 900 packages/fedloom-sites/tests/deploy
+
+test-faults: $(VENV)/.dev-ready ## every fault at every operation of small runs, an hour at most; run it again to go on
+	$(BIN)/python -m pytest -q -m faults tests/faults
 
 check: test
 

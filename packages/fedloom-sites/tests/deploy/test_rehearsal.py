@@ -101,6 +101,15 @@ def test_without_masks_the_server_reads_the_upload_and_samples(tmp_path: Path) -
     assert messages.overdraw_epsilon(noisy).verdict == "stopped"
 
 
+def test_noise_that_is_accounted_for_may_be_in_any_sums(tmp_path: Path) -> None:
+    """Sums with noise are of any sites: a difference shows what epsilon counts, so the row is not red."""
+    noise = {"aggregator": {"kind": "private-mean", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+    site = rehearsed(secured(tmp_path, "fedavg", 3, **FEW, **noise))
+    for attack in (sums.leave_one_by_one, sums.compare_neighbors):
+        outcome = attack(site)
+        assert (outcome.verdict, outcome.rule) == ("remains", "epsilon counts each round")
+
+
 def test_groups_of_few_rows_turn_their_row_red(tmp_path: Path) -> None:
     cells = "".join(f"{k % 7},{k % 5},{'ab'[k % 30 < 2]},{k % 2}\n" for k in range(600))
     tmp_path.mkdir(exist_ok=True)

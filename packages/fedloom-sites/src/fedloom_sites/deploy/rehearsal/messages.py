@@ -160,7 +160,8 @@ def _status_of(rogue: RogueServer, c: int, message: Message) -> str:
     if reply_head["status"] == "ok" or arrays:
         return "ok"
     rogue.refused.append(reason)
-    return "ok" if "Traceback" in reason or direction_in(reason) or "\x1b" in reason else "refused"
+    is_sentence = reason.isprintable() and not direction_in(reason) and "Traceback" not in reason
+    return "refused" if is_sentence else "ok"
 
 
 def _files_of(folder: Path) -> set[str]:

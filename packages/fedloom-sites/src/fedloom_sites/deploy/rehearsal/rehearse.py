@@ -37,13 +37,14 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
         A row for each attack. An attack that fails by itself is a row of the verdict OPEN: it has shown nothing.
 
     Raises:
-        FedloomError: the experiment or the data cannot be read.
+        FedloomError: the experiment or the data cannot be read, or no run can be made of them.
         ConfigError: the site has no training samples.
     """
     with TemporaryDirectory(prefix="fedloom-rehearsal-") as folder:
         copies = RehearsedSite(site, Path(folder))
         if not copies.sizes[0]:
             raise ConfigError(f"site {site.site} has no training samples, so there is nothing to rehearse with")
+        _ = copies.copy().trainer.job
         for name, attack in ATTACKS:
             yield AttackRow(name, _play(copies, attack))
 

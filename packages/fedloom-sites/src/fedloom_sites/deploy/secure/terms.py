@@ -192,8 +192,14 @@ def read_terms(message: bytes) -> Terms:
         if len(message) > MAX_TERMS_BYTES:
             raise ValueError("too long")
         return Terms.model_validate_json(message, strict=False)
-    except (ValidationError, ValueError) as error:
-        raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise WireError(
+            f"the terms of a session cannot be read: {where and f'{where}: '}{first['msg']}"[:300]
+        ) from None
+    except ValueError as error:
+        raise WireError(f"the terms of a session cannot be read: {error}"[:300]) from None
 
 
 def check_summands(
