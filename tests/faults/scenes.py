@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
     "rounds": 2,
     "seeds": [0],
     "data": {"source": "digits"},
-    "partition": {"kind": "iid", "clients": 3, "keep": 12},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 12},
     "model": {"kind": "softmax"},
     "local": {"steps": 1},
     "engine": {"workers": 1, "checkpoint_every": 1e-9},
@@ -40,7 +40,7 @@ source = "digits"
 [partition]
 kind = "iid"
 clients = 3
-keep = 12
+max_train_per_client = 12
 [model]
 kind = "softmax"
 [local]
@@ -54,7 +54,7 @@ algorithm = "fedavg"
 """
 RECIPE: dict[str, Any] = {
     **{key: value for key, value in RUN.items() if key not in ("engine", "method")},
-    "weights": "uniform",
+    "client_weights": "uniform",
     "method": [{"algorithm": "fedavg"}],
     "paper": {
         "title": "A test", "protocol": "none", "order": 1, "columns": {"a": "fedavg: global"}, "cells": {},
@@ -64,7 +64,7 @@ RECIPE: dict[str, Any] = {
     "scale": {"laptop": {}, "full": {}},
 }  # fmt: skip
 SITES: dict[str, Any] = {
-    "partition": {"kind": "iid", "clients": 3, "keep": 12}, "rounds": 2, "evaluate": {"every": 2},
+    "partition": {"kind": "iid", "clients": 3, "max_train_per_client": 12}, "rounds": 2, "evaluate": {"every": 2},
     "local": {"steps": 1},
 }  # fmt: skip
 
