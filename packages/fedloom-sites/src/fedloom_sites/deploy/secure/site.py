@@ -40,15 +40,15 @@ class MaskedAnswers:
         key: its signing key.
         trainer: its training and its scores.
         folder: of its state in this experiment.
-        asked: models that it has answered.
+        budget: models that it has answered.
     """
 
-    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, asked: AskedModels) -> None:
+    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
         self._analyses = SiteAnalyses(trainer, folder, lambda: bits_before(trainer.job, self._groups.sums.groups))
-        self._asked = asked
+        self._asked = budget
         self._last: tuple[object, Job] | None = None
         self._numbers = 0
 
