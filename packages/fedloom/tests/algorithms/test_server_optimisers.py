@@ -156,7 +156,7 @@ def test_equal_steps_are_fedavg_for_any_weights(seed: int) -> None:
 @SEEDS
 def test_equation_8(seed: int) -> None:
     p, ids = Problem.random(seed), [0, 2, 3]
-    (after,) = run(FedNova(), p, 1, noise=0.0, cohorts=[ids], aggregation_weights=SamplesWeigher())[1:]
+    (after,) = run(FedNova(), p, 1, noise=0.0, cohorts=[ids], weigher=SamplesWeigher())[1:]
     share = p.sizes[ids].double() / p.sizes[ids].sum()
     tau = torch.tensor([SGD.batches(size) for size in p.sizes[ids].tolist()], dtype=torch.float64)
     w = p.descent(p.x0, torch.tensor([[SGD.batches(size)] for size in p.sizes.tolist()]), 0.1)[ids]
