@@ -163,7 +163,7 @@ def main() -> str | int:
                 with watch_others() as others:
                     found = {way: seconds(name, clients, way, precision, given) for way in ways}
                 cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
-                cells += [f"{found['stacked'][1]:.2f}", f"{found['looped'][0] / found['stacked'][0]:.2f}"]
+                cells += [f"{found['vmap'][1]:.2f}", f"{found['loop'][0] / found['vmap'][0]:.2f}"]
                 mark = " disturbed" if others.cores > MAX_FOREIGN_CORES else ""
                 print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |{mark}", flush=True)
     return 0

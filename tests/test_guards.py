@@ -78,11 +78,11 @@ def test_claims_are_on_their_page_and_their_tests_are_there() -> None:
     for heading, claims in CLAIMS.items():
         for words, claim in claims.items():
             assert sum(words in text for where, text in texts if where == heading) == 1, (heading, words)
-            for file, _, name in (one.partition("::") for one in tests_of(claim)):
+            for file, _, name in (one.partition("::") for one in claimed_tests(claim)):
                 assert name in functions_of(file), (words, name)
 
 
-def tests_of(claim: Claim) -> list[str]:
+def claimed_tests(claim: Claim) -> list[str]:
     return [] if isinstance(claim, str) else claim["tests"] if isinstance(claim, dict) else claim
 
 

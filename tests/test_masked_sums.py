@@ -69,8 +69,8 @@ def clients(seed: int, task: str, scale: float) -> fl.Dataset:
 ANALYSES: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("glm", "regression", {}, ["coefficient"]), ("glm", "count", {}, ["coefficient"]),
     ("glm", "binary", {}, ["coefficient"]), ("glm", "binary", {"penalty": "ridge", "strength": 0.1}, ["coefficient"]),
-    ("ridge", "regression", {"strength": 0.1, "largest": 1e7}, ["coefficient"]),
-    ("ridge", "binary", {"largest": 1e7}, ["coefficient"]),
+    ("ridge", "regression", {"strength": 0.1, "max_input": 1e7}, ["coefficient"]),
+    ("ridge", "binary", {"max_input": 1e7}, ["coefficient"]),
     ("table-1", "binary", {"bins": 10}, ["mean", "deviation"]),
     ("cox", "survival", {"stratify": True, "min_events": 2}, ["coefficient"]),
     ("cox", "survival", {"width": 10.0, "min_events": 2, "penalty": "ridge", "strength": 0.05}, ["coefficient"]),

@@ -554,9 +554,9 @@ KINDS_OF_DATA = {
 }  # fmt: skip
 
 
-BY_CLASS = ("clusters", "concept", "dirichlet", "few", "hybrid", "shards")
+BY_CLASS = ("clusters", "label-swap", "dirichlet", "femnist-fedprox", "mixed", "shards")
 REFUSALS: dict[str, dict[str, str]] = {
-    "tokens": {"quality": "needs samples that are numbers", "rotated": "needs images"},
+    "tokens": {"feature-noise": "needs samples that are numbers", "rotated": "needs images"},
     "numbers": {"rotated": "needs images", **dict.fromkeys(BY_CLASS, "splits by class")},
 }
 

@@ -196,5 +196,7 @@ def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:
     )
     (tmp_path / "t.toml").write_text(text)
     assert "marker separates the rows: its coefficient rises" in call("glm", tmp_path / "t.toml", code=2)
-    (tmp_path / "t.toml").write_text(text.replace('users = "site"', 'users = "site"\ndrop = ["marker"]'))
+    (tmp_path / "t.toml").write_text(
+        text.replace('client_column = "site"', 'client_column = "site"\ndrop = ["marker"]')
+    )
     assert "logistic regression" in call("glm", tmp_path / "t.toml")

@@ -384,7 +384,7 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
         fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
     with pytest.raises(ConfigError, match="at most 10000 bins"):
         agreement_on(sites, 1e-9, 1, "efron")
-    said = call("cox", run / "rossi.toml", "--bins", "8", "--least", "3")
+    said = call("cox", run / "rossi.toml", "--bins", "8", "--min-events", "3")
     assert "of 114 events are censored" in said
     assert "with exact times" in said
     assert "leave one out" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)

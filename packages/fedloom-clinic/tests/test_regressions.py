@@ -89,7 +89,7 @@ def test_binned_cox_is_the_fit_of_masked_sums_bit_by_bit() -> None:
     assert table["standard_error"].to_pylist() == want.se.tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"width": 5.0, "least": 1}, {"stratify": True, "least": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"width": 5.0, "min_events": 1}, {"stratify": True, "min_events": 1}], ids=str)
 def test_cox_obeys_the_laws(options: dict[str, float]) -> None:
     shown = ["union"] if "stratify" in options else []  # two baselines are no sum of one
     fl.testing.check_analysis(Cox(**options), survival(tied=True), without=shown)
@@ -158,7 +158,7 @@ def test_bins_are_merged_until_enough_clients_have_events_in_each() -> None:
     assert merged.table["events"][0].as_py() >= free.table["events"][0].as_py()
 
 
-@pytest.mark.parametrize("options", [{}, {"stratify": True, "least": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stratify": True, "min_events": 1}], ids=str)
 def test_a_ridge_is_that_of_the_fit_with_rows_in_hand(options: dict[str, float]) -> None:
     data = survival(tied=True)
     parts = [(data.x[data.users == k].numpy(), data.y[data.users == k].numpy()) for k in range(3)]

@@ -191,7 +191,8 @@ def test_the_model_too_and_what_is_no_path_is_none(folder, monkeypatch):
 
 def test_init_tells(folder):
     (folder / "e.toml").write_text(
-        'name = "mine"\nrounds = 1\ndata = {source = "digits"}\npartition = {kind = "iid", clients = 2, keep = 30}\n'
+        'name = "mine"\nrounds = 1\ndata = {source = "digits"}\n'
+        'partition = {kind = "iid", clients = 2, max_train_per_client = 30}\n'
         'method = [{algorithm = "method_of_mine:Mine"}]\nlocal = {lr = 0.1}\n'
     )
     done = CliRunner().invoke(app, ["deploy", "init", "e.toml", "--out", "out", "--norm-bound", "7.5"])

@@ -50,8 +50,8 @@ RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FO
 
 EXPERIMENT_TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation",
-    "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "early_stop",
-    "engine", "tune",
+    "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
+    "early_stop", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 

@@ -111,7 +111,7 @@ def test_neither_scores_nor_workers_change_what_a_normalised_network_learns(name
     results = list[Result]()
 
     def train(every: int, workers: int) -> None:
-        evaluate, engine = {"every": every, "parts": ("train",)}, {"chunk": 2, "workers": workers}
+        evaluate, engine = {"every": every, "parts": ("train",)}, {"clients_per_batch": 2, "workers": workers}
         settings: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1, "batch_size": 8}}
         results.append(fl.simulate(REGISTRY[name](), digits(), Normed(), evaluate=evaluate, engine=engine, **settings))
 

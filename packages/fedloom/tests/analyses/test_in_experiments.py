@@ -31,7 +31,7 @@ OLD = [
     ("evaluate", "confusion", True, {"kind": "confusion"}),
     ("evaluate", "tsne", [0, 2], {"kind": "tsne", "clients": [0, 2]}),
     ("evaluate", "groups", ["sex"], {"kind": "groups", "by": ["sex"]}),
-    ("evaluate", "group_least", 5, {"kind": "groups", "least": 5}),
+    ("evaluate", "group_least", 5, {"kind": "groups", "min_rows": 5}),
     ("evaluate", "predictions", True, {"kind": "predictions"}),
     ("evaluate", "importance", True, {"kind": "importance"}),
     ("evaluate", "references", True, {"kind": "references"}),
@@ -70,7 +70,7 @@ def test_an_old_key_is_an_error_with_the_new_form_at_every_door(
 def test_a_recorded_document_has_the_new_form(table: str, key: str, value: Any, analysis: dict[str, Any]) -> None:
     recorded = {table: {key: value, "every": 3}, "seeds": [0]}
     if key == "group_least":
-        recorded[table]["groups"], analysis = ["sex"], {"kind": "groups", "by": ["sex"], "least": value}
+        recorded[table]["groups"], analysis = ["sex"], {"kind": "groups", "by": ["sex"], "min_rows": value}
     normal = move_analyses(recorded)
     assert normal == {table: {"every": 3}, "seeds": [0], "analysis": [analysis]}
     assert move_analyses(normal) == normal
@@ -195,7 +195,7 @@ def test_the_command_prints_the_answer_and_takes_the_options_of_the_file(tmp_pat
     for options, bins in (((), 4), (("--set", "bins=10"), 10)):
         (_, *_, last) = fl.analyze(kind, clients, column="dose", bins=bins).table["value"].to_pylist()
         assert f"{last:.4g}" in call("analyze", kind, file, *options)
-    assert "no row has a number" in call("analyze", kind, file, "--rule", "least=30", code=2)
+    assert "no row has a number" in call("analyze", kind, file, "--rule", "min_subjects=30", code=2)
     assert "unknown key 'lest'" in call("analyze", kind, file, "--rule", "lest=3", code=2)
     assert "did you mean 'confusion'" in call("analyze", "confuson", file, code=2)
 

@@ -385,5 +385,5 @@ def test_a_class_that_only_the_test_part_of_a_client_has_is_said_in_the_report(t
     said = [w for w in warnings if "first: client 'blind', 2 test samples of class '0'" in w]
     assert said, warnings
     assert said[0].startswith("data, seed 0: clients tested on a class that they have no training sample of: 1")
-    assert "data, seed 0: 1 of 3 writers have no training sample and are left out" in warnings
+    assert "data, seed 0: 1 of 3 natural clients have no training sample and are left out" in warnings
     assert "no training sample of" in (tmp_path / "out" / "report.html").read_text()

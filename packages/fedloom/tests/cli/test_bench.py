@@ -115,7 +115,7 @@ def test_only_what_is_asked_for_is_measured_beside_what_is_picked(file: Path) ->
 
 
 def test_what_is_picked_is_what_a_run_takes() -> None:
-    asked = experiment(oracle="loop", workers=2)
+    asked = experiment(gradient_engine="loop", workers=2)
     asked = parse({**asked.settings(), "method": [{"algorithm": "fedavg"}], "seeds": [0]})
     plan = Bench(asked)
     method = asked.methods[0]

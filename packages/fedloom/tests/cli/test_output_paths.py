@@ -38,6 +38,7 @@ algorithm = "ditto"
 """
 
 READ = {
+    "advise": {"file", "data_dir"},
     "analyze": {"file", "data_dir"},
     "bench": {"file", "data_dir"},
     "cox": {"file", "data_dir"},
@@ -58,6 +59,8 @@ READ = {
     "deploy init": {"file", "data_dir", "home", "programs"},  # the last two are of other machines
     "deploy analyze": {"file", "data_dir"},
     "deploy check": {"site"},
+    "deploy rehearse": {"site"},
+    "deploy stop": {"folder"},
     "deploy local": {"directory"},
     "deploy status": {"folder"},
     "deploy renew": {"directory"},  # these change the deployment that they are given
@@ -85,6 +88,7 @@ FILES: dict[tuple[str, str], tuple[list[str], str]] = {
 }
 """A call for every option that names a file to write, and a name that such a file could have."""
 FOLDERS: dict[tuple[str, str], list[str]] = {
+    ("advise", "out"): ["advise", "EXPERIMENT", "--out", "X"],
     ("run", "out"): ["run", "EXPERIMENT", "--out", "X"],
     ("merge", "out"): ["merge", "RUN", "--out", "X"],
     ("tune", "out"): ["tune", "EXPERIMENT", "--out", "X"],

@@ -227,9 +227,9 @@ def test_a_dry_run_leaves_a_run_directory_as_it_is(file: Path, tmp_path: Path) -
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert call("run", file, "--out", out, "--method", "fedavg", "--dry-run", "--force").exit_code == 0
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    refused = call("run", file, "--out", out, "--dry-run", "--set", "partition.beta=0.1")
+    refused = call("run", file, "--out", out, "--dry-run", "--set", "partition.alpha=0.1")
     assert refused.exit_code == 2
-    assert "partition.beta" in refused.stderr
+    assert "partition.alpha" in refused.stderr
 
 
 @pytest.mark.parametrize("look", [["--dry-run"], []])

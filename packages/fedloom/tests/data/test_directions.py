@@ -49,7 +49,7 @@ ENTRANCES: dict[str, Callable[[Path, str], object]] = {
     "a label of a file": lambda f, m: csv(f, frame(m, y=["no", "y" + m + "es"] * 2)),
     "a level of a file": lambda f, m: csv(f, frame(m, sex=["f", "m" + m] * 2)),
     "a column of a file": lambda f, m: csv(f, frame(m, **{m + "b": [1.0, 2, 3, 4]})),
-    "a user of a file": lambda f, m: csv(f, frame(m, site=["A", "B" + m] * 2), users="site"),
+    "a user of a file": lambda f, m: csv(f, frame(m, site=["A", "B" + m] * 2), client_column="site"),
     "a column that is agreed on": lambda _, m: agreement(column=[{"name": "ag" + m + "e"}]),
     "a level that is agreed on": lambda _, m: agreement(
         column=[{"name": "sex", "type": "level", "levels": ["f", "m" + m]}]

@@ -25,7 +25,9 @@ from fedloom.lab.cli import app
 from tests.data.files import as_tar, as_zip, idx, idx_files, png, records
 
 pytest.importorskip("pooch")
-FORMATS = {"csv", "images", "leaf", "npy", "npz", "parquet", "texts"}
+FORMATS = {
+    "csv", "excel", "feather", "images", "jsonl", "leaf", "npy", "npz", "parquet", "statistics", "texts",
+}  # fmt: skip
 """Sources of files of one's own."""
 
 

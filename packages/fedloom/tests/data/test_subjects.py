@@ -25,19 +25,22 @@ from fedloom.errors import ConfigError, DataError, PartitionError, Refused
 CLASSES, SITES = 10, 6
 BASES: dict[str, dict[str, Any]] = {
     "clusters": {"classes": (4, 6), "sizes": (2, 2)},
-    "column": {"column": "site"},
-    "concept": {"clients": 4},
+    "by-column": {"column": "site"},
+    "label-swap": {"clients": 4},
     "dirichlet": {"clients": 4, "beta": 1.0},
-    "few": {"clients": 6, "mean": 1.0},
-    "hybrid": {"clients": 6},
+    "femnist-fedprox": {"clients": 6, "mean": 1.0},
+    "mixed": {"clients": 6},
     "iid": {"clients": 4},
-    "quality": {"clients": 4},
-    "quantity": {"clients": 4, "beta": 2.0},
+    "feature-noise": {"clients": 4},
+    "quantity-skew": {"clients": 4, "alpha": 2.0},
     "rotated": {"clients": 4},
     "shards": {"clients": 5},
-    "writers": {},
+    "natural": {},
 }
-OVERLAPPING = {"quantity": {"clients": 4, "beta": 2.0, "overlap": True}, "dirichlet": {"clients": 4, "overlap": True}}
+OVERLAPPING = {
+    "quantity-skew": {"clients": 4, "alpha": 2.0, "overlap": True},
+    "dirichlet": {"clients": 4, "overlap": True},
+}
 SPLITS: dict[str, dict[str, Any]] = {
     "shares": {}, "wide": {"test": 0.4, "validation": 0.3}, "folds": {"folds": 3}, "keep": {"max_train_per_client": 5},
     "no test": {"test": 0.0}, "no validation": {"validation": 0.0}, "pool": {"pool": True},
@@ -106,7 +109,7 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
         assert parts["train"]
         assert bool(parts["test"]) is (split != "no test")
         dealt = torch.cat([fed.parts[part].index for part in DATA_PARTS]).numpy()
-        if name not in ("column", "writers") and not overlapping:
+        if name not in ("by-column", "natural") and not overlapping:
             owner = torch.cat([fed.owner(part) for part in DATA_PARTS]).numpy()
             pairs = {*zip(data.design.units[dealt].tolist(), owner.tolist(), strict=True)}
             assert len(pairs) == len({subject for subject, _ in pairs}), "a subject is at one client"
@@ -122,7 +125,7 @@ def test_a_seed_gives_the_same_parts_again_and_others_differ() -> None:
 
 
 @pytest.mark.parametrize("folds", [None, 4])
-@pytest.mark.parametrize("kind", ["iid", "writers"])
+@pytest.mark.parametrize("kind", ["iid", "natural"])
 def test_earlier_subjects_are_trained_on_and_later_ones_tested(kind: str, folds: int | None) -> None:
     """Law: at each client the last rows of training subjects come before those of validation, these before the test."""
     data = samples(order=True, several_sites=False)

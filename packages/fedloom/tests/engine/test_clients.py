@@ -135,7 +135,7 @@ def test_who_computes_changes_no_state(fed: Federation, method: str, kind: Kind)
 @pytest.mark.parametrize("kind", [Single, Summed, Remote])
 def test_clients_that_are_dropped_are_dropped_from_any_result(fed: Federation, kind: Kind) -> None:
     choices = {"model": "softmax", "rounds": 1, "local": {"lr": 0.1}}
-    engine = {"dtype": "float64", "chunk": 2}
+    engine = {"dtype": "float64", "clients_per_batch": 2}
     job, server = make_job(fl.Setting.create("fedavg", engine=engine, **choices), fed)
     everyone = TrainTask(1, torch.arange(fed.n), torch.arange(fed.n), torch.ones(fed.n, 1))
     norms = run_clients(job, job.down(server, 1), everyone).upload.dw.norm(dim=1)

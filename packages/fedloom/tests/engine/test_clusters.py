@@ -139,7 +139,7 @@ def hospitals(file: Path, **options: Any) -> Federation:
 
 @pytest.mark.parametrize("method", [FLAME(), FedSLR(), FIAELT(), FedDR(), FedAvg()], ids=lambda m: type(m).__name__)
 def test_a_column_gives_the_shares_of_its_groups(regions: Path, method: Algorithm) -> None:
-    fed = hospitals(regions, kept=("region", "sex"))
+    fed = hospitals(regions, group_columns=("region", "sex"))
     by_column = run(fed, method, "groups by region")
     planted = run(replace(fed, groups=GROUPS), method, "groups")
     uniform = run(fed, method, "uniform")
@@ -149,12 +149,12 @@ def test_a_column_gives_the_shares_of_its_groups(regions: Path, method: Algorith
 
 
 def test_a_column_without_one_level_of_every_client_is_refused(regions: Path) -> None:
-    fed = hospitals(regions, kept=("region", "sex"))
+    fed = hospitals(regions, group_columns=("region", "sex"))
     with pytest.raises(Refused, match="needs one level of every client, but client 'h0' has f, m"):
         run(fed, FLAME(), "groups by sex")
     with pytest.raises(ConfigError, match=r"unknown column 'country'; .* keeps hospital, region, sex"):
         run(fed, FLAME(), "groups by country")
-    with pytest.raises(ConfigError, match="name those of a table in data.kept"):
+    with pytest.raises(ConfigError, match="name those of a table in data.group_columns"):
         run(hospitals(regions), FLAME(), "groups by region")
 
 
@@ -196,16 +196,14 @@ def test_no_activations_buy_more_than_a_cluster_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [{"client_weights": "clusters-3"}, {"aggregation_weights": {"kind": "equitable", "clusters": 3}}]
+    "part", [{"weights": "clusters-3"}, {"aggregation_weights": {"kind": "equitable", "clusters": 3}}]
 )
 def test_in_a_run_a_forger_moves_the_model_by_the_share_of_its_cluster(fed: Federation, part: dict[str, Any]) -> None:
     """The client trains as it should and lies about its activations: a third of the model is its own, and no more."""
     attack = {"kind": "forged-activations", "fraction": 0.17}
-    attacked, honest = (
-        run(fed, FedAvg(), **{"client_weights": "uniform", "attack": a, **part}) for a in (attack, None)
-    )
+    attacked, honest = (run(fed, FedAvg(), **{"weights": "uniform", "attack": a, **part}) for a in (attack, None))
     (forger,) = attacked.job.attackers.tolist()
-    if "client_weights" in part:
+    if "weights" in part:
         assert float(attacked.job.alpha[forger]) == pytest.approx(1 / 3)
         assert float(honest.job.alpha[forger]) < 1 / 3
     else:
@@ -227,7 +225,7 @@ def test_forgers_of_one_vector_share_a_cluster_and_others_have_one_each(fed: Fed
 @pytest.mark.parametrize("part", [{}, {"aggregation_weights": "fairfed"}])
 def test_forged_activations_are_refused_where_there_are_none(fed: Federation, part: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="attack 'forged-activations' has nothing to forge"):
-        run(fed, FedAvg(), **{"client_weights": "uniform", "attack": "forged-activations", **part})
+        run(fed, FedAvg(), **{"weights": "uniform", "attack": "forged-activations", **part})
 
 
 # --- clusters that are found again
@@ -250,7 +248,7 @@ def shares_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def long(fed: Federation, method: Algorithm, weights: str, **choices: Any) -> Any:
     """Six rounds of half of the clients in double precision."""
-    engine = {"dtype": "float64", "chunk": 2, **choices.pop("engine", {})}
+    engine = {"dtype": "float64", "clients_per_batch": 2, **choices.pop("engine", {})}
     common = {"rounds": 6, "sampler": {"kind": "uniform", "clients": 3}, "evaluate": {"every": 3}}
     local = LocalSGD(lr=0.1, steps=2, batch_size=4)
     return simulate(

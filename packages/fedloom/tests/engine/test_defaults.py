@@ -59,6 +59,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 ABOUT_WHAT_IS_WRITTEN = (
     r"field required",  # an option without a default
+    r"a backdoor in a table needs columns to change",  # of [attack], for a table
     r"has nothing to forge: clients are described by activations with",  # of [attack] kind, beside no weigher
     r"FedBN keeps normalisation layers .* and the model has none",  # of the method, with this model
     r"(krum|multi-krum|bulyan) needs .* and f = 0; set aggregator='median', or take more clients",  # whatever its f
@@ -90,10 +91,10 @@ def test_every_partition_of_so_many_clients_runs_or_is_refused_for_what_is_writt
         classes=tuple("abc"), users=site, user_names=names, columns={"site": site}, levels={"site": names},
     )  # fmt: skip
     options: dict[str, Any] = {"clients": n} if "clients" in PARTITIONS[kind].model_fields else {}
-    options |= {"column": "site"} if kind == "column" else {}
+    options |= {"column": "site"} if kind == "by-column" else {}
     options |= {"classes": (1, 2), "sizes": (1, n)} if kind == "clusters" else {}
     says = refusal(lambda: PARTITIONS[kind](**options)(data))
-    about_clients = kind == "hybrid" and n == 1 and "clients: input should be greater than or equal to 2, got 1" in says
+    about_clients = kind == "mixed" and n == 1 and "clients: input should be greater than or equal to 2, got 1" in says
     assert not says or about_clients, says
 
 

@@ -603,7 +603,7 @@ def test_a_cohort_that_is_too_small_for_the_rule_is_refused_before_the_first_rou
 @pytest.mark.parametrize(
     ("settings", "way_out"),
     [
-        ({"schedule": "cosine", "horizon": 3}, r'local=\{"horizon": 4\}, or more'),
+        ({"schedule": "cosine", "decay_rounds": 3}, r'local=\{"decay_rounds": 4\}, or more'),
         ({"schedule": "exponential", "decay": 1e-200}, "local.decay"),
     ],
 )

@@ -143,7 +143,7 @@ def test_kept_states_resume_bit_for_bit_on_disk_in_memory_and_by_workers(fed: Fe
     whole = fl.simulate("ditto", fed, **options)
     others = [fl.simulate("ditto", fed, **options, engine={"workers": 2})]
     for budget in (0, 1024):
-        often, folder = {"checkpoint_every": 1e-9, "store_budget": budget}, tmp_path / str(budget)
+        often, folder = {"checkpoint_every": 1e-9, "state_memory_mib": budget}, tmp_path / str(budget)
         with pytest.raises(Crash):
             fl.simulate("ditto", fed, **options, engine=often, folder=folder, callbacks=[crash])
         others.append(fl.simulate("ditto", fed, **options, engine=often, folder=folder))

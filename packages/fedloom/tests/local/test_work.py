@@ -250,7 +250,7 @@ def test_results_do_not_share_memory_with_arguments(name: str) -> None:
         ({}, {1: 0.5, 7: 0.5}),
         ({"schedule": "exponential", "decay": 0.9}, {1: 0.5, 3: 0.5 * 0.81}),
         ({"schedule": "inverse-sqrt"}, {1: 0.5, 4: 0.25}),
-        ({"schedule": "cosine", "horizon": 10}, {1: 0.5, 6: 0.25, 11: 0.0, 50: 0.0}),
+        ({"schedule": "cosine", "decay_rounds": 10}, {1: 0.5, 6: 0.25, 11: 0.0, 50: 0.0}),
     ],
 )
 def test_schedules(options: dict[str, Any], rates: dict[int, float]) -> None:

@@ -319,7 +319,7 @@ def test_another_base_is_another_run(run: Path) -> None:
     ],
 )
 def test_wrong_tables_are_refused_before_work(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    text = FILE.replace('weights = "{weights}"', "").replace("{{", "{").replace("}}", "}")
+    text = FILE.replace('init_from = "{weights}"', "").replace("{{", "{").replace("}}", "}")
     table = ", ".join(f"{k} = {v!r}" for k, v in {"rank": 2, **change}.items())
     (tmp_path / "a.toml").write_text(text.replace('rank = 2, on = "attention"', table))
     assert words in call("run", tmp_path / "a.toml", "--out", tmp_path / "run", code=2)

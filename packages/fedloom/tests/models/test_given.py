@@ -298,7 +298,7 @@ def test_a_class_of_specifications_is_its_default() -> None:
 
 @pytest.mark.parametrize("raw", [np.zeros((4, 2)), (np.zeros((4, 2)), np.zeros(4)), fl.load("digits")])
 def test_raw_data_are_to_be_partitioned(raw: Any) -> None:
-    with pytest.raises(ConfigError, match=r"fed must be a Federation, got .*fl\.partition\.iid\(clients=10\)"):
+    with pytest.raises(ConfigError, match=r"fed must be a Federation, got .*fl\.partitions\.iid\(clients=10\)"):
         fl.simulate("fedavg", raw)
 
 

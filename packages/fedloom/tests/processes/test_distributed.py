@@ -48,7 +48,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 HEAD = """
 rounds = 4
 data = {source = "digits"}
-partition = {kind = "dirichlet", clients = 18, beta = 0.5, min_size = 2}
+partition = {kind = "dirichlet", clients = 18, alpha = 0.5, min_size = 2}
 local = {lr = 0.05, batch_size = 8}
 sampler = {kind = "uniform", fraction = 0.6}
 evaluate = {every = 2}
@@ -99,11 +99,19 @@ algorithm = "feddyn"
 client_weights = "clusters-3 every 2"
 """
 
-EVERYTHING = HEAD + 'attack = {kind = "alie", fraction = 0.2}\nengine = {chunk = 3, checkpoint_every = 0.01}' + METHODS
+EVERYTHING = (
+    HEAD
+    + 'attack = {kind = "alie", fraction = 0.2}\nengine = {clients_per_batch = 3, checkpoint_every = 0.01}'
+    + METHODS
+)
 """Means, sums that accumulate, kept rows, a server that mixes, probes, queries, gathered rows, residues,
 mixers over the models of all, gathered sums, shares that change, forgers."""
 
-SHORT = HEAD + "engine = {chunk = 3, checkpoint_every = 1e-9}" + '[[method]]\nalgorithm = "scaffold"\n[[method]]\n'
+SHORT = (
+    HEAD
+    + "engine = {clients_per_batch = 3, checkpoint_every = 1e-9}"
+    + '[[method]]\nalgorithm = "scaffold"\n[[method]]\n'
+)
 SHORT = SHORT.replace("}[[", "}\n[[") + 'algorithm = "flame"\n'
 """Client state, and kept rows."""
 
@@ -211,7 +219,7 @@ def tidy():
 
 
 def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: None) -> None:
-    file = written(tmp_path, EVERYTHING.replace("chunk = 3", "chunk = 3, store_budget = 0"))
+    file = written(tmp_path, EVERYTHING.replace("clients_per_batch = 3", "clients_per_batch = 3, state_memory_mib = 0"))
     want = alone(file, tmp_path / "one")
     in_forks(file, tmp_path / "out")
     assert files(tmp_path / "out") == want
@@ -219,7 +227,10 @@ def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: Non
 
 
 def test_ranks_give_the_same_bits_under_a_schedule(tmp_path: Path, tidy: None) -> None:
-    text = HEAD.replace("fraction = 0.6", "clients = 9") + 'devices = {kind = "lognormal"}\nengine = {chunk = 3}\n'
+    text = (
+        HEAD.replace("fraction = 0.6", "clients = 9")
+        + 'devices = {kind = "lognormal"}\nengine = {clients_per_batch = 3}\n'
+    )
     text += 'schedule = {kind = "buffered", buffer = 3}\n[[method]]\nalgorithm = "flame"\n'
     text += '[[method]]\nalgorithm = "fedprox"\nschedule = {kind = "deadline", seconds = 1.0, partial = true}\n'
     file = written(tmp_path, text)
@@ -262,7 +273,9 @@ except RuntimeError as error:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, ranks: int, budget: int) -> None:
-    file = written(tmp_path, EVERYTHING.replace("chunk = 3", f"chunk = 3, store_budget = {budget}"))
+    file = written(
+        tmp_path, EVERYTHING.replace("clients_per_batch = 3", f"clients_per_batch = 3, state_memory_mib = {budget}")
+    )
     want = alone(file, tmp_path / "one")
     code, said = end(start(PROGRAM, file, tmp_path / "out", ranks=ranks))
     assert code == 0, said
@@ -271,7 +284,8 @@ def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, rank
 
 @pytest.mark.skipif(not has_bf16(torch.device("cpu")), reason="this processor has no instructions for bfloat16")
 def test_two_ranks_equal_one_process_in_bfloat16(tmp_path: Path, tidy: None) -> None:
-    how = 'model = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\nengine = {precision = "bf16", chunk = 3}\n'
+    how = 'model = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\n'
+    how += 'engine = {precision = "bf16", clients_per_batch = 3}\n'
     file = written(tmp_path, HEAD.replace("rounds = 4", "rounds = 2") + how + SHORT[SHORT.index("[[method") :])
     want = alone(file, tmp_path / "one")
     code, said = end(start(PROGRAM, file, tmp_path / "out"))
@@ -283,7 +297,9 @@ def test_two_ranks_equal_one_process_in_bfloat16(tmp_path: Path, tidy: None) -> 
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 @pytest.mark.parametrize("victim", ["0", "1", "2"])
 def test_two_machines_resume_after_a_death(tmp_path: Path, tidy: None, victim: str, budget: int) -> None:
-    file = written(tmp_path, SHORT.replace("chunk = 3", f"chunk = 3, store_budget = {budget}"))
+    file = written(
+        tmp_path, SHORT.replace("clients_per_batch = 3", f"clients_per_batch = 3, state_memory_mib = {budget}")
+    )
     want = alone(file, tmp_path / "one")
     ended = on_two_machines(file, tmp_path / "out", victim, "flame", 3)
     assert all(code != 0 for code, _ in ended)

@@ -163,7 +163,7 @@ def test_numbered_clients_are_sites_where_the_partition_cuts_by_site(tmp_path: P
     runs = read_runs([folder])
     assert gains(runs, method_rows(runs), "accuracy") == []
     settings = folder / "experiment.toml"
-    settings.write_text(settings.read_text().replace('kind = "hybrid"', 'kind = "writers"'))
+    settings.write_text(settings.read_text().replace('kind = "mixed"', 'kind = "natural"'))
     runs = read_runs([folder])
     assert len(gains(runs, method_rows(runs), "accuracy")) == 1
 

@@ -114,7 +114,7 @@ def test_statuses_and_settings_are_on_the_page(page: Path) -> None:
     text = own_part(page)
     assert "diverged after round 7 (seed 2)" in text
     assert "2 of 3 seeds" in text
-    assert "kind = &#34;hybrid&#34;" in text
+    assert "kind = &#34;mixed&#34;" in text
     assert "<b>Not tested</b>" in text  # three seeds
     assert "Clear</b>" not in text
     assert "Inconclusive</b>" not in text

@@ -150,7 +150,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
         assert (found["local or fedavg"].reason == "same models") == (reference == better)
 
 
-@pytest.mark.parametrize("models", ["used", "personal", "all"])
+@pytest.mark.parametrize("models", ["best-on-validation", "personal", "all"])
 def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, folder: Path, tmp_path: Path) -> None:
     page = report.write_report([folder], tmp_path / "r.html", compare_model=models, charts=False).read_text()
     cards = set(re.findall(r'<p class="who">([^<]+) <span class="model" data-model="(\w+)"', page))
@@ -244,7 +244,7 @@ def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tm
     wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--baseline", "locl"])
     assert (wrong.exit_code, "did you mean 'local'?" in wrong.output) == (2, True)
     wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--compare-model", "mine"])
-    assert (wrong.exit_code, "allowed: all, personal, used" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "allowed: all, best-on-validation, personal" in wrong.output) == (2, True)
     with pytest.raises(ConfigError, match="method to compare with"):
         report.write_report([folder], out, baseline="nobody")
 

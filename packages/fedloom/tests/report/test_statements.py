@@ -33,7 +33,7 @@ ODD = Recording(methods=6, seeds=5, clients=6, rounds=10, aggregates=False)
 """Ditto and FLAME of it have three models."""
 
 
-def charts(runs: list[Run], models: Models = "used") -> dict[str, Figure]:
+def charts(runs: list[Run], models: Models = "best-on-validation") -> dict[str, Figure]:
     return {figure.id: figure for figure in make_figures(runs, method_rows(runs), models)}
 
 
@@ -56,7 +56,9 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), "flame")])
     rows = method_rows(runs)
     compared = [
-        row for row in contenders(runs, rows, "used" if models == "all" else models) if row.sound and row.algorithm
+        row
+        for row in contenders(runs, rows, "best-on-validation" if models == "all" else models)
+        if row.sound and row.algorithm
     ]
     best = max(np.mean([*row.figures["accuracy"].by_seed.values()]) for row in compared)
     said = set(re.findall(r"until accuracy ([\d.]+) %", unescape(overview.cards(runs, rows, models))))
@@ -106,7 +108,7 @@ def test_the_best_of_a_column_is_that_of_runs_on_equal_data(tmp_path: Path) -> N
     """Another partition is another question: each has its own best."""
     one, two = ODD.write(tmp_path / "one"), replace(ODD, seed=1).write(tmp_path / "two")
     settings = (two / "experiment.toml").read_text()
-    (two / "experiment.toml").write_text(settings.replace("beta = 0.5", "beta = 0.1"))
+    (two / "experiment.toml").write_text(settings.replace("alpha = 0.5", "alpha = 0.1"))
     runs = read_runs([one, two])
     rows = method_rows(runs)
     page, caption = overview.results(rows, runs), charts(runs)["each-client"].caption

@@ -471,7 +471,7 @@ def test_values_that_a_method_refuses_on_these_clients_are_kept_as_failed(tmp_pa
 
 
 BAD = {
-    "no validation": (("beta = 0.5", "beta = 0.5\nvalidation = 0.0"), "the clients have none"),
+    "no validation": (("alpha = 0.5", "alpha = 0.5\nvalidation = 0.0"), "the clients have none"),
     "key": (("trials = 4", "trails = 4"), "did you mean 'trials'"),
     "trials": (("trials = 4", "trials = 0"), "greater than or equal to 1"),
     "method": (("startup = 2", "startup = 2\n[tune.space.fedpox]\nmu = [1.0]"), "did you mean 'fedprox'"),

@@ -24,7 +24,7 @@ def glm(
 
     It is logistic for a binary task, Poisson for counts, else linear.
 
-    Example: fedloom glm patients.toml --by-site
+    Example: fedloom glm patients.toml --by-client
     """
     with errors():
         import numpy as np

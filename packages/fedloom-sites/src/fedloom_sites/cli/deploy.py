@@ -162,7 +162,7 @@ def analyze(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Write the directory of a deployment that answers one analysis by sums.
+    """Write the directory of a deployment for one analysis.
 
     Options are those of the file's [[analysis]] of this kind, changed by --set and --rule. One round of the file's
     first method comes before. For other options of a deployment, write [[analysis]] into the file and use init.
@@ -254,7 +254,7 @@ def rehearse(
     site: SiteFolder,
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> None:
-    """Attack a copy of a site before a study, with its own data and settings.
+    """Attack a copy of a site, to see what a server could learn.
 
     A dishonest server tries all known attacks. The table shows what it learned. The exit code is 1 if it learned
     something of this site that it should not (OPEN). Nothing leaves the machine, and no file of the site changes.
@@ -333,7 +333,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show how far a deployment is, site by site, or the messages and alarms of one site.
+    """Show how far a deployment is, or the alarms of one site.
 
     It reads the files of the folder, while the deployment runs and afterwards.
 

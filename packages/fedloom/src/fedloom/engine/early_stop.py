@@ -19,9 +19,14 @@ class ScoredState(Protocol):
     """A run's state with its scores (`fedloom.engine.state.State`)."""
 
     @property
-    def round(self) -> int: ...
+    def round(self) -> int:
+        """Number of rounds that the run has taken."""
+        ...
+
     @property
-    def records(self) -> Records: ...
+    def records(self) -> Records:
+        """Records of the run until this round."""
+        ...
 
 
 class EarlyStop(Value):
