@@ -168,5 +168,4 @@ def test_nothing_else_seeds_a_generator() -> None:
     )
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if seeding.search(p.read_text())}
     resamples = "lab/report/comparison/bootstrap.py"  # the same in every report, which does without PyTorch
-    folds = "tasks/penalty.py"  # of a site's rows, by their number and its place alone; it does without PyTorch, too
-    assert found == {Path(seeds.__file__).name, resamples, folds}
+    assert found == {Path(seeds.__file__).name, resamples}

@@ -39,6 +39,10 @@ LOCAL = {"lr": 0.05, "batch_size": 20, "epochs": 1}
 MODELS = ("global", "personal")
 PARTS: dict[str, dict[str, Any]] = {"gpfl": {"guided": True}, "knn-per": {"memory": 400}}
 """What the models of methods have that work on them alone, as the keys of ``[model]``."""
+_LOOKS_FOR_CLUSTERS = tuple(
+    f"{key} 'equitable' looks for clusters of clients" for key in ("aggregation_weights", "weigher")
+)
+"""The note of a run today, and as the records have it."""
 EXCUSED = {
     "fedmid": ({"apart"}, "FedMiD without a regulariser is FedAvg"),
     "feddualavg": ({"apart"}, "FedDualAvg without a regulariser is FedAvg"),
@@ -60,7 +64,7 @@ EXCUSED = {
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "knn-per": ({"personal"}, "kNN-Per chooses a client's weight on as few as"),
-    "equitable-fl": ({"fair"}, "aggregation_weights 'equitable' looks for clusters of clients"),
+    "equitable-fl": ({"fair"}, _LOOKS_FOR_CLUSTERS),
     "clustered-sampling": ({"apart"}, "sampler 'clustered' draws no client"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' has no choice"),
 }

@@ -24,7 +24,7 @@ ONE = LocalSGD(lr=0.1, steps=1, batch_size=2)
 @SEEDS
 def test_fedavg_with_one_full_batch_step_is_gradient_descent_on_the_pooled_loss(seed: int) -> None:
     p = Problem.random(seed, weights="samples")
-    states = run(FedAvg(), p, local=LocalSGD(lr=0.1, batch_size="full"), aggregation_weights=SamplesWeigher())
+    states = run(FedAvg(), p, local=LocalSGD(lr=0.1, batch_size="full"), weigher=SamplesWeigher())
     x = p.x0
     for state in states[1:]:
         x = x - 0.1 * (p.sizes[:, None] * p.gradient(x)).sum(0) / p.sizes.sum()

@@ -143,7 +143,7 @@ def labelled(opened: RunDirectory, frame: pd.DataFrame, target: str, folder: Pat
     made = {name: opened.read(folder / name) for name in ("labelled.csv", "labelled.parquet")}
     keys: dict[str, Any] = tomllib.loads(TARGETS[target])
     keys |= {"client_column": "site", "missing": ("-9",), "impute": True}
-    label = keys.pop("label")
+    label = keys.pop("target")
     return made | {"pandas": Dataset.create(frame, label, **keys), "hub": Dataset.create(hub(frame), label, **keys)}
 
 

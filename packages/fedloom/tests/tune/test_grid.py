@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SearchRe
 
 
 def test_used_scores_the_model_that_a_client_would_use(tmp_path: Path) -> None:
-    search = tuning(GRID.replace('model = "mean"', 'model = "used"'), tmp_path / "out")
+    search = tuning(GRID.replace('model = "mean"', 'model = "best-on-validation"'), tmp_path / "out")
     assert [study.goal.models for study in search.studies] == [("global",), ("hybrid",)]
 
 

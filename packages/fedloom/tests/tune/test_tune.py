@@ -301,7 +301,7 @@ def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
 def test_trials_under_a_delta_are_counted_everywhere(tune_alone: Any) -> None:
     sentence = "settings were chosen by 1 trials on the same data: epsilon of a run is of that run alone"
     text = ONE.replace("rounds = 24", "rounds = 2")
-    noise = 'algorithm = "fedavg"\nchannel = {kind = "gaussian-noise", sigma = 1.0, clip = 1.0, delta = 1e-5}'
+    noise = 'algorithm = "fedavg"\nupload_transform = {kind = "gaussian-noise", sigma = 1.0, clip = 1.0, delta = 1e-5}'
     output, _ = tune_alone(noise, text, "3")
     for place in (output, Path("out/tuned.toml").read_text(), Path("out/tuning.md").read_text()):
         assert sentence in place

@@ -24,7 +24,7 @@ not depend on how rows are distributed over clients, or on the order in which cl
 part, if shares are by samples. Outputs are least-squares fits of 0 and 1, so their softmax is not a probability:
 compare accuracies.
 
-Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
 
 Use it with a good frozen body, when labels are skewed or rounds are dear.
 """

@@ -22,7 +22,7 @@ Every class's weights are divided by their length, as in the paper, so no class 
 it equals analytic-fl with a ridge and no bias. Learning rate, epochs and batches have no effect, and the head does not
 depend on how rows are distributed over clients, if shares are by samples.
 
-Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
 
 Use it with a good frozen body and many classes, or as a start for other methods.
 """

@@ -22,7 +22,7 @@ A personal head does not depend on how rows are distributed over the other clien
 rate, epochs and batches have no effect. Outputs are least-squares fits of 0 and 1, so their softmax is not a
 probability: compare accuracies.
 
-Attackers: they forge statistics instead of a model. A forged upload moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
 
 Use it with a good frozen body, if clients differ in labels or in the meaning of labels, and rounds are expensive.
 """

@@ -21,7 +21,7 @@ nothing.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, given the same prototypes.
 
-Attackers: they forge prototypes instead of a model. A forged upload moves each prototype by the attacker's share of the
+Attackers: they forge prototypes instead of a model. A forged model moves each prototype by the attacker's share of the
 samples of its class (Eq. 6).
 
 Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it equals Local. The same holds

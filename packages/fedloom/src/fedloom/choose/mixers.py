@@ -224,7 +224,7 @@ class ClusterMeans(Mixer):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}",
+                f"personalized_aggregation.clusters must be at most the {n} clients, got {self.clusters}",
                 rule="mixer-clusters",
                 fix=f"set {{personalized_aggregation.clusters = {n}}}, or less",
             )

@@ -164,7 +164,7 @@ class EquitableWeigher(Weigher):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"weigher.clusters must be at most the {n} clients of the federation, got {self.clusters}"
+                f"aggregation_weights.clusters must be at most the {n} clients of the federation, got {self.clusters}"
             )
 
 

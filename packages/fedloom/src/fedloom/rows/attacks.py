@@ -239,7 +239,7 @@ class Sybils(Forgery):
     """All attackers send the same vector: the opposite of the model that the first attacker received.
 
     Their equal directions dominate the quantile of an attention mixer, which turns collaboration off.
-    ``mixer.copies`` counts such copies as one client.
+    ``personalized_aggregation.copies`` counts such copies as one client.
     """
 
     kind: Literal["sybils"] = "sybils"

@@ -19,6 +19,7 @@ DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
 def days_of(cell: object) -> float | None:
     """Return the days since 1970 of a date, a time or its text. None for any other cell.
 
+    >>> from datetime import date
     >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
     (1.0, 2.0, 1.0, None)
     """
