@@ -295,7 +295,7 @@ def _decide(
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
     """Return advice for every client.
 
-    It is to stay alone if the predicted gain is below 0, else the better of the method's models.
+    A client stays alone if the predicted gain is below 0. Otherwise it uses the better of the method's models.
     """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)

@@ -84,7 +84,7 @@ class LapResult(NamedTuple):
     def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
         """Return the value of every client on a part, for the model that a client would use or for a given model.
 
-        None without such a model.
+        The result is None without such a model.
         """
         kinds = [model] if model else [kind for kind in reversed(MODEL_KINDS) if kind in self.scores]
         scores = self.scores.get(kinds[0]) if kinds else None
@@ -96,7 +96,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
     Half of the validation subjects of every client are kept for the answer, as the part ``test``. No seed of the race
     reads them. The other half decides with the first seed. Further seeds validate on the same number of other subjects
-    from the training part, and train on the first half instead, so that every seed adds validation data. If an order is
+    from the training part, and train on the deciding half instead, so that every seed adds validation data. If an order is
     known, all seeds validate on the later half. Subjects stay whole, and classes keep their shares. The only validation
     subject of a client goes to the race.
     """

@@ -122,7 +122,7 @@ def race(
     *,
     higher: bool,
 ) -> RaceOutcome:
-    """Race methods.
+    """Race methods and return the outcome.
 
     Args:
         arms: settings of every method, by label. Their number and ``stay`` come from `choose_counts`.

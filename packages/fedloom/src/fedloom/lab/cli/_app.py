@@ -63,12 +63,12 @@ class Words(TyperGroup):
     """
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Create the context, after printing help or the version if asked."""
+        """Return the context, after printing help or the version if requested."""
         with _for_reader():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command."""
+        """Run the command and return its result."""
         with _for_reader(), errors():
             try:
                 return super().invoke(ctx)
@@ -110,7 +110,7 @@ class Words(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Find the command that the first word names.
+        """Return the command that the first word names.
 
         The error for an unknown word suggests the nearest commands once.
         """

@@ -16,7 +16,7 @@ PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def offer(words: Callable[[], Iterable[str]]) -> Offer:
-    """Complete a word from ``words()``."""
+    """Return a function that completes a word from ``words()``."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -25,7 +25,7 @@ def offer(words: Callable[[], Iterable[str]]) -> Offer:
 
 
 def one_of(*words: str) -> Offer:
-    """Offer fixed words."""
+    """Return a function that completes a word from fixed words."""
     return offer(lambda: words)
 
 

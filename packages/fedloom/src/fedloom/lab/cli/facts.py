@@ -122,7 +122,7 @@ def describe(
 def _options_of(name: str) -> dict[str, Any]:
     """Return the options that a method defines as a JSON schema: type, default, range and meaning.
 
-    The schema is empty for a method by path.
+    The schema is empty for a method by import path.
     """
     from fedloom.lab.experiment.index import index
 

@@ -45,7 +45,7 @@ def tune(
 
     All methods get the same number of trials and the same work. Run it again to resume.
 
-    Writes tuned.toml, the experiment with the chosen settings, and tuning.md. Tried settings.
+    Writes tuned.toml, the experiment with the chosen settings, and tuning.md, a report on the trials.
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """

@@ -68,7 +68,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
 
 
 def text(entry: type[Algorithm] | Preset) -> str:
-    """Render the card of a registry entry."""
+    """Return the card of a registry entry."""
     if isinstance(entry, Preset):
         return inspect.cleandoc(entry.card)
     module = inspect.getmodule(entry)
@@ -76,7 +76,7 @@ def text(entry: type[Algorithm] | Preset) -> str:
 
 
 def card(name: str) -> str:
-    """Render the card of a method, or of a user's class by import path, with its options, defaults and ranges.
+    """Return the card of a method, or of a user's class by import path, with its options, defaults and ranges.
 
     Raises:
         ConfigError: the method does not exist. The message names the nearest method.
@@ -136,7 +136,7 @@ def loses(name: str) -> tuple[str, ...]:
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """List the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
+    """Return the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:

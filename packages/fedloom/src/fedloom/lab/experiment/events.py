@@ -35,7 +35,7 @@ class Event(NamedTuple):
         round: rounds done.
         figures: figures measured since the last event, by round. The first event of a run contains all figures so far.
         pace: recent seconds per round, including the round's share of evaluation. None while it is unknown.
-        diverged: sentence on the divergence, if this event is the first to find it. It continues.
+        diverged: sentence on the divergence, if this event is the first to find it. The run continues.
         status: word for how the run ended. Empty during the run.
     """
 
@@ -50,8 +50,10 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Receives every event. Its return value is ignored, and an exception in it becomes a warning that does not end the
-run."""
+"""Function that receives every event.
+
+Its return value is ignored, and an exception in it becomes a warning that does not end the run.
+"""
 
 
 class Emitter:

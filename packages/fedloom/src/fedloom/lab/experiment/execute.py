@@ -243,7 +243,7 @@ class Plan:
             return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
-        """Do the work of `run` beside other processes.
+        """Do the work of `run` beside other processes and return all outcomes.
 
         The processes share the runs, the further runs of analyses, and the final files.
         """
@@ -365,7 +365,6 @@ class Plan:
         """Compute the runs in forked processes and return True if the user stopped them.
 
         Their checkpoints contain the results.
-
         """
         line = EventQueue()
 

@@ -60,8 +60,8 @@ def read(
         rounds: rounds of every method, instead of the file's number.
         trust: True to run code that the file names by import path although another user owns the file.
         refit: True to train on all samples with the first seed.
-        recorded: True if the file was written by an earlier version, as in a run directory: its keys may have their old
-            names.
+        recorded: True if an earlier version may have written the file, as in a run directory: its keys may have their
+            old names.
         document: content of the file, if it has already been read.
         engine: values that replace keys of the table [engine], unless they are None.
 
@@ -156,7 +156,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting, with the first analysis' groups in a weigher that compares groups.
 
-    It is the first analysis that names groups.
+    The groups come from the first analysis that names groups.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights

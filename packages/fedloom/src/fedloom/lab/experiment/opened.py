@@ -345,7 +345,7 @@ class RunDirectory:
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Render the result table: a row per method and model, averaged over seeds."""
+        """Return the result table as HTML: a row per method and model, averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()

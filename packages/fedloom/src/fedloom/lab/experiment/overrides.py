@@ -14,7 +14,7 @@ from fedloom.rundir import label_of
 from fedloom.values import FACTOR_PATTERN, table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
-"""Text that needs no quotes, because the shell removes them."""
+"""Pattern of text that needs no quotes, because the shell removes quotes."""
 
 
 def apply_overrides(

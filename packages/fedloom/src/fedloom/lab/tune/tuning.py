@@ -236,7 +236,7 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """Do the work of `run` with an executor: the whole search of a method is a unit.
+        """Do the work of `run` with an executor and return all searches: the search of a method is a unit.
 
         An interrupted search starts again.
         """
@@ -282,7 +282,10 @@ class Tuning:
         return findings
 
     def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
-        """Do the work of `run` beside other processes. One process searches the settings of a method."""
+        """Do the work of `run` beside other processes and return all searches.
+
+        One process searches the settings of a method.
+        """
         if self._force:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"

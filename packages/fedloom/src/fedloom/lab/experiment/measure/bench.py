@@ -101,7 +101,7 @@ class Bench:
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
         """Measure one row after another and yield the speeds.
 
-        Each waits up to ``patience`` seconds for a quiet machine.
+        Each measurement first waits up to ``patience`` seconds for a quiet machine.
         """
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
@@ -259,7 +259,7 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
     """Return the minutes of all runs of a plan, from the costs of runs by label.
 
-    None if the rounds of a method have no time.
+    The result is None if the rounds of a method have no time.
     """
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):

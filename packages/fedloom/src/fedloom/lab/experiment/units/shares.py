@@ -79,7 +79,7 @@ def _end(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> Share:
-    """Decide how the processes of an experiment are shared among its runs.
+    """Return how the processes of an experiment are shared among its runs.
 
     A cohort that is one chunk keeps only one process busy. If cohorts have several chunks and the number of runs leaves
     processes idle, rounds of a few clients are measured, and the measured times decide.

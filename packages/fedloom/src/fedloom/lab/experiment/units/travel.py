@@ -1,6 +1,6 @@
 """Travel: send a unit of work to a worker of an external executor, as text, with data named by digest.
 
-The files of a run out.
+The reply contains the files of a run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class UnitReply(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes) -> UnitReply:
-        """Decode a reply.
+        """Decode a reply and return it.
 
         Raises:
             ConfigError: the bytes are not a reply.
@@ -179,9 +179,9 @@ def worker_name() -> str:
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store the data that arrived with a unit.
+    """Store the data that came with a unit and return True if the data of the experiment are available.
 
-    Return whether this process has the data of an experiment, or the experiment needs none.
+    The result is also True if the experiment needs no data.
 
     Raises:
         DataError: the data belong to another experiment.
@@ -196,7 +196,7 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
 
 @contextmanager
 def unit_folder() -> Iterator[Path]:
-    """Open a temporary folder for a unit and block the other units of this process."""
+    """Open and yield a temporary folder for a unit, while the other units of this process wait."""
     with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
         yield Path(folder)
 
