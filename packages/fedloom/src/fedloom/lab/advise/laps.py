@@ -96,9 +96,9 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
     Half of the validation subjects of every client are kept for the answer, as the part ``test``. No seed of the race
     reads them. The other half decides with the first seed. Further seeds validate on the same number of other subjects
-    from the training part, and train on the deciding half instead, so that every seed adds validation data. If an order is
-    known, all seeds validate on the later half. Subjects stay whole, and classes keep their shares. The only validation
-    subject of a client goes to the race.
+    from the training part, and train on the deciding half instead, so that every seed adds validation data. If an order
+    is known, all seeds validate on the later half. Subjects stay whole, and classes keep their shares. The only
+    validation subject of a client goes to the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
