@@ -1,4 +1,4 @@
-"""Print tables on standard output, whole at any width of the terminal."""
+"""Print tables on standard output, complete at any width of the terminal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fedloom.lab.report.tables import column_of, headline, measured
 from fedloom.metrics import leading, metric
 
 MIN_COLUMN_WIDTH = 12
-"""Characters that a folded column has at least."""
+"""Smallest width of a folded column, in characters."""
 COLUMN_GAP = 3
-"""Characters between two columns."""
+"""Number of characters between two columns."""
 UNLIMITED_WIDTH = 100_000
-"""Characters of a line that no table reaches."""
+"""Width of a line that no table reaches, in characters."""
 
 
 class _Output(Console):
-    """Standard output, which leaves it to the program what it does once there is no reader."""
+    """Standard output that lets the program decide what happens when the reader is gone."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -40,16 +40,18 @@ def print_texts(
     titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
     names: bool = False, lead: int = 0,
 ) -> None:  # fmt: skip
-    """Texts in columns. Numbers are never folded: what does not fit follows below, beside the first columns again.
+    """Print texts in columns.
+
+    Numbers are never folded: columns that do not fit follow below, next to a repetition of the first columns.
 
     Args:
-        titles: of the columns.
-        rows: a text for each column.
-        right: titles of the columns that are aligned to the right.
-        width: characters of a line where the output is no terminal.
-        names: the first column has names that people copy. They are never folded. Where they leave no room for the
-            other columns, these stand below each name.
-        lead: number of columns that each block begins with. 0 for those before the first of ``right``.
+        titles: titles of the columns.
+        rows: rows with a text for each column.
+        right: titles of the right-aligned columns.
+        width: number of characters of a line if the output is not a terminal.
+        names: True if the first column contains names that people copy. Names are never folded. If they leave no room
+            for the other columns, these follow below each name.
+        lead: number of columns with which each block starts, or 0 for the columns before the first of ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()
@@ -83,7 +85,7 @@ def _print_block(
     console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
     right: Collection[str],
 ) -> None:  # fmt: skip
-    """Print some columns. The last one stands below each row where a word of it, such as a path, would be broken."""
+    """Print some columns. The last column goes below each row if a word in it, such as a path, would be broken."""
     *first, last = places
     room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
     longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
@@ -99,7 +101,7 @@ def _columns(
     titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
     names: bool = False,
 ) -> Table:  # fmt: skip
-    """Build a table from some columns."""
+    """Return a table of some columns."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place in places:
         kept, justify = names and place == 0, "right" if titles[place] in right else "left"
@@ -111,22 +113,23 @@ def _columns(
 
 
 def _width(console: Console, table: Table) -> int:
-    """Characters of a table's line with nothing folded."""
+    """Return the width of a table without folding, in characters."""
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
 NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
-"""Ends of the names of figures that stand beside the leading metric where a terminal is too narrow for all."""
+"""Endings of the names of figures that are shown with the leading metric if the terminal is too narrow for all
+figures."""
 NARROW_TITLES = {"sample gradients": "gradients"}
 """Shorter titles for a narrow terminal."""
 BEST_MARK = "*"
-"""What follows the method of the row with the best mean."""
+"""Mark after the method in the row with the best mean."""
 
 
 def print_results(table: pa.Table) -> None:
     """Print the result table of a run: means over seeds with 95 % intervals, the work, and a mark at the best mean.
 
-    A narrow terminal shows fewer columns. ``results.csv`` and the report have all.
+    A narrow terminal shows fewer columns. ``results.csv`` and the report contain all columns.
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
@@ -149,7 +152,7 @@ def print_results(table: pa.Table) -> None:
 def _result_cells(
     rows: Sequence[Mapping[str, Any]], figures: Mapping[str, str], best: int | None, more: Sequence[str]
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return titles, texts and the titles of numbers, for some figures and some of ``seeds`` and ``status``."""
+    """Return titles, texts and the titles of numeric columns, for some figures and some of ``seeds`` and ``status``."""
     first, last = (["seeds"] if "seeds" in more else []), (["status"] if "status" in more else [])
     cells = [
         [
@@ -164,19 +167,19 @@ def _result_cells(
 
 
 def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
-    """Return the row with the best mean of the leading metric, of those that ended well. None without one."""
+    """Return the number of the successful row with the best mean of the leading metric, or None if no run is done."""
     means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
              if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
     return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Rows of any keys, numbers with four digits.
+    """Print rows with any keys, with numbers to four digits.
 
     Args:
-        rows: the columns are the keys of all, in the order in which they come.
-        first: columns that come before them, in each block of a narrow terminal.
-        width: characters of a line where the output is no terminal.
+        rows: rows whose keys become the columns, in order of first appearance.
+        first: columns that precede the others, in each block of a narrow terminal.
+        width: number of characters of a line if the output is not a terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]

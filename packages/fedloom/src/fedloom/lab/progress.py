@@ -1,4 +1,4 @@
-"""Show a running experiment: as bars in a terminal, as a line in a notebook, else as plain lines on standard error."""
+"""Show a running experiment: bars in a terminal, a line in a notebook, or plain lines on standard error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.events import Event, Listener
 
 SECONDS_PER_LINE = 5.0
-"""Time between two plain lines of one run."""
+"""Seconds between two plain lines of one run."""
 NOTEBOOK_INTERVAL_SECONDS = 0.2
-"""Seconds between two looks of a notebook's line."""
+"""Seconds between two updates of a notebook's line."""
 
 
 def remark(line: str) -> None:
-    """Write a line to standard error. A closed, full or unread stream drops the line."""
+    """Write a line to standard error. The line is dropped if the stream is closed, full or unread."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -46,8 +46,8 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
     """Show the progress of runs, and yield the listener for their events.
 
     Args:
-        rounds: of all runs together, or of the runs of every label.
-        after: what is done after the last round, which may take a while.
+        rounds: number of rounds of all runs together, or of the runs of every label.
+        after: description of the work after the last round, which may take a while.
     """
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -93,7 +93,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
 
 
 def notebook_display() -> Any:
-    """Return what shows a value in the notebook that this process is the kernel of. None elsewhere."""
+    """Return the function that displays a value in the notebook of this process. The result is None elsewhere."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
@@ -102,9 +102,9 @@ class _Runs:
     """Progress and speed of runs.
 
     Attributes:
-        rounds: of the runs of every label, of all runs together under the empty one.
-        done: rounds done, by label and seed. All of a run that has ended.
-        figures: the newest figures of every run, as text.
+        rounds: number of rounds of the runs of every label, or of all runs together under the empty label.
+        done: number of finished rounds, by label and seed. All rounds for a run that has ended.
+        figures: latest figures of every run, as text.
     """
 
     def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
@@ -117,7 +117,7 @@ class _Runs:
         self._pace: dict[str, float] = {}
 
     def take(self, event: Event) -> bool:
-        """Note an event. False if it has nothing new."""
+        """Note an event. Return False if it contains nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False
@@ -136,11 +136,14 @@ class _Runs:
 
     @property
     def after(self) -> str:
-        """Current action after all runs have ended, or "" before."""
+        """Current work after all runs have ended, or "" before."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def left(self) -> float | None:
-        """Seconds until all runs have ended, those that go on side by side. None while that is not known."""
+        """Return the seconds until all runs have ended, with the current number side by side.
+
+        None while it is unknown.
+        """
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
             open_[self._owner(label)] -= done
@@ -152,7 +155,7 @@ class _Runs:
         return max([work / max(1, len(alone)), *alone])
 
     def remaining_of(self, event: Event) -> float | None:
-        """Seconds until a run has ended."""
+        """Return the seconds until a run ends, or None while they are unknown."""
         return None if event.pace is None else (event.rounds - event.round) * event.pace
 
     def _owner(self, label: str) -> str:
@@ -160,7 +163,7 @@ class _Runs:
 
 
 class _Lines:
-    """Plain lines: one for every run that ends, and one every few seconds of a long one."""
+    """Plain lines: one at the end of every run, and one every few seconds during a long run."""
 
     def __init__(self, runs: _Runs) -> None:
         self._runs, self._last = runs, time.monotonic()
@@ -192,7 +195,7 @@ class _Lines:
 
 
 class Line:
-    """Display of a notebook: HTML, or plain text if a reader has no HTML."""
+    """Display of a notebook: HTML, or plain text if the reader does not support HTML."""
 
     def __init__(self, markup: str, text: str) -> None:
         self._markup, self._text = markup, text
@@ -205,7 +208,7 @@ class Line:
 
 
 class _NotebookLine:
-    """A bar with the run at work behind it, drawn again in its place, at the end, how many runs took how long."""
+    """A bar followed by the current run, redrawn in place, and at the end the number of runs and their time."""
 
     def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
         self._runs, self._display = runs, display
@@ -236,7 +239,7 @@ class _NotebookLine:
         self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
-        """Put the sum in the place of the bar."""
+        """Replace the bar by the summary."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
@@ -254,7 +257,7 @@ def _name(event: Event) -> str:
 
 
 def _latest(event: Event) -> str:
-    """Return the newest validation figures of the personal model, else of the global model."""
+    """Return the newest validation figures of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
         by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}

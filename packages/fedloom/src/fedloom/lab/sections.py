@@ -1,7 +1,7 @@
-"""Kit for sections of the report: what a package needs to show the recorded table of its analysis.
+"""Kit for sections of the report: the functions that a package needs to show the recorded table of its analysis.
 
-A section is a function ``(runs, rows, lead) -> Section | None``, named by an entry point of the group
-``fedloom.sections`` with the kind of the analysis.
+A section is a function ``(runs, rows, lead) -> Section | None``. An entry point of the group ``fedloom.sections`` names
+it by the kind of the analysis.
 """
 
 from fedloom.lab.report.comparison.contenders import contenders_of

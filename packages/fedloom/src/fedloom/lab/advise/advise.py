@@ -1,4 +1,4 @@
-"""advise: which method, with which settings, for the clients that Python holds."""
+"""advise: which method, with which settings, for clients given in Python."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ def advise(
     name: str = "advice",
     **choices: Unpack[Choices],
 ) -> Advice:
-    """Race a small portfolio of methods, to advise which one to use for these clients.
+    """Race a small portfolio of methods and return advice on the method to use for these clients.
 
-    The race reads training and validation data only. Its gains come from validation data that it did not use.
+    The race reads training and validation data only. The reported gains come from validation data that the race did not
+    use.
 
     Args:
         data: a federation, a data set, its name, arrays or clients, as in `fedloom.compare`.
         model: as in `fedloom.simulate`. Softmax when None.
         partition: how a data set is split among clients.
         budget: gradients of the race, in runs of FedAvg with all ``rounds``.
-        margin: differences up to it do not matter, in the units of the metric (0.01 of an accuracy is one point). None:
-            none is stated.
+        margin: largest difference that does not matter, in the units of the metric (0.01 of an accuracy is one point).
+            None: no margin is stated.
         tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
-        folder: directory of the race, from which the same call resumes. None: a temporary one.
-        join: share the race with other processes that make the same call with the same folder.
-        progress_bar: write a line after every comparison, on standard error.
-        name: of the experiment that is written.
+        folder: directory of the race, from which the same call resumes. None: a temporary directory.
+        join: True to share the race with other processes that make the same call with the same folder.
+        progress_bar: True to write a line after every comparison, on standard error.
+        name: name of the experiment that is written.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
-            ``seed`` is of the split, and of the first run of every method.
+            ``seed`` is the seed of the split, and of the first run of every method.
 
     Returns:
-        The answer. Its method ``lines`` has it in words.
+        The answer. Its method ``lines`` returns it in words.
 
     Raises:
-        ConfigError: values that cannot work. Nothing has been run then.
-        DataError: no data set can be made of the data.
-        RunDirError: the folder holds another race.
-        RunStopped: interrupted, or no method has a result.
+        ConfigError: the values cannot work. Nothing has been run in that case.
+        DataError: the data cannot be converted to a data set.
+        RunDirError: the folder belongs to another race.
+        RunStopped: the race was interrupted, or no method has a result.
     """
     if find_spec("optuna") is None:
         raise ConfigError("advise: needs Optuna: pip install 'fedloom[tune]'")

@@ -44,25 +44,26 @@ from fedloom.storage.locks import lock
 
 RACE_FILE, LAPS_FOLDER = "race.toml", "laps"
 RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
-"""Names in the directory of a race that belong to it."""
+"""Names of the files and folders that belong to the directory of a race."""
 
 
 class Advisor:
     """A race for the clients of an experiment.
 
     Args:
-        document: the experiment file. Its methods are not read.
-        where: its name, for messages.
-        out: directory of the race, created if need be.
+        document: content of the experiment file. Its methods are not read.
+        where: name of the file, for messages.
+        out: directory of the race, created if it does not exist.
         data_dir: folder of data sets.
-        budget: gradients, in runs of FedAvg with all rounds of the experiment.
-        margin: differences of the metric up to it do not matter. None: none is stated.
-        read: makes the experiment of a document.
-        methods: names of the registry. None: the frozen portfolio. Local training and FedAvg always take part.
+        budget: gradients of the race, in runs of FedAvg with all rounds of the experiment.
+        margin: largest difference of the metric that does not matter. None: no margin is stated.
+        read: function that returns the experiment of a document.
+        methods: names of methods in the registry. None: the frozen portfolio. Local training and FedAvg always take
+            part.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, or too small a budget. Nothing is written.
-        RunDirError: the directory is of another race, or not one of a race.
+        ConfigError: the experiment cannot work, has no validation data, or has too small a budget. Nothing is written.
+        RunDirError: the directory belongs to another race, or is not the directory of a race.
         DataError: the data cannot be read.
     """
 
@@ -105,12 +106,12 @@ class Advisor:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why a method of the portfolio cannot take part, by name."""
+        """Reason why a method of the portfolio cannot take part, by name."""
         return self._entries.left_out
 
     @property
     def plan(self) -> str:
-        """The race in a sentence."""
+        """Sentence that describes the race."""
         work = self._budget.samples
         return (
             f"{len(self._entries.labels)} methods ({', '.join(self._entries.labels)}), {self._count} settings each; "
@@ -118,15 +119,15 @@ class Advisor:
         )
 
     def run(self, tell: Callable[[str], None] = lambda _line: None, *, join: bool = False) -> Advice:
-        """Run the laps that are missing, and write every file.
+        """Run the missing laps, write every file, and return the advice.
 
         Args:
-            tell: called with a sentence after every comparison.
-            join: share the laps with other processes that join, on any machine that has the directory.
+            tell: function that receives a sentence after every comparison.
+            join: True to share the laps with other processes that join, on any machine that can access the directory.
 
         Raises:
-            RunStopped: interrupted. What was trained is kept.
-            CheckpointError: a disk that is full or refuses. What was trained is kept.
+            RunStopped: the race was interrupted. Finished laps are kept.
+            CheckpointError: the disk is full or rejects a write. Finished laps are kept.
         """
         with lock(self.out, joins=join):
             session = JoinedWork(self.out)
@@ -146,7 +147,7 @@ class Advisor:
         return advice
 
     def _run_laps(self, session: JoinedWork, laps: Sequence[Lap]) -> list[LapResult]:
-        """Train laps, and return their results in order."""
+        """Train laps and return their results in order."""
         settings = [self._entries.experiment(lap.arm).methods[0].setting for lap in laps]
         rounds = [self._plan(lap.arm) for lap in laps]
         keys = [(lap.arm.label, lap.arm.number, lap.seed) for lap in laps]
@@ -182,7 +183,10 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Plan the rounds of a whole run of an arm, with the file's step size, which changes no cost of a round."""
+        """Return the rounds of a whole run of an arm.
+
+        They are planned with the file's step size, which does not change the cost of a round.
+        """
         params = {key: value for key, value in arm.params.items() if key != STEP_SIZE_KEY}
         key = f"{arm.label} {sorted(params.items())}"
         if key not in self._rounds:
@@ -222,7 +226,7 @@ class Advisor:
         write_atomic(self.out / RACE_FILE, tomli_w.dumps(self._identity()).encode())
 
     def _identity(self) -> dict[str, Any]:
-        """Everything that laps depend on, as a file has it."""
+        """Return everything that laps depend on, as it reads in a file."""
         settings = self._experiment_of_share().settings()
         for free in ("name", "seeds", "evaluate"):
             settings.pop(free)

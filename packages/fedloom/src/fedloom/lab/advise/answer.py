@@ -1,4 +1,4 @@
-"""The answer of a race: the method and its settings, what it gains, what every client should do, and what it costs."""
+"""The answer of a race: the method and its settings, its gain, advice for every client, and its cost."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fedloom.metrics import metric as facts
 from fedloom.storage.files import write_atomic
 
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
-"""Files of an answer: the experiment with the advised method, the answer for programs, and the clients' part."""
+"""Files of an answer: the experiment with the advised method, the answer for programs, and the advice for clients."""
 MAX_NAMED_CLIENTS = 6
-"""Clients that a line names."""
+"""Largest number of clients that a line names."""
 
 
 class Verdict(StrEnum):
-    """Name the outcomes of a race."""
+    """Outcome of a race, in words."""
 
     TOGETHER = "use this method"
     ALONE = "training alone is enough"
@@ -44,7 +44,7 @@ class Verdict(StrEnum):
 
 
 class Choice(StrEnum):
-    """Name what a client may do."""
+    """Course of action for a client, in words."""
 
     JOIN = "join"
     TUNE = "fine-tune"
@@ -55,11 +55,11 @@ class ClientAdvice(NamedTuple):
     """Advice for one client.
 
     Attributes:
-        name: of the client.
-        choice: what it should do.
+        name: name of the client.
+        choice: recommended course of action.
         gain: predicted gain of the method over training alone, from the data of the race, above 0 if the method is
             better.
-        estimate: mean gain on the client's kept validation data. Nan where it has none.
+        estimate: mean gain on the client's kept validation data. Nan if the client has no kept data.
         half: half of the interval of the estimate, over seeds. Nan with one seed.
     """
 
@@ -75,23 +75,24 @@ class Advice(NamedTuple):
 
     Attributes:
         verdict: the answer in words.
-        method: the best federated method, which leads the race unless training alone does.
+        method: the best federated method, which leads the race unless training alone leads.
         arms: the chosen settings, by label.
-        metric: that decided.
+        metric: metric that decided.
         gains: the method minus local training, and minus FedAvg, on validation data that the race did not use, above 0
-            where the method is better. None where a run failed.
+            if the method is better. None if a run failed.
         racing: methods that are still in the race, the best first.
-        departures: of every method that left: the method that was better, the look, and the difference on the data of
+        departures: for every method that left, the method that was better, the look, and the difference on the data of
             the race.
-        left_out: why a method did not take part.
-        more: gradients that would decide. None where none are needed, or no number of seeds would decide.
+        left_out: reason why a method did not take part.
+        more: number of further gradients that would decide the race. None if no more are needed, or if no number of
+            seeds would decide.
         clients: advice for every client.
-        cost: of one run of the method: rounds, gradients, bytes, and hours (None without devices).
-        spent: gradients that the race took.
-        budget: gradients that the race might take.
+        cost: cost of one run of the method: rounds, gradients, bytes, and hours (None without devices).
+        spent: number of gradients that the race used.
+        budget: largest number of gradients that the race was allowed to use.
         looks: number of looks.
-        margin: differences that do not matter. None: none was stated.
-        kept: validation samples that only the answer used.
+        margin: largest difference that does not matter. None: no margin was stated.
+        kept: number of validation samples that only the answer used.
     """
 
     verdict: Verdict
@@ -122,7 +123,7 @@ class Advice(NamedTuple):
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
-        """Write the answer in about ten lines."""
+        """Return the answer in about ten lines."""
         settings = options(self.params)
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
@@ -149,7 +150,7 @@ class Advice(NamedTuple):
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as plain values, unrounded and unscaled, None where nothing is known."""
+        """Return the answer as plain values, unrounded and unscaled, with None for unknown values."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
@@ -220,16 +221,16 @@ def form_advice(
     work: int,
     left_out: Mapping[str, str],
 ) -> Advice:
-    """Form the answer of a race.
+    """Return the answer of a race.
 
     Args:
-        outcome: of the race.
+        outcome: outcome of the race.
         fed: the federation of the race.
-        metric: that decided.
-        margin: differences that do not matter. None: none is stated.
-        budget: gradients that the race might take.
-        work: gradients of a whole run.
-        left_out: why a method did not take part.
+        metric: metric that decided.
+        margin: largest difference that does not matter. None: no margin is stated.
+        budget: largest number of gradients that the race was allowed to use.
+        work: number of gradients of a whole run.
+        left_out: reason why a method did not take part.
 
     Raises:
         RunStopped: no method has a result.
@@ -277,7 +278,7 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
 def _decide(
     outcome: RaceOutcome, method: str, margin: float | None, work: int, sign: float
 ) -> tuple[Verdict, int | None]:
-    """Decide the verdict, and the gradients that would decide an open race."""
+    """Return the verdict, and the number of gradients that would decide an open race, or None if no number is known."""
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
     gap = difference_of(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
@@ -292,7 +293,10 @@ def _decide(
 
 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
-    """Advice for every client: alone where the predicted gain is below 0, else the better of the method's models."""
+    """Return advice for every client.
+
+    A client stays alone if the predicted gain is below 0. Otherwise it uses the better of the method's models.
+    """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
     personal = _personal_gains(outcome, method, sign)
@@ -309,7 +313,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 
 
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
-    """Personal minus shared model by client, ``[clients]``: 1 or -1 where only one exists."""
+    """Return personal minus shared model by client, ``[clients]``: 1 or -1 if only one of the models exists."""
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
     personal, shared = pairs[0]
@@ -320,7 +324,7 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
 
 
 def _half(values: Any) -> float:
-    """Half of the interval of a client's mean over seeds."""
+    """Return half of the interval of a client's mean over seeds."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
     from scipy.stats import t  # slow to import

@@ -1,4 +1,4 @@
-"""Laps: runs of a race, each from where the lap before it ended, scored on two halves of the validation data."""
+"""Laps: runs of a race, each from the end of the previous lap, scored on two halves of the validation data."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import make_folder, write_atomic
 
 LAP_FILE = "lap.json"
-"""File of a lap with its result."""
+"""File with the result of a lap."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
-"""Parts of the federation of a race: what the race reads, and what only the answer reads. Both are validation data."""
+"""Parts of the federation of a race: the part that the race reads, and the part that only the answer reads.
+
+Both contain validation data.
+"""
 Subjects = NDArray[np.int64]
-"""Numbers of subjects ``[k]``, rising, or a number of each."""
+"""Numbers of subjects ``[k]``, rising, or a number for each subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
-"""Models that are scored where a method has them. The last one is what a client would use."""
+"""Kinds of models that are scored if the method has them. A client would use the last kind that exists."""
 
 
 class Arm(NamedTuple):
-    """Method with the settings that one entry of the race has.
+    """A method with the settings of one entry of the race.
 
     Attributes:
-        label: of the method.
-        number: of the entry among those of its method, 0 for the file's own settings.
+        label: label of the method.
+        number: number of the entry among the entries of its method, 0 for the file's settings.
         params: values by setting.
     """
 
@@ -58,16 +61,16 @@ class Lap(NamedTuple):
 
 
 class LapResult(NamedTuple):
-    """What a lap has led to.
+    """Result of a lap.
 
     Attributes:
-        round: rounds so far.
-        samples: samples whose gradient was taken so far, personal models of the last evaluation included.
-        trained: the same without these models.
-        bytes: sent so far, both ways.
+        round: number of rounds so far.
+        samples: number of samples whose gradient was computed so far, including personal models of the last evaluation.
+        trained: the same number without these models.
+        bytes: bytes sent so far, in both directions.
         seconds: virtual time so far. None without devices.
-        scores: value of every client by part, by model. None where it is not known.
-        reason: why there are no scores. Empty otherwise.
+        scores: value of every client by part, by model. None if a value is not known.
+        reason: reason for missing scores. Empty otherwise.
     """
 
     round: int
@@ -79,20 +82,23 @@ class LapResult(NamedTuple):
     reason: str = ""
 
     def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
-        """Value of every client on a part, of the model that a client would use or of a given one. None without one."""
+        """Return the value of every client on a part, for the model that a client would use or for a given model.
+
+        The result is None without such a model.
+        """
         kinds = [model] if model else [kind for kind in reversed(MODEL_KINDS) if kind in self.scores]
         scores = self.scores.get(kinds[0]) if kinds else None
         return None if scores is None else np.array([np.nan if v is None else v for v in scores[part]])
 
 
 def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
-    """Make the federations of a race, one for each of its seeds: without test data, with a part for the answer.
+    """Return the federations of a race, one for each of its seeds: without test data, with a part for the answer.
 
-    Half of the validation subjects of every client are kept for the answer, as the part ``test``. The race reads them
-    with no seed. The other half decides with the first seed. Further seeds validate on as many other subjects, from the
-    training part, and train on the half instead, so that every seed adds validation data. Where an order is known, all
-    seeds validate on the later half. Subjects stay whole, and classes keep their shares. A client with one validation
-    subject gives it to the race.
+    Half of the validation subjects of every client are kept for the answer, as the part ``test``. No seed of the race
+    reads them. The other half decides with the first seed. Further seeds validate on the same number of other subjects
+    from the training part, and train on the deciding half instead, so that every seed adds validation data. If an order
+    is known, all seeds validate on the later half. Subjects stay whole, and classes keep their shares. The only
+    validation subject of a client goes to the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -116,19 +122,22 @@ class _Cut:
         self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
 
     def halve_validation(self) -> tuple[Subjects, Subjects]:
-        """Subjects of the validation part that decide, and those that are kept for the answer."""
+        """Return the subjects of the validation part that decide, and the subjects that are kept for the answer."""
         subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
-        """Make the federation of a further seed. None if a client would be left without a training sample."""
+        """Return the federation of a further seed.
+
+        The result is None if a client would be left without a training sample.
+        """
         try:
             return self.make(self._take_fold(decide, turn, turns), kept, decide)
         except PartitionError:  # all of its subjects are at other clients, too
             return None
 
     def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """As many other subjects of every client from the training part, spread over its classes."""
+        """Return the same number of other subjects of every client from the training part, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -139,7 +148,10 @@ class _Cut:
         return fold
 
     def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
-        """Make the federation that decides by some subjects. ``first`` decide with the first seed."""
+        """Return the federation in which the given subjects decide.
+
+        The subjects ``first`` decide with the first seed.
+        """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
         masks = {"train": rests & ~chosen, DECIDING_PART: chosen, ESTIMATING_PART: np.isin(self._who, kept)}
@@ -156,7 +168,7 @@ class _Cut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Subjects, the client of each, and its rank there: by class, and within it at random."""
+        """Return the subjects, their clients, and their ranks at the client: by class, random within a class."""
         rows = np.flatnonzero(np.isin(self._who, subjects))
         subjects, first = np.unique(self._who[rows], return_index=True)
         place = rows[first]
@@ -168,7 +180,7 @@ class _Cut:
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
-    """Make the run of an arm, which is evaluated where a lap ends."""
+    """Return the setting of an arm's run, evaluated at the end of a lap."""
     evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
     return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
 
@@ -176,10 +188,10 @@ def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
 def run_lap(
     setting: Setting, fed: Federation, stop_at: int, metric: str, folder: Path, progress: Sequence[Progress]
 ) -> bool:
-    """Train up to a round in a folder, from its checkpoint if there is one, and write the result.
+    """Train up to a round in a folder, from its checkpoint if it exists, write the result, and return True at the end.
 
     Returns:
-        Whether the lap came to its end. The user stopped it otherwise.
+        True if the lap reached its end, False if the user stopped it.
     """
     try:
         result = simulate(setting, fed, folder=folder, callbacks=progress, pause=stop_at)
@@ -195,12 +207,15 @@ def run_lap(
 
 
 def read_lap(folder: Path) -> LapResult:
-    """Read the result of a lap."""
+    """Read and return the result of a lap."""
     return LapResult(**json.loads((folder / LAP_FILE).read_text(encoding="utf-8")))
 
 
 def copy_checkpoint(before: Path, folder: Path) -> None:
-    """Start a lap where another one has ended, if its state is in its checkpoint. Else the lap trains from round 1."""
+    """Start a lap at the end of another lap, if the checkpoint contains the state.
+
+    Otherwise the lap trains from round 1.
+    """
     names = [path.name for path in before.iterdir()] if before.is_dir() else []
     states = [name for name in names if name != LAP_FILE]
     whole = states and all(name.startswith("checkpoint-") for name in states)

@@ -1,14 +1,15 @@
-"""Looks: paired differences of two methods over clients and seeds, and the level that each look at them may spend.
+"""Looks: paired differences of two methods over clients and seeds, and the level that each look may spend.
 
-The difference of two methods is a table with a value for every seed and client. Both have a random effect: a client
-gains more or less than another one, and a seed favours one method at all clients. The standard error has the mean
-squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. So neither many clients with
-one lucky seed nor many seeds at one unusual client decide. A pair has few seeds, so the variance of its seeds is at
-least the one that all methods of the race have in common.
+The difference of two methods is a table with a value for every seed and client. Seeds and clients have random effects:
+a client gains more or less than another client, and a seed favors one method at all clients. The standard error
+contains the mean squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. Therefore
+neither many clients with one lucky seed nor many seeds at one unusual client decide. A pair has few seeds, so the
+variance of its seeds is at least the variance that all methods of the race share.
 
-A race looks several times. The levels of its looks add up to the level of the race (the spending function of Lan and
+A race has several looks. The levels of its looks add up to the level of the race (the spending function of Lan and
 DeMets that resembles Pocock's), and each look divides its level among the rivals of a method. By Bonferroni's
-inequality the method that is best leaves with at most the level of the race, however the looks depend on each other.
+inequality the best method leaves with a probability of at most the level of the race, however the looks depend on each
+other.
 
 References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (readers and
 cases as clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RACE_ERROR_LEVEL = 0.05
-"""Largest chance that the best method leaves a race."""
+"""Largest probability that the best method leaves a race."""
 INTERVAL_LEVEL = 0.05
 """One minus the coverage of a printed interval."""
 
@@ -32,10 +33,10 @@ Values = NDArray[np.float64]
 
 
 class SeedPool(NamedTuple):
-    """What seeds do to the difference of any two methods of a race.
+    """Effect of seeds on the difference of any two methods of a race.
 
     Attributes:
-        variance: of the mean over clients of a difference, from seed to seed.
+        variance: variance over seeds of a difference's mean over clients.
         degrees: degrees of freedom of the variance.
     """
 
@@ -47,10 +48,10 @@ class PairedDifference(NamedTuple):
     """Mean of a difference over clients and seeds.
 
     Attributes:
-        mean: of all clients and seeds.
+        mean: mean over all clients and seeds.
         of_clients: mean square of the clients' means.
-        of_seeds: mean square of the seeds' means, at least the one of the pool. Nan with one seed.
-        of_rest: mean square of the rest. Nan with one seed.
+        of_seeds: mean square of the seeds' means, at least the value from the pool. Nan with one seed.
+        of_rest: mean square of the residuals. Nan with one seed.
         clients: number of clients.
         seeds: number of seeds.
         seed_degrees: degrees of freedom of ``of_seeds``.
@@ -78,7 +79,7 @@ class PairedDifference(NamedTuple):
         return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
-        """Compute the standard error of the mean with another number of seeds."""
+        """Return the standard error of the mean with another number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
@@ -89,7 +90,7 @@ class PairedDifference(NamedTuple):
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
-        """One-sided p of a mean above 0. 1 where nothing can be tested."""
+        """Return the one-sided p of a mean above 0, which is 1 if no test is possible."""
         if not self.error > 0:
             return 0.0 if self.error == 0 and self.mean > 0 else 1.0
         from scipy.stats import t  # slow to import
@@ -97,17 +98,19 @@ class PairedDifference(NamedTuple):
         return float(t.sf(self.mean / self.error, self.degrees))
 
     def half_width(self, level: float = INTERVAL_LEVEL) -> float:
-        """Half of the two-sided interval of the mean. Nan with fewer than two clients."""
+        """Return half of the two-sided interval of the mean. Nan with fewer than two clients."""
         from scipy.stats import t  # slow to import
 
         return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
 
     def seeds_needed(self, level: float, most: int = 1000) -> int | None:
-        """Find the number of seeds with which a mean of this size would differ from 0. None where no number would do.
+        """Return the number of seeds with which a mean of this size would differ from 0.
+
+        The result is None if no number suffices.
 
         Args:
             level: one-sided.
-            most: seeds that are tried.
+            most: largest number of seeds to try.
         """
         from scipy.stats import t  # slow to import
 
@@ -117,13 +120,13 @@ class PairedDifference(NamedTuple):
 
 
 def pool_seeds(values: Values) -> SeedPool | None:
-    """Estimate what seeds do to differences from all methods: the interaction of methods and seeds.
+    """Return the effect of seeds on differences, estimated from all methods: the interaction of methods and seeds.
 
     Args:
         values: ``[methods, seeds, clients]``. A client with a value that is not finite is left out.
 
     Returns:
-        None with one seed, one method or no client.
+        The result is None with one seed, one method or no client.
     """
     values = values[:, :, np.isfinite(values).all((0, 1))]
     methods, seeds, clients = values.shape
@@ -136,11 +139,11 @@ def pool_seeds(values: Values) -> SeedPool | None:
 
 
 def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDifference:
-    """Summarise a difference by seed and client.
+    """Return the summary of a difference by seed and client.
 
     Args:
         values: ``[seeds, clients]``. A client with a value that is not finite is left out of every seed.
-        pool: what seeds do to all methods. None: it is not known.
+        pool: effect of seeds on all methods. None: unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
     seeds, clients = values.shape
@@ -162,10 +165,10 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 
 
 def shrink_gains(values: Values) -> Values:
-    """Predict the difference of every client from all clients, ``[clients]``: its mean, shrunk towards their mean.
+    """Return the predicted difference of every client, ``[clients]``: its mean, shrunk towards the mean of all clients.
 
-    It is the best linear unbiased prediction of the two-way model: the share of the clients' variance that lasts over
-    seeds stays. Clients with a value that is not finite get the mean of the others.
+    It is the best linear unbiased prediction of the two-way model: only the share of the clients' variance that
+    persists over seeds remains. Clients with a value that is not finite get the mean of the other clients.
 
     Args:
         values: difference ``[seeds, clients]``.
@@ -181,11 +184,11 @@ def shrink_gains(values: Values) -> Values:
 
 
 def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
-    """Divide the level of a race among its looks, the first one first.
+    """Return the level of each look of a race, the first look first.
 
     Args:
         looks: number of looks, fixed before the first one.
-        level: of all looks together.
+        level: level of all looks together.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

@@ -1,12 +1,12 @@
 """The race: which arms run which laps, which settings stay, and which methods leave.
 
-Every method begins with as many settings. After a ninth of the work of a whole run with one seed, the best third or so
-of each method's settings stays. After a third of the work, with two seeds, one setting of each method stays. From then
-on methods are compared: a method leaves when another one is better by more than chance (`fedloom.lab.advise.looks`).
-The methods that stay, and local training and FedAvg for comparison, train to the end. What is left of the budget buys
-further seeds while the race is open.
+Every method starts with the same number of settings. After a ninth of the work of a whole run with one seed, about the
+best third of each method's settings stays. After a third of the work, with two seeds, one setting of each method stays.
+From then on methods are compared: a method leaves if another method is better by more than chance
+(`fedloom.lab.advise.looks`). The remaining methods, and local training and FedAvg for comparison, train to the end. The
+rest of the budget buys further seeds while the race is open.
 
-The functions here choose laps and read their results. They train nothing, so they can be tested with any results.
+The functions here choose laps and read their results. They do not train, so they can be tested with any results.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences,
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
 """Shares of the work of a whole run after which settings or methods are compared."""
 FIRST_SEEDS, MOST_SEEDS = 2, 5
-"""Seeds with which methods are compared first, and at most."""
+"""Number of seeds at the first comparison of methods, and largest number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
-"""Times at which methods may leave."""
+"""Largest number of looks, at which methods may leave."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that every race has, and that all others are compared with. They train to the end in any case."""
+"""Methods that take part in every race, and with which all other methods are compared. They always train to the end."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Gradients of a race, in runs of FedAvg: twice those of a search with 8 trials for FedAvg alone."""
+"""Default number of gradients of a race, in runs of FedAvg: twice the gradients of a search with 8 trials for FedAvg
+alone."""
 MOST_ARMS = 16
-"""Settings of a method at most."""
+"""Largest number of settings of a method."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
-"""Trains laps side by side, and returns their results in the order of the laps."""
+"""Function that trains laps side by side and returns their results in the order of the laps."""
 
 
 class Departure(NamedTuple):
     """A method that has left.
 
     Attributes:
-        look: 1, 2, ...
-        rival: the method that is better. Empty where all settings of the method failed.
-        difference: rival minus method, above 0 where the rival is better.
-        reason: why there is no result, where all settings failed.
+        look: number of the look, from 1.
+        rival: method that is better. Empty if all settings of the method failed.
+        difference: rival minus method, above 0 if the rival is better.
+        reason: reason for the missing result, if all settings failed.
     """
 
     look: int
@@ -56,16 +57,16 @@ class Departure(NamedTuple):
 
 
 class RaceOutcome(NamedTuple):
-    """What a race has led to.
+    """Outcome of a race.
 
     Attributes:
-        arms: the setting of every method that has trained to a third or to the end, by label.
-        results: of whole runs by label and seed, of methods in the race and of those that others are compared with.
+        arms: setting of every method that has trained to a third or to the end, by label.
+        results: results of whole runs by label and seed, for methods in the race and methods that serve for comparison.
         racing: labels of the methods that are still in the race, the best first.
-        departures: of the others.
+        departures: departures of the other methods, by label.
         looks: number of looks.
-        level: one-sided level at which one method may leave because of another one, at the next look or at the last.
-        spent: gradients that all laps have taken.
+        level: one-sided level at which a method may leave because of another method, at the next look or at the last.
+        spent: number of gradients that all laps have used.
     """
 
     arms: Mapping[str, Arm]
@@ -78,13 +79,13 @@ class RaceOutcome(NamedTuple):
 
 
 def choose_counts(methods: int, budget: float) -> tuple[int, int]:
-    """Choose how many settings of a method begin, and how many stay after the first comparison.
+    """Return the number of settings with which a method starts, and the number that stays after the first comparison.
 
     The budget suffices if no method leaves before the end.
 
     Args:
-        methods: how many race.
-        budget: gradients, in those of a whole run of FedAvg.
+        methods: number of methods in the race.
+        budget: gradients of the race, in whole runs of FedAvg.
 
     Raises:
         ConfigError: the budget is too small for one setting of every method.
@@ -121,17 +122,17 @@ def race(
     *,
     higher: bool,
 ) -> RaceOutcome:
-    """Race methods.
+    """Race methods and return the outcome.
 
     Args:
-        arms: settings of every method, by label. The first ones of ``budget`` and ``stay`` are from `choose_counts`.
-        stay: settings of a method that stay after the first comparison.
-        budget: gradients that all laps may take.
-        work: gradients of a whole run.
-        seeds: `MOST_SEEDS` of them.
-        run: trains laps.
-        tell: called with a sentence after every comparison.
-        higher: whether more of the metric is better.
+        arms: settings of every method, by label. Their number and ``stay`` come from `choose_counts`.
+        stay: number of settings of a method that stay after the first comparison.
+        budget: largest number of gradients that all laps may use.
+        work: number of gradients of a whole run.
+        seeds: the `MOST_SEEDS` seeds of the race.
+        run: function that trains laps.
+        tell: function that receives a sentence after every comparison.
+        higher: True if a higher value of the metric is better.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell).go(stay)
 
@@ -155,7 +156,7 @@ class _Race:
         self._levels, self._looks, self._spent = spend_level(MAX_LOOKS), 0, 0
 
     def go(self, stay: int) -> RaceOutcome:
-        """Race to the end."""
+        """Run the race to the end and return the outcome."""
         self._train(self._arms, self._seeds[:1], EARLY_DEPTH)
         self._keep(stay, self._seeds[:1])
         first = self._seeds[:FIRST_SEEDS]
@@ -188,13 +189,13 @@ class _Race:
         return len(self._racing()) > 1
 
     def _racing(self) -> tuple[str, ...]:
-        """Labels of the methods in the race, the best first."""
+        """Return the labels of the methods in the race, the best first."""
         racing = [label for label in self._arms if label not in self._departures]
         means = {label: self._mean(self._arms[label][0]) for label in racing}
         return tuple(sorted(racing, key=lambda label: -means[label]))
 
     def _finalists(self) -> dict[str, Sequence[Arm]]:
-        """List the setting of every method that is in the race or that others are compared with."""
+        """Return the setting of every method that is in the race or serves for comparison."""
         kept = (ALONE_METHOD, AVERAGE_METHOD)
         return {label: one for label, one in self._arms.items() if label not in self._departures or label in kept}
 
@@ -207,7 +208,10 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Mean of an arm over its seeds and over clients, higher is better. Minus infinity where it has failed."""
+        """Return the mean of an arm over its seeds and over clients, where higher is better.
+
+        The mean of a failed arm is minus infinity.
+        """
         results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
         values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
         if not results or len(values) < len(results):
@@ -229,7 +233,7 @@ class _Race:
                 self._tell(f"{label} leaves: {self._departures[label].reason}")
 
     def _look(self, seeds: Sequence[int], depth: float) -> None:
-        """Let methods leave that another one beats by more than chance."""
+        """Remove methods that another method beats by more than chance."""
         level = self._levels[self._looks] / max(1, self._methods - 1)
         self._looks += 1
         racing, results = (
@@ -259,9 +263,11 @@ class _Race:
 def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
-    """One method minus another one on a part, above 0 where the first is better. None where a seed lacks a result.
+    """Return one method minus another method on a part, above 0 if the first method is better.
 
-    What seeds do to a difference is estimated from all methods that have results of the same seeds.
+    The result is None if a seed lacks a result.
+
+    The effect of seeds on a difference is estimated from all methods that have results for the same seeds.
     """
     table = difference_table(results, one, other, part, sign)
     if table is None:
@@ -278,7 +284,10 @@ def difference_of(
 def difference_table(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> Values | None:
-    """One method minus another one by seed and client, ``[seeds, clients]``, over their common seeds."""
+    """Return one method minus another method by seed and client, ``[seeds, clients]``, over their common seeds.
+
+    The result is None if a result of a run is missing.
+    """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]
     if not pairs or any(a is None or b is None for a, b in pairs):

@@ -1,4 +1,4 @@
-"""Settings of a race: the methods of the portfolio that can work, and what each of them tries."""
+"""Settings of a race: the methods of the portfolio that can work, and the settings that each of them tries."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import dump
 
 STEP_SIZE_KEY = "local.lr"
-"""Setting of the step size, in every method's space."""
+"""Setting of the step size, in the space of every method."""
 STEP_SIZE_FACTOR = 10.0
-"""Step sizes are tried from the file's own divided by it to the file's own times it."""
+"""Factor of the range of step sizes: from the file's step size divided by it to the file's step size times it."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
 """Parts of an experiment file that a race does not read."""
 DIGITS_TRIED = 3
-"""Significant digits of a number that is tried."""
+"""Number of significant digits of a number that is tried."""
 
 
 @cache
 def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the methods that are raced and their search spaces, as the frozen file has them."""
+    """Return the methods of the race and their search spaces, as stored in the frozen file."""
     table = tomllib.loads((files("fedloom.lab.advise") / "portfolio.toml").read_text(encoding="utf-8"))
     return tuple(table["methods"]), table["space"]
 
 
 class Entries:
-    """The methods of a race, with the experiment that each of them gives.
+    """The methods of a race, with the experiment of each method.
 
     Args:
-        document: of an experiment file, whose methods are not read.
-        where: its name, for messages.
-        read: makes an experiment of a document.
-        methods: names of the registry. Local training and FedAvg are among them.
+        document: content of an experiment file, whose methods are not read.
+        where: name of the file, for messages.
+        read: function that returns the experiment of a document.
+        methods: names of methods in the registry. Local training and FedAvg are always added.
 
     Attributes:
-        base: the experiment with FedAvg alone.
-        left_out: why a method cannot take part, by label.
+        base: experiment with FedAvg only.
+        left_out: reason why a method cannot take part, by label.
 
     Raises:
-        ConfigError: the document cannot be an experiment.
+        ConfigError: the document is not a valid experiment.
     """
 
     def __init__(self, document: Mapping[str, Any], where: str, read: Read, methods: tuple[str, ...]) -> None:
@@ -72,12 +72,12 @@ class Entries:
         self.spaces = dict[str, Mapping[str, Dimension]]()
 
     def check(self, whole: Federation, fed: Federation, seed: int) -> None:
-        """Find the methods that can work on the clients.
+        """Check which methods can work on the clients.
 
         Args:
-            whole: the clients with their test data, on which a final comparison will run.
+            whole: clients with their test data, on which a final comparison will run.
             fed: the federation of the race.
-            seed: of the first run.
+            seed: seed of the first run.
 
         Raises:
             ConfigError: local training or FedAvg cannot work.
@@ -102,13 +102,13 @@ class Entries:
         return tuple(self._methods)
 
     def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
-        """Name of the metric that decides, and whether more is better."""
+        """Return the name of the metric that decides, and whether a higher value is better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Choose the settings of every method: the file's own, and others spread over the space (a Latin hypercube)."""
+        """Return the settings of every method: the file's setting, then a Latin hypercube over the space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -116,11 +116,14 @@ class Entries:
         return arms
 
     def experiment(self, arm: Arm) -> Experiment:
-        """Make the experiment of an arm."""
+        """Return the experiment of an arm."""
         return self._read(replace_params(self._of(arm.label), 0, arm.params), self._where)
 
     def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
-        """Make the experiment with several methods and their settings. ``arms`` are rounds by label."""
+        """Return the document of an experiment with several methods and their settings.
+
+        ``arms`` contains the rounds by label.
+        """
         tables = [
             replace_params(self._of(label), 0, params[label].params, rounds=rounds)["method"][0]
             for label, rounds in arms.items()
@@ -137,14 +140,14 @@ class Entries:
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Spread settings over a space: ``first``, where the space holds it, then a Latin hypercube.
+    """Return settings spread over a space: ``first``, if it is given, then a Latin hypercube.
 
     Args:
-        space: where each setting is looked for.
-        first: the file's own setting. None where the space does not hold it.
-        count: how many, at most. A space of lists may hold fewer.
-        label: of the method, of which the draw depends.
-        seed: of the draw.
+        space: search range of every setting.
+        first: setting of the file. None if the space does not contain it.
+        count: largest number of settings. A space of lists may contain fewer.
+        label: label of the method, on which the draw depends.
+        seed: seed of the draw.
 
     >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]
     [1.0, 0.1]

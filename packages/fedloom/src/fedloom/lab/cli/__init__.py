@@ -1,4 +1,4 @@
-"""The command line: ``fedloom run FILE.toml`` and what goes with it. Only the commands that need torch import it."""
+"""The command line: ``fedloom run FILE.toml`` and the other commands. Only the commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 class Log(FileIO):
-    """Standard error, which ends no run: what cannot be written, as to a pipe without a reader, is left out."""
+    """Standard error that never ends a run: text that cannot be written, as to a pipe without a reader, is dropped."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write bytes, or not."""
+        """Write bytes and return their number, also if they cannot be written."""
         try:
             return super().write(data)
         except OSError:
@@ -79,9 +79,9 @@ class Log(FileIO):
 
 
 def main() -> None:
-    """Entry point of the command ``fedloom``. A standard stream that its caller has closed is the null device.
+    """Run the command ``fedloom``. A standard stream that the caller has closed becomes the null device.
 
-    What the encoding of the output lacks, such as a table's rule in ASCII, is a question mark.
+    A character that the encoding of the output lacks, such as the rule of a table in ASCII, becomes a question mark.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -27,7 +27,7 @@ core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an esca
 
 
 MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
-"""Options whose empty word has a meaning."""
+"""Options for which an empty word has a meaning."""
 
 
 def _refuse(sentence: str) -> NoReturn:
@@ -37,7 +37,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 @contextmanager
 def _for_reader() -> Iterator[None]:
-    """End as other programs do, and without a word, once the output has no reader, as after ``| head -1``."""
+    """End quietly, as other programs do, once the output has no reader, as after ``| head -1``."""
     try:
         yield
     except BrokenPipeError:
@@ -49,7 +49,7 @@ def _for_reader() -> Iterator[None]:
 
 
 HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
-"""Groups of commands in the help, in the order in which a newcomer meets them."""
+"""Groups of commands in the help, in the order in which a new user needs them."""
 
 
 COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
@@ -57,18 +57,18 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 
 
 class Words(TyperGroup):
-    """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
+    """A group of commands that rejects words that are empty or not text: the name of a file may be any bytes.
 
-    An empty word is mostly a variable of the shell that is not set, and as a path would be the current folder.
+    An empty word usually comes from a shell variable that is not set, and as a path it would be the current folder.
     """
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Create the context, after printing help or the version if asked."""
+        """Return the context, after printing help or the version if requested."""
         with _for_reader():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command."""
+        """Run the command and return its result."""
         with _for_reader(), errors():
             try:
                 return super().invoke(ctx)
@@ -95,7 +95,7 @@ class Words(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by `HELP_PANELS`. Commands without a panel come last."""
+        """Write the commands in groups, in the order of `HELP_PANELS`. Commands without a panel come last."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in HELP_PANELS}
         width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
         for name in self.list_commands(ctx):
@@ -110,7 +110,10 @@ class Words(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Find the command that the first word names. A wrong word suggests the nearest ones once."""
+        """Return the command that the first word names.
+
+        The error for an unknown word suggests the nearest commands once.
+        """
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
@@ -144,11 +147,11 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Options of the program."""
 
 
 def say(*lines: object, err: bool = False) -> None:
-    """Write lines to the terminal. Names in them come from files, so control characters are shown as escapes."""
+    """Write lines to the terminal. Names in the lines come from files, so control characters are shown as escapes."""
     for line in lines:
         typer.echo(printable(line), err=err)
 
@@ -159,7 +162,7 @@ def say_json(value: object) -> None:
 
 
 def finite_only(value: Any) -> Any:
-    """Return a value of lists and tables in which every number that is not finite is None.
+    """Return a value of lists and tables in which None replaces every number that is not finite.
 
     >>> finite_only({"a": [1.0, float("nan")]})
     {'a': [1.0, None]}
@@ -200,10 +203,10 @@ DataDir = Annotated[Path | None, typer.Option(help="folder of data sets. Else th
 
 
 def worker_count(text: str) -> int | str:
-    """Read the value of --workers: a number from 1, or 'auto'.
+    """Read the value of --workers and return it: an integer >= 1, or 'auto'.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is neither.
     """
     if text != "auto" and not (text.isdecimal() and int(text) > 0):
         raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
@@ -217,15 +220,16 @@ PACKAGES_BY_MODULE = {
     "optuna": "fedloom[tune]",
     "scikit_posthocs": "fedloom-studies",
 }
-"""Modules that a command imports, and the package that brings them."""
+"""Modules that a command imports, and the package that installs them."""
 
 
 @contextmanager
 def about_file(file: Path) -> Iterator[None]:
-    """Begin the lines of a refusal with the experiment file and the line of the key that they are about.
+    """Prefix the lines of an error message with the experiment file and the line of the key that they are about.
 
     Raises:
-        ConfigError: as inside, with file and line. So is a DataError.
+        ConfigError: raised within the block. Its message gains the file and the line, as does the message of a
+            DataError.
     """
     try:
         yield
@@ -237,7 +241,7 @@ def about_file(file: Path) -> Iterator[None]:
 
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return a sentence with the file, and the line of the key that it names first, or that the fix names."""
+    """Return a sentence after the file and the line of the first key that the sentence, or else the fix, names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
@@ -252,23 +256,23 @@ NAMED_KEY = re.compile(
     r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
     r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
 )
-"""What a sentence on an experiment file begins with: a table, an entry of a list of tables, a key, an unknown word."""
+"""Start of a sentence about an experiment file: a table, an entry of a list of tables, a key, or an unknown word."""
 KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
 def line_of(
     text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
 ) -> int | None:
-    r"""Return the line of an experiment file, from 1, that a message is about. None if it has none.
+    r"""Return the line of an experiment file, counted from 1, that a message is about, or None if no line matches.
 
     Args:
-        text: of the file.
-        table: the table that has the key. Empty at the top of the file.
+        text: text of the file.
+        table: table that contains the key. Empty for a key at the top of the file.
         key: the key.
-        word: a key or a value that is unknown.
-        array: the list of tables, in place of a table.
-        place: which of them, from 1.
-        part: the table in a dotted key.
+        word: unknown key or value.
+        array: list of tables, instead of a table.
+        place: position in the list of tables, counted from 1.
+        part: table in a dotted key.
 
     >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")
     (3, 1)
@@ -293,7 +297,7 @@ def line_of(
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Print an expected error as a sentence on standard error and exit: 2 for bad input, 1 for a failure."""
+    """Print an expected error as a sentence on standard error and exit with code 2 for bad input or 1 for a failure."""
     try:
         yield
     except RunStopped as stop:

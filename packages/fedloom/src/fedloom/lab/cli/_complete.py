@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 Offer = Callable[[str], list[str]]
-"""The word so far -> words that go on from it."""
+"""Function from the start of a word to the words that complete it."""
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def offer(words: Callable[[], Iterable[str]]) -> Offer:
-    """Complete a word from ``words()``."""
+    """Return a function that completes a word from ``words()``."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -25,12 +25,12 @@ def offer(words: Callable[[], Iterable[str]]) -> Offer:
 
 
 def one_of(*words: str) -> Offer:
-    """Offer fixed words."""
+    """Return a function that completes a word from fixed words."""
     return offer(lambda: words)
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
-    """Keys of the dictionary that a module calls ``name``, as its text has them."""
+    """Return the keys of the dictionary that a module calls ``name``, read from the text of the module."""
     for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
             yield from (
@@ -44,9 +44,9 @@ def _algorithms() -> Iterator[str]:
 
 
 def _summary() -> dict[str, Any]:
-    """Read ``summary.json`` of the first run directory on the line, or {} without one.
+    """Return ``summary.json`` of the first run directory on the line, or {} if the line names no run directory.
 
-    The line is what the shell hands over: nothing of it is parsed while an option waits for its value.
+    The line comes from the shell: nothing in it is parsed while an option waits for its value.
     """
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     for word in line.split():
@@ -67,8 +67,8 @@ algorithms = offer(_algorithms)
 sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 """Names for ``fedloom data``."""
 methods, seeds = _complete_runs("method"), _complete_runs("seed")
-"""Labels and seeds of a run directory."""
+"""Labels and seeds of the runs in a run directory."""
 clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
-"""Numbers of clients of a run directory."""
+"""Numbers of the clients of a run directory."""
 MAX_OFFERED_CLIENTS = 1000
-"""Clients that are offered."""
+"""Largest number of clients that the completion offers."""

@@ -44,7 +44,7 @@ def advise(
 ) -> None:
     """Advise which method fits your clients, and with which settings.
 
-    A few methods race on validation data. Run it again to resume. Test data are not read.
+    A few methods race on validation data. Run it again to resume. Test data are never read.
 
     Writes advised.toml, the experiment of the final comparison.
 

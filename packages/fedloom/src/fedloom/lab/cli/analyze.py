@@ -42,8 +42,8 @@ def analyze(
 ) -> None:
     """Compute statistics by sums over all clients of a file.
 
-    The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
-    the file's [[analysis]] of this kind, changed by --set.
+    The clients are the users of the table, or else the clients that the file's partition makes with its first seed.
+    Options come from the file's [[analysis]] of this kind, changed by --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
@@ -83,16 +83,16 @@ def analyze(
 def choose_analysis(
     experiment: Experiment, name: str, values: Sequence[str], rules: Sequence[str]
 ) -> tuple[Analysis, Rules]:
-    """Return the analysis of a command, that of the experiment where it has one of this name, and its rules.
+    """Return the analysis of a command and its rules, starting from the experiment's analysis of this name, if any.
 
     Args:
-        experiment: of the file.
-        name: of the analysis.
-        values: options as ``width=30``.
-        rules: options of the rules, as ``min_subjects=5``.
+        experiment: experiment of the file.
+        name: name of the analysis.
+        values: options of the analysis, such as ``width=30``.
+        rules: options of the rules, such as ``min_subjects=5``.
 
     Raises:
-        ConfigError: an unknown name, option or rule.
+        ConfigError: the name, an option or a rule is unknown.
     """
     from fedloom.analyses import Rules, analysis_of
     from fedloom.lab.experiment.overrides import apply_overrides

@@ -65,12 +65,12 @@ def bench(
 ) -> None:
     """Measure how fast an experiment runs here.
 
-    It estimates how long all of it takes. Nothing is written.
+    It also estimates how long the whole experiment takes. Nothing is written.
 
-    Seconds are the median per round, without the first and without evaluation. A row during which other processes
-    used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
-    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50. With
-    --per-gradient, methods are compared with FedAvg, which spends its time at the clients or at the server.
+    Seconds are the median per round, without the first round and without evaluation. A row during which other processes
+    used more than a tenth of a core is marked as unreliable. With --ranks, rounds on several machines like this machine
+    are calculated from the times of one process, as with --ranks 8 --machines 4 --rate 1000 --trip 50. With
+    --per-gradient, methods are compared with FedAvg, split into time at the clients and time at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """

@@ -17,14 +17,14 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add. Each is a function that returns names with a line each."""
+"""Kinds of parts that other packages add. Each value is a function that returns the names with a line each."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
 MIN_NAME_WIDTH = 22
-"""Characters that the column of names has at least."""
+"""Smallest width of the column of names, in characters."""
 
 
 @app.command(name="list", rich_help_panel="Start")
@@ -36,7 +36,7 @@ def list_command(
 ) -> None:
     """List methods, or another kind of part, by name.
 
-    Each has one line.
+    Each name is shown with one line.
 
     Example: fedloom list partitions
     """
@@ -67,7 +67,7 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield names with their lines beside them, or below where a terminal is narrow. None folds nothing.
+    """Yield names with their lines beside them, or below them on a narrow terminal. Without a width, nothing is folded.
 
     >>> [*format_columns([("fedavg", "average of models.")], 18)]
     ['  fedavg', '    average of', '    models.']
@@ -95,7 +95,7 @@ def describe(
 ) -> None:
     """Print a method's card and its options.
 
-    The card has its problem, reference, symbols, traffic, deviations, and when to use it.
+    The card gives the problem, reference, symbols, traffic, deviations, and when to use the method.
 
     Example: fedloom describe flame
     """
@@ -120,7 +120,10 @@ def describe(
 
 
 def _options_of(name: str) -> dict[str, Any]:
-    """Return a method's own options as JSON schema: type, default, range and meaning. Empty for a method by path."""
+    """Return the options that a method defines as a JSON schema: type, default, range and meaning.
+
+    The schema is empty for a method by import path.
+    """
     from fedloom.lab.experiment.index import index
 
     choices = json.loads(index().schema)["properties"]["method"]["items"]["anyOf"]
@@ -133,7 +136,7 @@ def _options_of(name: str) -> dict[str, Any]:
 def schema() -> None:
     """Print the JSON schema of experiment files.
 
-    Editors complete and check files by it.
+    Editors use it to complete and check files.
 
     Example: fedloom schema > fedloom.schema.json
     """
@@ -152,9 +155,9 @@ def data(
         bool, typer.Option("--fetch", help="fetch the original files first and check their digests (extra fetch)")
     ] = False,
 ) -> None:
-    """Print what a data set has, with --fetch get it first.
+    """Print the contents of a data set, with --fetch after a download.
 
-    These are counts, shapes, classes and the checksum.
+    They are counts, shapes, classes and the checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

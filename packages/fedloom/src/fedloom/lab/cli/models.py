@@ -1,4 +1,4 @@
-"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
+"""Commands for trained models: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing 
 def models_command(run: RunArgument) -> None:
     """List the models of a run directory with their scores.
 
-    They are global, personal, hybrid and adapted ones.
+    They are global, personal, hybrid and adapted models.
 
     Example: fedloom models runs/patients
     """
@@ -74,7 +74,7 @@ def evaluate(
 ) -> None:
     """Score models on new data with labels.
 
-    Models are used as predict does: those of each row's site or of --client, else the global one.
+    Models are used as in predict: the model of each row's site or of --client, else the global model.
 
     Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
     """
@@ -117,7 +117,7 @@ def predict(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Predict rows without labels: a class, or a value.
+    """Predict rows without labels: a class or a value.
 
     Classes come with their probabilities.
 
@@ -134,22 +134,22 @@ def predict(
 
 
 FAR_ROWS_EXIT_CODE = 3
-"""Exit code of predictions for rows that lie far beyond the training data."""
+"""Exit code if some predicted rows lie far beyond the training data."""
 
 
 class PredictionsFile:
-    """The CSV file of a command's predictions.
+    """CSV file of the predictions of a command.
 
-    A file that is there is replaced without ``force`` only if it has the same columns as the new one, so that a table
+    Without ``force``, an existing file is replaced only if it has the same columns as the new file, so that a table
     with labels, or predictions to which someone has added a column, are kept.
 
     Args:
         path: the file.
-        inputs: what the command reads.
-        force: replace a file of another kind.
+        inputs: files that the command reads.
+        force: True to replace a file of another kind.
 
     Raises:
-        ConfigError: predictions must not be written there.
+        ConfigError: predictions must not be written to this path.
     """
 
     def __init__(self, path: Path, inputs: Sequence[object], *, force: bool) -> None:
@@ -157,12 +157,12 @@ class PredictionsFile:
         self._check(_are_columns_of_predictions)
 
     def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
-        """Write predictions, decided at a threshold of the probability, and print their notes.
+        """Write predictions, decided at a threshold of the probability, and print the notes on them.
 
         Rows far beyond the training data end the command with `FAR_ROWS_EXIT_CODE`.
 
         Raises:
-            ConfigError: the file that is there has other columns.
+            ConfigError: the existing file has other columns.
         """
         from fedloom.lab.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
@@ -192,7 +192,7 @@ class PredictionsFile:
 
 
 def _are_columns_of_predictions(line: bytes) -> bool:
-    """Return whether the first line of a file may be that of predictions, whose exact columns are not known yet."""
+    """Return True if the first line of a file may be a header of predictions, whose exact columns are not known yet."""
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
 
@@ -279,7 +279,7 @@ def export(
 ) -> None:
     """Write a model for other programs.
 
-    It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or its parameters alone.
+    It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or only its parameters.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
@@ -306,7 +306,7 @@ def export(
 
 
 def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
-    """Return the requested run: by default the only method's first seed."""
+    """Return the requested run, by default the first seed of the only method."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:

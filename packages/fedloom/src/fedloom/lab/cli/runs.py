@@ -148,7 +148,7 @@ def run(
 
 
 def _preview(plan: Plan) -> None:
-    """Print what a run would do."""
+    """Print the plan of a run."""
     from fedloom.lab.experiment.measure.bench import estimates, minutes
     from fedloom.lab.printing import print_rows
 
@@ -203,13 +203,13 @@ def _print_table(out: Path) -> None:
 
 
 def _recorded_figures(out: Path) -> bytes:
-    """Return a digest of the recorded figures. Empty if none are there."""
+    """Return a digest of the recorded figures. The digest is empty if no figures are recorded."""
     place = out / "metrics.parquet"
     return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
 
 
 def _print_failures(outcomes: Sequence[Outcome]) -> None:
-    """Print a line for every run that ended badly. Interrupted runs have one line together."""
+    """Print a line for every run that ended badly. Interrupted runs share one line."""
     for outcome in outcomes:
         if outcome.status not in ("done", "interrupted"):
             say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
@@ -221,7 +221,7 @@ def _print_conclusions(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> None:
-    """Print who wins, by how much, which models are compared, and what they cost."""
+    """Print the winner and its margin, the compared models, and their costs."""
     from fedloom.lab import report
 
     if all((run / "metrics.parquet").exists() for run in runs):
@@ -246,7 +246,7 @@ def merge(
 ) -> None:
     """Merge run directories of one experiment.
 
-    They hold other seeds or methods of it.
+    They contain different seeds or methods of the experiment.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
@@ -308,7 +308,7 @@ def report_command(
 ) -> None:
     """Write the report of runs as one offline HTML page.
 
-    It takes one or several run directories. Every chart is written beside it, as SVG and CSV.
+    It takes one or more run directories. Every chart is also written next to it, as SVG and CSV.
 
     Example: fedloom report runs/a --baseline local
     """

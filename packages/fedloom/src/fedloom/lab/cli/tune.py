@@ -43,9 +43,9 @@ def tune(
 ) -> None:
     """Choose every method's settings on validation data.
 
-    Methods have equal trials and equal work. Run it again to resume.
+    All methods get the same number of trials and the same work. Run it again to resume.
 
-    Writes tuned.toml, the experiment with what was chosen, and tuning.md. What was tried.
+    Writes tuned.toml, the experiment with the chosen settings, and tuning.md, a report on the trials.
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """

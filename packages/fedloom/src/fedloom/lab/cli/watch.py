@@ -47,7 +47,7 @@ def watch(
 ) -> None:
     """Serve the report of a run in progress.
 
-    A browser on this machine shows it, with a table of who works on which run. Ctrl-C ends the serving, not the run.
+    A browser on this machine shows it, with a table of who works on which run. Ctrl-C ends the server, not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -76,14 +76,14 @@ def watch(
 
 
 class Page:
-    """The report of a directory, written anew when its figures have changed.
+    """Report of a directory, written again when its figures have changed.
 
     Args:
-        folder: of a run, or of a deployment.
-        every: seconds between two looks of the browser.
+        folder: folder of a run or of a deployment.
+        every: seconds between two requests of the browser.
 
     Raises:
-        RunDirError: the folder is neither.
+        RunDirError: the folder is neither a run directory nor a deployment.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -99,7 +99,7 @@ class Page:
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """Return the current page. The last page stays if a file cannot be read at this moment."""
+        """Return the current page. The last page stays if a file cannot be read at the moment."""
         from fedloom.lab import report
         from fedloom.lab.experiment.live import newest, snapshot
         from fedloom.lab.report.document import CONTENT_POLICY
@@ -142,9 +142,9 @@ class Page:
 
 
 def handler(page: Page) -> type[BaseHTTPRequestHandler]:
-    """Answers ``GET /`` with the page, and refuses every other path, and every host but this one by its own name.
+    """Return a handler that answers ``GET /`` with the page and rejects every other path, and every other host.
 
-    The name is checked since another site could have its own name resolved to this machine and read the page.
+    The host name is checked because another site could make its name resolve to this machine and read the page.
     """
 
     class Handler(BaseHTTPRequestHandler):

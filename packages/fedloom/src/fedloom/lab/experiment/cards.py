@@ -1,4 +1,7 @@
-"""Cards for people: what every method is, and its options. And every other part that an experiment chooses by name."""
+"""Cards for readers: the description of every method and its options.
+
+The module also describes every other part that an experiment chooses by name.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,21 @@ PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
     "schedules": SCHEDULES,
     "analyses": ANALYSES,
 }
-"""The topics of ``fedloom list`` beside methods, metrics and recipes."""
+"""Topics of ``fedloom list`` besides methods, metrics and recipes."""
 
 COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
-"""The methods that pages count: all but a reference with the data of all clients in one place."""
+"""Methods counted in the documentation: all except references that train on the pooled data of all clients."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:
-    """Names of `PART_KINDS`, or "metrics", each with one line."""
+    """Return the names of a kind of `PART_KINDS`, or of "metrics", each with one line."""
     if what == "metrics":
         return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
     return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PART_KINDS[what].items()]
 
 
 def families() -> dict[str, list[tuple[str, str]]]:
-    """Methods by family: (name, first line of the card)."""
+    """Return methods by family, each as (name, first line of the card)."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name, entry in REGISTRY.items():
         family = "preset" if isinstance(entry, Preset) else entry.family
@@ -65,7 +68,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
 
 
 def text(entry: type[Algorithm] | Preset) -> str:
-    """Render the card of a registry entry."""
+    """Return the card of a registry entry."""
     if isinstance(entry, Preset):
         return inspect.cleandoc(entry.card)
     module = inspect.getmodule(entry)
@@ -73,10 +76,10 @@ def text(entry: type[Algorithm] | Preset) -> str:
 
 
 def card(name: str) -> str:
-    """Render the card of a method or of a user's class by import path, with its options, defaults and ranges.
+    """Return the card of a method, or of a user's class by import path, with its options, defaults and ranges.
 
     Raises:
-        ConfigError: there is no such method. The message has the nearest name.
+        ConfigError: the method does not exist. The message names the nearest method.
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
@@ -93,11 +96,14 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "upload_transform": ("an upload transform", {"channel": CHANNELS["top-k"]()}),
     "attack": ("attackers", {}),
 }
-"""Kinds of parts that a theorem may not cover, in words, with an example for `check_together`."""
+"""Kinds of parts that a theorem may not cover, in words, each with an example for `check_together`."""
 
 
 def theory(name: str) -> list[str]:
-    """State what the method's paper proves, on what conditions, and which parts it does not cover. Nothing without."""
+    """Return lines on the result that the method's paper proves, its conditions, and the parts that it does not cover.
+
+    The list is empty without a theorem.
+    """
     if name not in THEOREMS:
         return []
     theorem = THEOREMS[name]
@@ -108,7 +114,7 @@ def theory(name: str) -> list[str]:
 
 
 def loses(name: str) -> tuple[str, ...]:
-    """Kinds of parts that a method takes and that its theorem does not cover."""
+    """Return the kinds of parts that a method accepts but its theorem does not cover."""
     algorithm = REGISTRY[name]()
     method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
 
@@ -130,7 +136,7 @@ def loses(name: str) -> tuple[str, ...]:
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """List the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
+    """Return the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:
@@ -143,7 +149,7 @@ def _paper(entry: type[Algorithm] | Preset) -> list[str]:
 
 
 def cards() -> dict[str, str]:
-    """Render the card of every method of the registry."""
+    """Return the card of every method in the registry, by name."""
     return {name: card(name) for name in REGISTRY}
 
 

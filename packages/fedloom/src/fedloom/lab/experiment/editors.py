@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 
 def json_schema() -> str:
-    """Render the JSON schema of experiment files, for editors."""
+    """Return the JSON schema of experiment files, for editors."""
     shared: Schema = {}
 
     def one(value: type[Value] | Preset) -> Schema:

@@ -1,4 +1,4 @@
-"""Events: news of runs while they go on, for the terminal, trackers and callers, also from other processes."""
+"""Events: news of runs in progress for the terminal, trackers and callers, also from other processes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 EVENT_INTERVAL_SECONDS = 0.2
-"""Seconds between two events of a run in another process that has measured nothing new."""
+"""Seconds between two events of a run in another process when it has measured nothing new."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Seconds after an error in which events under way are still passed on."""
+"""Seconds after an error during which events in transit are still passed on."""
 
 Figures = dict[str, float]
 """Figures of the whole federation by ``model/part/metric``."""
 
 
 class Event(NamedTuple):
-    """A run after a round, or at its end.
+    """State of a run after a round, or at its end.
 
     Attributes:
-        label: what the run is called.
-        seed: of the run.
-        rounds: in all.
+        label: name of the run.
+        seed: seed of the run.
+        rounds: number of rounds of the run.
         round: rounds done.
-        figures: what was measured since the last event, by round, in a run's first event everything so far.
-        pace: seconds that a round takes lately, with its share of evaluation. None while that is not known.
-        diverged: the sentence of a run that is found to diverge now. It continues.
-        status: how the run has ended, in a word. Empty during the run.
+        figures: figures measured since the last event, by round. The first event of a run contains all figures so far.
+        pace: recent seconds per round, including the round's share of evaluation. None while it is unknown.
+        diverged: sentence on the divergence, if this event is the first to find it. The run continues.
+        status: word for how the run ended. Empty during the run.
     """
 
     label: str
@@ -50,17 +50,20 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Receives every event. Its return value is ignored, and its failure is a warning that ends no run."""
+"""Function that receives every event.
+
+Its return value is ignored, and an exception in it becomes a warning that does not end the run.
+"""
 
 
 class Emitter:
-    """A callback of `simulate` that makes events of a run's states.
+    """A callback of `simulate` that turns states of a run into events.
 
     Args:
-        listeners: hear of every event.
-        label: what the run is called.
+        listeners: functions that receive every event.
+        label: name of the run.
         setting: the run.
-        pause: seconds for which events without figures are left out.
+        pause: seconds during which events without figures are skipped.
     """
 
     def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:
@@ -73,7 +76,7 @@ class Emitter:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
-        """Send the event at the end of a run. It has no state if code failed."""
+        """Send the event at the end of a run. The state is None if code failed."""
         if state is not None:
             self._emit(state, status)
             return
@@ -96,7 +99,7 @@ class Emitter:
 
 
 class EventQueue:
-    """Carries events of forked processes to this one."""
+    """Queue that carries events from forked processes to this process."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Event | None] = get_context("fork").SimpleQueue()
@@ -107,7 +110,7 @@ class EventQueue:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Pass on every event in a thread within the block, and for `ERROR_GRACE_SECONDS` after an error."""
+        """Pass on every event from a thread during the block, and for `ERROR_GRACE_SECONDS` after an error."""
         guard = Guard()
 
         def listen() -> None:

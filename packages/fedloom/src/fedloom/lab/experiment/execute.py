@@ -1,4 +1,4 @@
-"""Run an experiment: every missing method and seed, several at a time if that pays."""
+"""Run an experiment: every missing method and seed, several at a time if that is faster."""
 
 from __future__ import annotations
 
@@ -78,23 +78,25 @@ class Plan:
     """The runs of an experiment in a run directory.
 
     Args:
-        experiment: what to run.
-        out: the run directory, created if need be.
+        experiment: experiment to run.
+        out: run directory, created if it does not exist.
         data_dir: folder of data sets.
-        force: forget what is there, once `run` has the directory for itself.
-        partly: what is forgotten is of the experiment's methods only. The directory must be of this experiment.
+        force: True to discard the existing results, once `run` has locked the directory.
+        partly: True to discard only the results of the experiment's methods. The directory must belong to this
+            experiment.
         dry: look only. Nothing is written or forgotten.
-        reads: files that the call reads, as the experiment file.
-        ranks: processes that all make the same calls. Rank 0 alone uses the directory, but for rows on its machine.
+        reads: files that the call reads, such as the experiment file.
+        ranks: processes that all make the same calls. Only rank 0 uses the directory, except for rows stored on each
+            machine.
 
     Attributes:
-        notes: what is known of every method before its first round, by its label.
+        notes: facts about every method that are known before its first round, by label.
 
     Raises:
-        RunDirError: the directory is of another experiment, or not a run directory.
+        RunDirError: the directory belongs to another experiment, or is not a run directory.
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work, or the directory lies in a run directory or a deployment, or has what
-            the call reads. Nothing has been written then.
+        ConfigError: the experiment cannot work, or the directory lies in a run directory or a deployment, or contains a
+            file that the call reads. Nothing has been written in that case.
     """
 
     @default_to_cpu()
@@ -142,7 +144,7 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the clients of the first seed and on the methods, each once with the labels that it is about."""
+        """Notes on the clients of the first seed and on the methods, each once with the labels that it concerns."""
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
             for note in notes:
@@ -157,35 +159,35 @@ class Plan:
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Rounds of all seeds of every method together, by its label."""
+        """Number of rounds of every method, summed over all seeds, by label."""
         return self.experiment.rounds
 
     @cached_property
     def share(self) -> Share:
-        """Number of runs at a time, and of processes of each."""
+        """Number of runs at a time, and number of processes of each run."""
         return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
 
     @undisturbed()
     def run(
         self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
     ) -> list[Outcome]:
-        """Do what is missing, and write every file of the run directory, the report if ``page``.
+        """Run the missing runs, write every file of the run directory, and return all outcomes.
 
         Args:
-            listeners: hear of every round, and of the end of every run.
-            page: write the report.
-            join: share the runs with other processes that join, on any machine that has the directory.
-            executor: computes the runs, with ``submit(function, *arguments)``, see `units.executors`.
+            listeners: functions that receive an event after every round and at the end of every run.
+            page: True to write the report.
+            join: True to share the runs with other processes that join, on any machine that can access the directory.
+            executor: engine that computes the runs, with ``submit(function, *arguments)``, see `units.executors`.
 
         Returns:
-            The outcome of every run, those that were there included.
+            The outcome of every run, including existing ones.
 
         Raises:
-            CheckpointError: a disk that is full or refuses. What was finished is kept.
-            RunDirError: another process works in the directory, or has made it another experiment's. Or two labels
-                differ only in case, which its disk ignores.
-            ConfigError: it is to join, with ranks, or to forget what is there.
-            RunStopped: the user interrupted a process that joined. The others go on.
+            CheckpointError: the disk is full or rejects a write. Finished work is kept.
+            RunDirError: another process works in the directory, or has made it the directory of another experiment.
+                Also raised if two labels differ only in case and the disk ignores case.
+            ConfigError: ``join`` is combined with ranks or with discarding existing results.
+            RunStopped: the user interrupted a process that joined. The other processes continue.
         """
         if executor is not None:
             self._check_travels(executor, join=join)
@@ -212,7 +214,7 @@ class Plan:
         return outcomes
 
     def _check_travels(self, executor: Executor, *, join: bool) -> None:
-        """Refuse an experiment that no executor can carry, before any work."""
+        """Raise if no executor can run the experiment, before any work."""
         check_executor(executor)
         if join or self.ranks.size > 1:
             raise ConfigError("an executor starts the work itself: leave join and torchrun out")
@@ -222,7 +224,7 @@ class Plan:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Have an executor compute the runs that are missing: whether the user stopped it, and which have failed."""
+        """Have an executor compute the missing runs and return whether the user stopped it, and the failures by run."""
         folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
@@ -241,7 +243,10 @@ class Plan:
             return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
-        """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
+        """Do the work of `run` beside other processes and return all outcomes.
+
+        The processes share the runs, the further runs of analyses, and the final files.
+        """
         if self.ranks.size > 1:
             raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
         if self._directory.force:
@@ -280,7 +285,7 @@ class Plan:
         return outcomes
 
     def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
-        """Write the files of a directory on which several processes have worked."""
+        """Write the files of a directory that several processes have worked on."""
         self._write(outcomes)
         further.write_published()
         self._write_page(outcomes, page=page)
@@ -298,9 +303,11 @@ class Plan:
         ended: Collection[tuple[str, int]] = (),
         failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
     ) -> list[Outcome]:
-        """Run everything and return the outcome of every run. Listeners already have the runs that ``ended``.
+        """Run everything that is missing and return the outcome of every run.
 
-        Runs with ``failures`` have failed in another process, and are not tried again.
+        Listeners have already received the events of the runs that ``ended``.
+
+        Runs in ``failures`` have failed in another process and are not tried again.
         """
         outcomes = []
         with interruptible() as stop_requested:
@@ -324,9 +331,11 @@ class Plan:
         advance: bool = True,
         claim: UnitClaim | None = None,
     ) -> Outcome:
-        """Return the outcome of a run. With a number of workers it is one of several at a time.
+        """Run a method with a seed and return the outcome.
 
-        With a claim it is computed in the claim's folder.
+        A number of workers marks it as one of several simultaneous runs.
+
+        A run with a claim is computed in the claim's folder.
         """
         setting = method.setting.with_(seed=seed)
         if workers is not None:
@@ -353,7 +362,10 @@ class Plan:
         return outcome
 
     def _run_side_by_side(self, share: Share, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
-        """Compute the runs in forked processes. Their checkpoints hold the results. True if the user stopped it."""
+        """Compute the runs in forked processes and return True if the user stopped them.
+
+        Their checkpoints contain the results.
+        """
         line = EventQueue()
 
         def handle(_shared: None, k: int) -> None:
@@ -382,7 +394,10 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
-        """Do the further runs of analyses for every complete run. Rows of runs that have them are kept."""
+        """Compute the further runs that analyses need, for every complete run.
+
+        Rows of runs that already exist are kept.
+        """
         further, tables = self._further(outcomes), list[pa.Table]()
         further.write(tables)
         share = decide_share(self.experiment, self.federations, further.methods)
@@ -400,7 +415,7 @@ class Plan:
 
 
 def _save_models(result: Result, folder: Path) -> None:
-    """Write the models, unless they lie there intact."""
+    """Write the models unless intact files already exist."""
     try:
         for name in result.models.files():
             check_file_digest(folder / f"{name}.safetensors")

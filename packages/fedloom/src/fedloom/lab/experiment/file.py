@@ -1,4 +1,4 @@
-"""Read experiment files: every key, kind, type and range is checked here once, and a value made of it."""
+"""Read experiment files: every key, kind, type and range is checked once, here, and becomes part of a value."""
 
 from __future__ import annotations
 
@@ -50,21 +50,24 @@ def read(
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
-    """Read the experiment of a TOML file, with the changes of `fedloom.lab.experiment.overrides.with_overrides`.
+    """Read a TOML file and return its experiment, with the changes of `fedloom.lab.experiment.overrides`.
 
     Args:
-        path: the file, that of a run directory too, whose table ``resolved`` records with what it was made.
-        values: other values, as ``local.lr=0.1``.
-        methods: the methods that stay. All when empty.
-        rounds: of every method.
-        trust: run the code that it names by import path, though it is another user's.
-        refit: train on all samples with the first seed.
-        recorded: the file was written for an earlier version, as a run directory is: its keys may have their old names.
-        document: of the file. Where it has been read already. The file is not read again then.
-        engine: replaces keys of its [engine]. Where it is not None.
+        path: path of the file, which may lie in a run directory, whose table ``resolved`` records the versions of its
+            run.
+        values: changed values, such as ``local.lr=0.1``.
+        methods: labels or algorithms of the methods to keep. If empty, all methods.
+        rounds: rounds of every method, instead of the file's number.
+        trust: True to run code that the file names by import path although another user owns the file.
+        refit: True to train on all samples with the first seed.
+        recorded: True if an earlier version may have written the file, as in a run directory: its keys may have their
+            old names.
+        document: content of the file, if it has already been read.
+        engine: values that replace keys of the table [engine], unless they are None.
 
     Raises:
-        ConfigError: the file is missing, not TOML, holds what cannot be, or is another user's and names code.
+        ConfigError: the file is missing, is not TOML, contains impossible values, or names code and belongs to another
+            user.
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
@@ -78,17 +81,17 @@ def read(
 
 
 def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | None = None) -> Experiment:
-    """Make the experiment of a document.
+    """Check a document and return its experiment.
 
     Args:
-        document: of an experiment file, in Python its tables may be values, and its algorithms methods.
-        where: the file, for messages.
-        way: how the document came. None: as a file.
+        document: content of an experiment file. In Python its tables may be values, and its algorithms may be methods.
+        where: name of the file, for messages.
+        way: origin of the document. None: a file.
 
     Raises:
-        ConfigError: unknown keys, wrong types, values out of range. The message names the file, the key, what was got
-            and what is allowed.
-        DataError: the path of its data leads to no data set.
+        ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message names the file, the key,
+            the given value and the allowed values.
+        DataError: the path of the data does not lead to a data set.
     """
     document = expand_grid(document, where)
     way = way or file_places()
@@ -128,10 +131,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
 
 
 def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
-    """Return the analyses of a file's [[analysis]], or of values, names and tables in Python.
+    """Return the analyses of a file's [[analysis]] tables, or of values, names and tables in Python.
 
     Raises:
-        ConfigError: an unknown kind or option, or two analyses of one kind.
+        ConfigError: a kind or option is unknown, or two analyses are of the same kind.
     """
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ConfigError(f"{where}: an analysis is a table of its own: write [[analysis]] and below it kind = ...")
@@ -151,31 +154,38 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 
 
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
-    """Return the setting with the groups of the first analysis that names some in a weigher that compares groups."""
+    """Return the setting, with the first analysis' groups in a weigher that compares groups.
+
+    The groups come from the first analysis that names groups.
+    """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
     return setting if weigher == setting.aggregation_weights else setting.with_(aggregation_weights=weigher)
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Merge the table [local] with a method's own. Epochs take the place of steps, and the other way round."""
+    """Return the table [local] merged with the table of a method.
+
+    Epochs replace steps, and steps replace epochs.
+    """
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}
     return {**{key: value for key, value in local.items() if key not in replaced}, **changes}
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Name the first key in which recorded settings differ from the current ones, for a message, or "" if they agree.
+    """Return a message naming the first key in which recorded and current settings differ, or "" if they agree.
 
-    Methods and analyses may be added or left out. What was recorded before an option existed has its default.
+    Methods and analyses may be added or removed. Settings recorded before an option existed use the default of the
+    option.
 
     Args:
-        recorded: settings as a run directory has them.
+        recorded: settings as stored in a run directory.
         now: `Experiment.settings`.
-        free: pattern of dotted keys that may differ.
+        free: pattern of the dotted keys that may differ.
 
     Raises:
-        KeyError, TypeError: ``recorded`` is no document of settings.
+        KeyError, TypeError: ``recorded`` is not a document of settings.
     """
     now, recorded = (
         {k: v for k, v in document.items() if k != "analysis"} for document in (now, update_document(recorded))
@@ -215,7 +225,7 @@ def _methods(
 def _method(
     declared: Mapping[str, Any], local: object, common: Setting, defaults: Constants, where: str, way: Places
 ) -> Method:
-    """Make the method of a table. The experiment's choice of constants holds where it has none."""
+    """Return the method of a table. The experiment's choice of constants applies if the table makes no choice."""
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"
         raise ConfigError(f"{where}: algorithm {got}; {way.form}")

@@ -1,6 +1,6 @@
 """Keep cards, names and the JSON schema in the user's cache, so that `list`, `describe` and `schema` need no torch.
 
-What is kept holds for the very sources that it was made of.
+The cache is valid only for the sources from which it was made.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ INDEX_FILE = "index.json"
 
 
 class Index(NamedTuple):
-    """The texts that commands print.
+    """Texts that the commands print.
 
     Attributes:
-        families: methods by family: (name, first line of the card).
-        parts: the other parts by kind: (name, one line).
+        families: methods by family, each as (name, first line of the card).
+        parts: other parts by kind, each as (name, one line).
         cards: the card of every method, by name.
         schema: the JSON schema of experiment files.
     """
@@ -33,7 +33,7 @@ class Index(NamedTuple):
 
 
 def index() -> Index:
-    """Return the cached index. Build it if it is missing or of other sources."""
+    """Return the cached index. It is rebuilt if it is missing or was made from other sources."""
     text = cache.find(INDEX_FILE, _sources())
     return _make() if text is None else Index(**json.loads(text))
 
@@ -48,6 +48,6 @@ def _make() -> Index:
 
 
 def _sources() -> str:
-    """Digest the files of the package, the versions behind them, and the analyses of other packages."""
+    """Return a digest of the package's files, the versions of its dependencies, and the analyses of other packages."""
     added = "".join(f"{name}{place}" for name, place in ANALYSES.places.items())
     return cache.fingerprint([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]

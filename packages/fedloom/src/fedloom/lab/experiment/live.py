@@ -1,4 +1,4 @@
-"""Live: figures of an unfinished run, for its report in the meantime."""
+"""Live figures of an unfinished run, for an interim report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fedloom.rundir import (
 from fedloom.storage.files import make_folder
 
 WRITE_INTERVAL_SECONDS = 2.0
-"""Seconds between two files of these figures of a run, at least."""
+"""Smallest number of seconds between two files of live figures of a run."""
 
 
 class LiveFigures:
-    """A callback of `simulate` that writes a run's figures in the meantime, so that others can look, see `snapshot`.
+    """A callback of `simulate` that writes the figures of a run in progress for other processes, see `snapshot`.
 
     Args:
         out: the run directory.
-        label: of the method.
-        seed: of the run.
-        rounds: of the run, whose last ones are written in any case.
+        label: label of the method.
+        seed: seed of the run.
+        rounds: number of rounds of the run. The figures of the last round are always written.
     """
 
     def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
@@ -42,7 +42,7 @@ class LiveFigures:
         self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
-        """After a round, where something was measured since the last file."""
+        """Write the figures after a round if something was measured since the last file."""
         count, now = len(state.records.items), time.monotonic()
         if count == self._records_written or (now - self._last < WRITE_INTERVAL_SECONDS and state.round < self._rounds):
             return
@@ -53,7 +53,10 @@ class LiveFigures:
 
 
 def newest(out: Path) -> dict[str, int]:
-    """Return the files of a run directory that a report reads, with their times. They differ when there is news."""
+    """Return the files of a run directory that a report reads, with their modification times.
+
+    The times change when there is news.
+    """
     names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
     times = dict[str, int]()
@@ -64,11 +67,13 @@ def newest(out: Path) -> dict[str, int]:
 
 
 def snapshot(out: Path, into: Path) -> Path:
-    """Write a run directory with the current figures for a report. A finished run is returned as it is.
+    """Write a run directory with the current figures for a report and return it.
+
+    The directory of a finished run is returned unchanged.
 
     Args:
         out: the run directory.
-        into: folder to write.
+        into: folder to write to.
 
     Raises:
         FileNotFoundError: the run ends, or is deleted, at this moment.
@@ -90,6 +95,6 @@ def snapshot(out: Path, into: Path) -> Path:
 
 
 def _live_files(out: Path) -> list[Path]:
-    """Files of figures, of runs of this machine and of those that other processes have claimed, newer attempts last."""
+    """Return the files of live figures of runs here and runs claimed by other processes, newest attempts last."""
     claimed = sorted(out.glob(f"{WORK_FOLDER}/*/*/{LIVE_FOLDER}/*.parquet"), key=lambda path: int(path.parts[-3]))
     return [*sorted((out / LIVE_FOLDER).glob("*.parquet")), *claimed]

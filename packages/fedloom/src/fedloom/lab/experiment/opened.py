@@ -1,4 +1,4 @@
-"""A finished run directory: its numbers and its models, without computing anything again and without its data."""
+"""A finished run directory: its numbers and its models, without recomputing anything and without its data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FIGURE_COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric"
 
 
 class RecordedData(Source):
-    """Data of a finished run, which may be elsewhere by now."""
+    """Data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
         raise DataError("the data of a finished run are not looked for; read them with the source that they came from")
@@ -67,16 +67,16 @@ class RecordedData(Source):
 class RunDirectory:
     """A run directory.
 
-    Iterating gives its runs. ``opened["flame", 0]`` is the run of a method and a seed.
+    Iteration yields its runs. ``opened["flame", 0]`` is the run of the method "flame" with seed 0.
 
     Args:
         path: the directory.
         model: see `open_run`.
-        trust: run the code that it names by import path, though it is another user's.
+        trust: True to run code that the directory names by import path although another user owns it.
 
     Raises:
-        RunDirError: the directory is not one, or damaged.
-        ConfigError: a model is given that is none, or for runs whose settings name theirs.
+        RunDirError: the path is not a run directory, or the directory is damaged.
+        ConfigError: the given model is not a model, or the settings of the runs already name their models.
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
@@ -130,7 +130,7 @@ class RunDirectory:
         """Return the runs of a method, of a seed, of both, or all runs.
 
         Raises:
-            ConfigError: there is no such method or seed.
+            ConfigError: the method or the seed does not exist.
         """
         methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
         if method is not None and method not in methods:
@@ -144,7 +144,7 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Every figure of every run, with the columns ``method`` and ``seed`` first.
+        """Return every figure of every run, with the columns ``method`` and ``seed`` first.
 
         Raises:
             RunDirError: the file is missing or damaged.
@@ -155,15 +155,15 @@ class RunDirectory:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings. Its data and clients are not looked for, they may be elsewhere by now.
+        """The settings. Its data and clients are not loaded, because they may have been moved.
 
         Raises:
-            ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
+            ConfigError: a part of the user's code can no longer be imported, or the directory belongs to another user.
         """
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """Return the settings with some of the methods. Code of other methods may be gone."""
+        """Return the settings with the given methods only. The code of other methods may no longer exist."""
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
@@ -172,12 +172,12 @@ class RunDirectory:
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
-        """The tables of the methods."""
+        """Tables of the methods."""
         methods = self._document.get("method")
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _with_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings with the given model, if the table names none."""
+        """Return a table of settings, with the given model if the table names no model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
@@ -200,15 +200,15 @@ class RunDirectory:
 
     @cached_property
     def new_data(self) -> NewData:
-        """Return the options for reading new data: the run's."""
+        """Options of the run for reading new data."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read new data with labels, by name or path as in ``[data] source``, in the terms of the run's models.
+        """Read and return labelled new data, by name or path as in ``[data] source``, in the form that the models take.
 
         Raises:
-            DataError: it is missing or damaged.
-            ConfigError: an unknown name.
+            DataError: the data are missing or damaged.
+            ConfigError: the name is unknown.
         """
         return self.new_data.labelled(next(iter(self)).models.recipe.facts, data, data_dir)
 
@@ -222,22 +222,24 @@ class RunDirectory:
         data_dir: str | Path | None = None,
         id_columns: Sequence[str] = (),
     ) -> Predictions:
-        """Predictions for rows without labels.
+        """Return predictions for rows without labels.
 
         Args:
-            data: a file of rows (of texts: lines of a .txt), or what `fedloom.data.new_rows.new_rows` takes. Of a
-                table, the column that named the clients in training names them here too.
-            method: label. None: the best on validation, see `best`.
-            seed: of the run. None: the first.
-            client: whose model predicts all rows. None: each row its site's, without sites the global one.
-            kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows. None: a
-                client's best.
+            data: a file of rows (for texts: lines of a .txt file), or a value that `fedloom.data.new_rows.new_rows`
+                takes. If a table has the column that named the clients in training, this column names the clients here
+                too.
+            method: label of the method. None: the best method on validation, see `best`.
+            seed: seed of the run. None: the first seed.
+            client: client whose model predicts all rows. None: each row uses the model of its site, and rows without
+                sites use the global model.
+            kind: "global", "personal" or "hybrid", or the file of an adapted model, which predicts all rows. None: the
+                best kind of a client.
             data_dir: folder of data sets.
-            id_columns: columns of a table that go with the predictions.
+            id_columns: columns of a table that are copied to the predictions.
 
         Raises:
-            ConfigError: no such method, seed, client or model.
-            DataError: other columns or shape, and cells that the training did not take.
+            ConfigError: the method, seed, client or model does not exist.
+            DataError: the columns or the shape differ, or a cell has a value that training did not accept.
         """
         first = self.runs(method, seed)[0].models
         new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
@@ -263,11 +265,13 @@ class RunDirectory:
         client: str | int | None = None,
         kind: str | None = None,
     ) -> Iterator[Evaluated]:
-        """Models scored on new data with labels, each as `predict` uses it. Arguments and errors as `predict`.
+        """Yield the scores of models on new labelled data, each used as in `predict`.
 
-        Without a client and a kind: of every run all models where each row's site is a client of it, else the global
-        one. Where a table's model would be scaled as at the clients on average, a second line has it scaled on the new
-        rows themselves, as a client that has them for training would.
+        Arguments and errors are as in `predict`.
+
+        Without a client and a kind: all models of every run where the site of each row is a client of the run, else the
+        global model. If a table's model would use the clients' average scale, a second result is scaled on the new
+        rows, as for a client that trains on them.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
@@ -279,10 +283,10 @@ class RunDirectory:
         yield from evaluated([run.models for run in runs], data, rows, client, kind)
 
     def load(self, path: Path | str) -> Model:
-        """Load a model that was adapted to one of the runs, from its file.
+        """Load a model that was adapted to one of the runs from its file and return it.
 
         Raises:
-            LayoutError: no file of a model, or of another architecture.
+            LayoutError: the file is not a model, or contains another architecture.
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
@@ -291,11 +295,11 @@ class RunDirectory:
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
-        """Load the model of a file that was adapted to one of some runs.
+        """Load and return a model that was adapted to one of the selected runs.
 
         Raises:
-            LayoutError: no file of a model, or of another architecture.
-            ConfigError: it was adapted to another run than asked for.
+            LayoutError: the file is not a model, or contains another architecture.
+            ConfigError: the model was adapted to a run outside the selection.
         """
         model = self.load(path)
         run = (model.about.get("method"), model.about.get("seed"))
@@ -304,12 +308,12 @@ class RunDirectory:
         return model
 
     def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
-        """Return the run whose models are best on validation after the last round, mean over clients and seeds.
+        """Return the run whose models are best on validation after the last round, averaged over clients and seeds.
 
         Args:
-            seed: of the run. None: the first that is done.
-            personal: the clients' own models count, where a method has them. Else global models only.
-            shared: the method must have a global model.
+            seed: seed of the run. None: the first finished seed.
+            personal: True to compare personal models of the methods that have them. False: global models only.
+            shared: True if the method must have a global model.
 
         Raises:
             ConfigError: no run is done, or nothing was measured on validation.
@@ -337,11 +341,11 @@ class RunDirectory:
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
     def low_rank(self, method: str) -> bool:
-        """Return whether a method's server sends a model of low rank."""
+        """Return whether the server of a method sends a low-rank model."""
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Render the result table: a row per method and model, means over seeds."""
+        """Return the result table as HTML: a row per method and model, averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -356,7 +360,7 @@ class RunDirectory:
 
 
 def _deployed(path: Path) -> str:
-    """Describe which part of a deployment a folder is, and the commands for its models, or "" for other folders."""
+    """Return the part of a deployment that a folder is and the commands for its models, or "" for other folders."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
     if (path.parent / "site.toml").is_file():
@@ -367,25 +371,25 @@ def _deployed(path: Path) -> str:
 
 
 def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
-    """Return whether a table of settings has a model that no name leads to."""
+    """Return whether a table of settings contains a model that no import path leads to."""
     model = table.get("model")
     return isinstance(model, Mapping) and model.get("kind") == Held.kind
 
 
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
-    """Open a run directory that `fedloom run` wrote: its table, runs and models. Nothing is computed again.
+    """Open and return a run directory that `fedloom run` wrote: its table, runs and models. Nothing is computed again.
 
-    Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for. A file
-    of a model never names any.
+    The only code that is executed is code that ``experiment.toml`` names by import path, and only when models are used.
+    A model file never names code.
 
     Args:
         path: the directory.
-        model: the module, class or function that `fedloom.compare` was given as the model, where no import path leads
-            to it, of a module the weights do not matter.
-        trust: run that code though the directory is another user's.
+        model: module, class or function that was passed to `fedloom.compare` as the model, if no import path leads to
+            it. The weights of a module are ignored.
+        trust: True to run such code although another user owns the directory.
 
     Raises:
-        RunDirError: it is not a run directory, or damaged.
-        ConfigError: a model is given that is none, or for runs whose settings name theirs.
+        RunDirError: the path is not a run directory, or the directory is damaged.
+        ConfigError: the given model is not a model, or the settings of the runs already name their models.
     """
     return RunDirectory(path, model, trust=trust)

@@ -1,4 +1,4 @@
-"""The files of a run directory that people and the report read."""
+"""Files of a run directory that people and the report read."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ Spent = tuple[Sequence[float], Sequence[float]]
 
 
 class Outcome(NamedTuple):
-    """One run of the comparison: its result, or the reason for having none.
+    """One run of the comparison: its result, or the reason for the missing result.
 
-    damaged: what it had saved cannot be read, so that its figures of before stay in the tables.
+    damaged: True if its checkpoint cannot be read, in which case its earlier figures stay in the tables.
     """
 
     label: str
@@ -63,17 +63,17 @@ class Outcome(NamedTuple):
 
     @property
     def status(self) -> str:
-        """done, diverged, interrupted or failed."""
+        """Word for the end of the run: done, diverged, interrupted or failed."""
         return "failed" if self.result is None else self.result.status
 
     @property
     def complete(self) -> bool:
-        """True if the run went to its end, with figures and models that are finite."""
+        """True if the run reached its end with finite figures and models."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
     def reason(self) -> str:
-        """The sentence on how it ended."""
+        """Sentence on how the run ended."""
         if self.result is None:
             return self.failure
         if self.status == "done" and NOT_EVALUATED in self.result.notes:
@@ -82,11 +82,11 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Looked up once: metadata are read from files and parsed each time."""
+"""Version of a package, looked up once because metadata are read from files and parsed every time."""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:
-    """``experiment.toml``: everything resolved, with versions."""
+    """Write ``experiment.toml``: all resolved settings, with versions."""
     versions = {
         "fedloom": __version__,
         "python": platform.python_version(),
@@ -97,7 +97,7 @@ def write_settings(out: Path, experiment: Experiment) -> None:
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """``metrics.parquet`` (no times in it) and ``timings.parquet``."""
+    """Write ``metrics.parquet`` (without times) and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
     runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
     write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
@@ -108,9 +108,9 @@ def write_measured(
     runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
     keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Write the measured figures, from label, seed, figures, seconds and one-off costs of the rounds.
+    """Write the measured figures from labels, seeds, figures, and the seconds and one-off costs of the rounds.
 
-    Of the runs to ``keep``, the rows that the files have stay.
+    Existing rows of the runs to ``keep`` are kept.
     """
     metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
@@ -121,15 +121,15 @@ def write_measured(
 def write_analyses(
     out: Path, analyses: Sequence[Analysis], outcomes: Sequence[Outcome], federation: Federation
 ) -> list[str]:
-    """Write the tables of analyses after the last round, a file each. Return notes.
+    """Write the tables of analyses after the last round, one file each, and return notes.
 
-    Further runs have their file by `write_further`.
+    `write_further` writes the files of further runs.
 
     Args:
         out: the run directory.
-        analyses: of the experiment.
-        outcomes: of all runs, of which the complete ones are analysed.
-        federation: of the first seed, whose rows an analysis by sums is of.
+        analyses: analyses of the experiment.
+        outcomes: outcomes of all runs. Only complete runs are analysed.
+        federation: federation of the first seed, on whose rows an analysis by sums is computed.
     """
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
@@ -158,7 +158,10 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """Return the table of an analysis by sums, and notes. Without an answer, only a note on that."""
+    """Return the table of an analysis by sums, and notes.
+
+    If the analysis has no answer, only a note on the reason is returned.
+    """
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
@@ -166,7 +169,10 @@ def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table],
 
 
 def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
-    """Labels and seeds of the runs of which an analysis' file has rows of further runs. None where it is damaged."""
+    """Return labels and seeds of the runs whose further runs have rows in an analysis' file.
+
+    The list is empty if the file is damaged.
+    """
     names, path = ["method", "seed"], out / analysis_file(name_of(analysis))
     try:
         check_digest(path, regular(path).read_bytes())
@@ -179,16 +185,19 @@ def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
 def write_further(
     out: Path, analysis: Analysis, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
 ) -> None:
-    """Write the rows of further runs, by method's label and seed.
+    """Write the rows of further runs, by label of the method and seed.
 
-    Of the runs to ``keep``, the rows that the file has stay.
+    Existing rows of the runs to ``keep`` are kept.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
-    """One table of all, and of the rows of the runs to ``keep`` that are there, without any, no file is left."""
+    """Write one table of all tables and the existing rows of the runs to ``keep``.
+
+    The file is deleted if it would contain no table.
+    """
     if keep and path.exists():
         tables = [*tables, select_runs(pq.read_table(path), keep)]
     if not tables:
@@ -202,7 +211,7 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
 
 
 def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """Select the rows of the named runs of a table, or with ``invert`` all other rows."""
+    """Return the rows of the named runs of a table, or with ``invert`` all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -214,7 +223,10 @@ def write_summary(
     federations: Mapping[int, Federation],
     more: Sequence[str] = (),
 ) -> None:
-    """``summary.json``: how every run ended. ``partition.parquet``: how the data were split."""
+    """Write ``summary.json``: how every run ended.
+
+    Also write ``partition.parquet``: how the data were split.
+    """
     feds = list(federations.values())
     attackers = dict[int, NDArray[np.int64]]()
     for o in outcomes:  # attackers of one method are left out of all, so that methods are compared on equal clients
@@ -246,7 +258,7 @@ def write_summary(
 def write_splits(
     out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
 ) -> None:
-    """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
+    """Write ``partition.parquet``: how the data were split with every seed, and which clients attack, if known."""
     attackers_by_seed = attackers or {}
     tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
     write_parquet(out / PARTITION_FILE, tables)
@@ -280,16 +292,16 @@ def partition_table(
     attackers: NDArray[np.int64] | None = None,
     tests: Split | None = None,
 ) -> pa.Table:
-    """Build the partition table, a row per client.
+    """Return the partition table, a row per client.
 
     Args:
-        seed: of the cut.
-        names: of the clients.
-        sizes: training samples ``[n]``.
-        counts: of them by class ``[n, C]``. C = 0 for a regression, and where only the sizes are known.
-        groups: planted group ``[n]``. None: -1 for all.
-        attackers: numbers of the clients that attack.
-        tests: the clients' test parts, of which their sizes and one digest of all are written. None: not known.
+        seed: seed of the split.
+        names: names of the clients.
+        sizes: number of training samples ``[n]``.
+        counts: number of training samples by class ``[n, C]``. C = 0 for a regression, or if only the sizes are known.
+        groups: planted groups ``[n]``. None: -1 for all.
+        attackers: numbers of the attacking clients.
+        tests: test parts of the clients. Their sizes and one digest of all of them are written. None: unknown.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
@@ -315,7 +327,7 @@ def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
 
 
 def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
-    """Put columns for the method and the seed before a table."""
+    """Return a table with columns for the method and the seed in front."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

@@ -1,4 +1,4 @@
-"""Overrides: an experiment file with other values, fewer methods or other rounds, as the command line gives them."""
+"""Overrides: an experiment file with the values, methods and rounds that the command line gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.rundir import label_of
 from fedloom.values import FACTOR_PATTERN, table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
-"""Text that needs no quotes, for the shell takes them away."""
+"""Pattern of text that needs no quotes, because the shell removes quotes."""
 
 
 def apply_overrides(
@@ -26,19 +26,21 @@ def apply_overrides(
     *,
     refit: bool = False,
 ) -> dict[str, Any]:
-    """Apply the changes of the command line to a document. `fedloom.lab.experiment.parse` checks the outcome.
+    """Apply the changes of the command line to a document and return the changed document.
+
+    `fedloom.lab.experiment.parse` checks the result.
 
     Args:
-        document: of an experiment file.
-        where: the file, for messages.
-        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, the value as in TOML. Another ``kind``
-            or ``source`` starts its table anew. Epochs take the place of steps, and the other way round.
-        methods: labels, or names of algorithms, of the methods that stay. All when empty.
-        rounds: of every method, in place of the file's.
-        refit: train on all samples with the first seed, as after a cross-validation: there is nothing to test on.
+        document: content of an experiment file.
+        where: name of the file, for messages.
+        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value as in TOML. A different
+            ``kind`` or ``source`` clears its table first. Epochs replace steps, and steps replace epochs.
+        methods: labels or algorithms of the methods to keep. If empty, all methods.
+        rounds: rounds of every method, instead of the file's number.
+        refit: True to train on all samples with the first seed, as after a cross-validation: there are no test samples.
 
     Raises:
-        ConfigError: a text of another form, or a method that is not there. The message names the key.
+        ConfigError: a text has another form, or a method does not exist. The message names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -67,7 +69,7 @@ def apply_overrides(
 
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Remove the test samples, and the validation samples unless models are recalibrated on them."""
+    """Return a document without test samples, and without validation samples unless models are recalibrated on them."""
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
@@ -79,7 +81,10 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Return whether an analysis reads a run, whose test parts are empty here. One by sums is of all rows."""
+    """Return whether an analysis reads a run, whose test parts are empty here.
+
+    An analysis by sums reads all rows instead.
+    """
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
@@ -104,7 +109,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Find the method table that a key names, and the rest of the key."""
+    """Return the method table that a key names, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")

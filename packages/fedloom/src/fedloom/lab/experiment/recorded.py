@@ -1,4 +1,4 @@
-"""One run of a run directory: its numbers and its models, as they were when it ended."""
+"""One run of a run directory: its recorded numbers and its models."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of a directory: what `fedloom.engine.result.Result` was when it ended.
+    """One run of a directory: the content of `fedloom.engine.result.Result` at the end of the run.
 
     Attributes:
-        method: label of its method.
-        seed: its seed.
-        status: done, diverged, interrupted or failed.
-        reason: the sentence on how it ended.
+        method: label of the method.
+        seed: seed of the run.
+        status: word for the end of the run: done, diverged, interrupted or failed.
+        reason: sentence on how the run ended.
         rounds: rounds done.
     """
 
@@ -42,7 +42,7 @@ class RecordedRun:
     _saved: Callable[[], SavedModels] = field(repr=False, compare=False)
 
     def table(self) -> pa.Table:
-        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        """Return a tidy table: round, client (-1 is the federation), model, part, metric, value."""
         whole = self._whole()
         return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
@@ -51,11 +51,11 @@ class RecordedRun:
 
         Args:
             model: as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
-            metric: its name. None: accuracy, or the metric that leads where that was not measured.
-            part: of the clients' samples.
+            metric: name of the metric. None: accuracy, or the leading metric if accuracy was not measured.
+            part: part of the clients' samples.
 
         Raises:
-            ConfigError: it was not measured.
+            ConfigError: the metric was not measured.
         """
         import pyarrow.compute as pc  # slow to import
 
@@ -71,7 +71,7 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw an Altair chart of a metric by round, see `fedloom.lab.report.notebook.chart`."""
+        """Return an Altair chart of a metric by round, see `fedloom.lab.report.notebook.chart`."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
         return display.draw_curve(self.table(), metric, part)
@@ -84,7 +84,7 @@ class RecordedRun:
         )
 
     def measured(self) -> set[tuple[str, str, str]]:
-        """Return the figures that every client has: (model, part, metric)."""
+        """Return the figures that are recorded for every client: (model, part, metric)."""
         kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
         return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
 
@@ -96,10 +96,10 @@ class RecordedRun:
 
     @cached_property
     def models(self) -> Models:
-        """Its models, read when they are asked for.
+        """Models of the run, read on first use.
 
         Raises:
-            RunDirError: there are none, as of a run that is not done.
-            LayoutError: their files are damaged, or of another architecture.
+            RunDirError: the run has no models, for example because it is not done.
+            LayoutError: the files are damaged, or contain another architecture.
         """
         return Models(self._saved())

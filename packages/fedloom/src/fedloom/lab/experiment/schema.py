@@ -1,4 +1,4 @@
-"""Experiment: a comparison as a value. One federation, one model, several methods."""
+"""Experiment: a comparison as a value. It describes one federation, one model and several methods."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Method:
     """One method of the comparison.
 
     Attributes:
-        label: what it is called.
-        algorithm: what the file names: an entry of the registry, or a class of user code.
-        options: its own keys.
-        setting: its run, with the first seed.
-        kind: its class or preset, where no name may lead to it.
+        label: name of the method in tables and charts.
+        algorithm: name in the file: an entry of the registry, or a class of user code.
+        options: keys that the method defines.
+        setting: setting of its run with the first seed.
+        kind: class or preset of the method, needed if no name leads to it.
     """
 
     label: str
@@ -69,7 +69,8 @@ Title = Annotated[str, AfterValidator(_printable)]
 
 
 Constants = Literal["default", "paper", "released"]
-"""Constants of options that are not given: fedloom's defaults, the paper's own, or its public code's."""
+"""Source of constants for options that are not given: the defaults of fedloom, the paper, or the code released with
+it."""
 
 
 def _no_path(text: str) -> str:
@@ -79,7 +80,7 @@ def _no_path(text: str) -> str:
 
 
 class Head(Value):
-    """Plain keys of an experiment file that are no choices of a run. `Setting` has the others."""
+    """Plain keys of an experiment file that are not choices of a run. `Setting` defines the other keys."""
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
@@ -94,7 +95,7 @@ class Head(Value):
 
 
 class MethodKeys(Value):
-    """The plain keys of a method that are no choices of a run."""
+    """Plain keys of a method that are not choices of a run."""
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field("default", description="constants of options that are not given")
@@ -110,14 +111,14 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 
 
 class DataTable(SettingTable):
-    """The table [data], whose key ``source`` is a data set's name, or a path, which chooses the reader."""
+    """The table [data], whose key ``source`` is the name of a data set, or a path, which determines the reader."""
 
     def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
-        """Read the source of a table. A file or folder is looked at, so that its reader is known.
+        """Return the source of a table. A file or folder is inspected to determine its reader.
 
         Raises:
-            ConfigError: no such source, or an option that it does not have.
-            DataError: the path leads to no data set.
+            ConfigError: the source or an option of it does not exist.
+            DataError: the path does not lead to a data set.
         """
         if not isinstance(choice, Mapping):
             return super().read(choice, where, name, places)
@@ -133,7 +134,7 @@ class DataTable(SettingTable):
 
 
 def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the options of the reader of a file or folder."""
+    """Return the options that the reader of a file or folder takes."""
     agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
     try:
         return fields_of(type(source_of(path, **agreement)))
@@ -147,11 +148,11 @@ SETTING_TABLES: dict[str, SettingTable] = {
     **Setting.tables(),
     "tune": SettingTable(Tune),
 }
-"""The tables of an experiment file beside its methods."""
+"""Tables of an experiment file besides its methods."""
 
 
 def file_places() -> Places:
-    """Return the way in of an experiment file."""
+    """Return the places at which an experiment file names keys."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -159,7 +160,8 @@ def file_places() -> Places:
 
 
 SHARED_TABLES = ("model", "task", "attack")
-"""Tables that a method takes from the experiment unless it has its own. Only settings of methods name them."""
+"""Tables that a method takes from the experiment unless it defines them. Among all settings, only settings of methods
+contain them."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,15 @@ class Experiment:
     """A comparison of methods on the same federation, over seeds.
 
     Attributes:
-        head: its name and seeds.
-        source: where the data come from.
+        head: name and seeds of the experiment.
+        source: source of the data.
         source_options: the table [data].
-        partition: how they are split.
+        partition: rule that splits the data among clients.
         model_kind: kind of the table [model].
-        common: what methods have that choose nothing for themselves.
+        common: setting of methods that choose nothing for themselves.
         tune: the table [tune].
-        methods: what is compared.
-        analyses: what is computed beside the rounds, one of a kind.
+        methods: methods that are compared.
+        analyses: analyses computed besides the rounds, at most one of each kind.
     """
 
     head: Head
@@ -190,22 +192,22 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns, or bounds of them, that a table keeps for analyses and weighers."""
+        """Columns, or bounds of columns, that a table keeps for analyses and weighers."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
 
     def find(self, kind: str) -> Any:
-        """Return the analysis of a kind, None where the experiment has none."""
+        """Return the analysis of a kind, or None if the experiment contains no such analysis."""
         return next((value for value in self.analyses if name_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Rounds of every method, all seeds together, by label."""
+        """Number of rounds of every method, summed over all seeds, by label."""
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
 
     def with_(self, **choices: object) -> Experiment:
-        """Return the same experiment with other choices in every method."""
+        """Return the same experiment with changed choices in every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 

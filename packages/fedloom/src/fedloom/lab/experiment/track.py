@@ -1,8 +1,8 @@
 """Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Figures are those of the whole federation. What is logged is the same after a restart. The files of all are in the run
-directory's folder ``tracking``, with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
-WANDB_MODE is set otherwise. ``wandb sync`` sends what it wrote.
+Figures are metrics of the whole federation. A restart does not change the logged figures. All trackers write to the
+folder ``tracking`` of the run directory. If MLFLOW_TRACKING_URI is set, MLflow logs there instead. W&B works offline
+unless WANDB_MODE is set otherwise. ``wandb sync`` uploads the offline files.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""How long a tracker that has failed is left alone during a run: a server that is away costs up to `HTTP_SECONDS` and a
-retry, so that a run spends a small part of its time on it."""
+"""Seconds during which a failed tracker is left alone in a run: an unreachable server costs up to `HTTP_SECONDS` and a
+retry, so that a run spends only a small part of its time on it."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
-"""Patience with MLflow's server, unless the environment has other values: its own are 120 seconds and 7 retries, which
-would hold a run up for many minutes in every evaluation."""
+"""Timeout and retries for MLflow's server, unless the environment sets other values: MLflow's defaults are 120 seconds
+and 7 retries, which would delay a run by many minutes in every evaluation."""
 LONGEST_CAUSE = 300
-"""Most characters of a library's error in a warning."""
+"""Largest number of characters of a library's error in a warning."""
 LONGEST_NAME = 250
-"""Most characters of a name in MLflow."""
+"""Largest number of characters of a name in MLflow."""
 TRACKING_FOLDER = "tracking"
 MAX_METRICS_PER_CALL = 1000
-"""Metrics that MLflow takes at once."""
+"""Largest number of metrics that MLflow accepts in one call."""
 
 
 class Writer(Protocol):
     """Destination of one run's figures."""
 
     last: int
-    """The last round that is there."""
+    """Last round that was written."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Add the figures of a later round."""
+        """Write the figures of a later round."""
         ...
 
     def close(self, status: str) -> None:
@@ -62,22 +62,22 @@ class Writer(Protocol):
 
 
 class Tracker:
-    """A listener that gives the figures of every run of an experiment to a writer of its own.
+    """A listener that passes the figures of every run of an experiment to a separate writer.
 
-    A tracker that fails, as one whose server is away, costs a warning and no run. Figures wait until it works again: it
-    is asked anew after `RETRY_SECONDS`, and at the end of the run. Running the experiment again with it brings what it
-    still lacks.
+    A failing tracker, for example with an unreachable server, causes a warning and never ends a run. Figures wait until
+    the tracker works again: it is retried after `RETRY_SECONDS`, and at the end of the run. Running the experiment
+    again with the tracker writes the figures that are still missing.
 
     Args:
         kind: one of `TRACKERS`.
-        experiment: what is run.
-        out: its run directory.
+        experiment: experiment that is run.
+        out: run directory of the experiment.
 
     Attributes:
-        view: the command that shows what was tracked.
+        view: command that shows the tracked figures.
 
     Raises:
-        ConfigError: an unknown kind, or its packages are missing.
+        ConfigError: the kind is unknown, or its packages are missing.
     """
 
     def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
@@ -123,7 +123,7 @@ class Tracker:
 
 
 class TensorBoard:
-    """Event files of one run. They are written anew, from the first round, when it is resumed."""
+    """Writer of the event files of a run. They are rewritten from the first round when the run is resumed."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -145,7 +145,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run in MLflow. It is found again, and continued after its last round, when it is resumed."""
+    """Writer of a run in MLflow. When the run is resumed, it is found again and continued after its last round."""
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
 
@@ -181,7 +181,7 @@ class MLflow:
 
 
 def mlflow_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of figures as MLflow allows them, by ours. Those that differ stay different.
+    """Return the name that MLflow allows for each figure. Different names stay different.
 
     >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
     {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
@@ -200,14 +200,14 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Letters, digits and ``_-. :/``. No part is empty or leads elsewhere as a path would."""
+    """Return a name of letters, digits and ``_-. :/``. No part is empty or would lead elsewhere as a path."""
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
 
 
 class WandB:
-    """An offline run of W&B. It is written anew, from the first round, when it is resumed."""
+    """Writer of an offline run of W&B. It is rewritten from the first round when the run is resumed."""
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
         import wandb
@@ -235,14 +235,14 @@ class WandB:
 
 
 Make = Callable[[str, int], Writer]
-"""(label, seed) -> the writer of a run."""
+"""Function from (label, seed) to the writer of a run."""
 
 
 def check_tracker(kind: str | None) -> None:
-    """Refuse a tracker before any work starts.
+    """Raise if a tracker cannot be used, before any work starts.
 
     Raises:
-        ConfigError: an unknown kind, or its packages are missing.
+        ConfigError: the kind is unknown, or its packages are missing.
     """
     if kind is None:
         return
@@ -315,7 +315,7 @@ TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
 }
 """The trackers of ``fedloom run --track``."""
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
-"""The packages of each. MLflow's database needs the last two."""
+"""Packages that each tracker needs. MLflow's database needs the last two of its packages."""
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

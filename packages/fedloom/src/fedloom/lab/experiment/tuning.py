@@ -1,4 +1,4 @@
-"""The table [tune] of an experiment file: how the settings of its methods are chosen on validation."""
+"""The table [tune] of an experiment file: how the settings of its methods are chosen on validation data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Scalar = bool | int | float | str
 
 
 class Range(Value):
-    """An interval, of whole numbers where both ends are."""
+    """An interval, restricted to integers if both ends are integers."""
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
@@ -30,9 +30,9 @@ class Range(Value):
 
 
 Dimension = Range | tuple[Scalar, ...]
-"""Search range of a setting: a range, or a list of choices. An empty list leaves the setting alone."""
+"""Search range of a setting: a range, or a list of choices. An empty list leaves the setting unchanged."""
 Space = Mapping[str, Dimension]
-"""Settings of a method, as ``mu`` or ``local.lr``, and where they are looked for."""
+"""Search ranges of the settings of a method, such as ``mu`` or ``local.lr``."""
 
 
 class Tune(Value):

@@ -1,4 +1,4 @@
-"""Tuning: the settings of every method of an experiment, chosen on validation with equal trials and equal work."""
+"""Tuning: the settings of every method of an experiment, chosen on validation data with equal trials and equal work."""
 
 from __future__ import annotations
 

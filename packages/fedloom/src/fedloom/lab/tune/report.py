@@ -1,4 +1,4 @@
-"""Report what was tried: ``trials.csv``, ``tuning.md`` and a chart of every trial, ``trials.svg``."""
+"""Report the trials: ``trials.csv``, ``tuning.md`` and ``trials.svg``, a chart of every trial."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
 
 SEARCH_REPORT_FILES = TRIALS_CSV, TRIALS_SVG, TUNING_PAGE = "trials.csv", "trials.svg", "tuning.md"
-"""Files of the report of a search."""
+"""Files of the report on a search."""
 
 
 def write_report(
     out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
 ) -> None:
-    """Write the three files. ``tuned``: there is a ``tuned.toml`` to speak of."""
+    """Write the three files. ``tuned`` is True if a ``tuned.toml`` exists that the report mentions."""
     write_atomic(out / TRIALS_CSV, _csv(findings).encode())
     write_atomic(out / TRIALS_SVG, _chart(goal, findings).svg().encode())
     write_atomic(out / TUNING_PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
@@ -94,7 +94,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
 
 
 def _whole(findings: Sequence[SearchResult]) -> str:
-    """Render the part of a sentence on exhaustively searched spaces."""
+    """Return the part of a sentence on spaces that were searched completely."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""
@@ -105,7 +105,7 @@ def _whole(findings: Sequence[SearchResult]) -> str:
 
 
 def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
-    """Render the sentence on the length of a trial."""
+    """Return the sentence on the length of a trial."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
         return (

@@ -1,9 +1,9 @@
-"""The space of a search, and the setting that it tries next.
+"""The search space of a method, and the setting that the search tries next.
 
-The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
-the finished trials and on (seed, method, trial number) only, so a search that was killed resumes with the very trials
-that it would have had. A space of lists that has no more settings than there are trials is gone through whole
-(GridSampler). Elsewhere past trials suggest the next one (TPESampler).
+The space of a method consists of the defaults of `spaces.toml` and the changes that the experiment makes to them. A
+suggestion depends only on the finished trials and on (seed, method, trial number), so an interrupted search resumes
+with the same trials that it would have run. A space of lists with at most as many settings as trials is searched
+completely (GridSampler). Otherwise, past trials suggest the next trial (TPESampler).
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""(document, its name for messages) -> experiment. Raises ConfigError."""
+"""Function from (document, its name for messages) to the experiment. Raises ConfigError."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""A derived option as it is derived."""
+"""Value that leaves a derived option as it is derived."""
 
 
 @cache
 def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
-    """Return the default space of every method, and a sentence on its origin."""
+    """Return the default space of every method, and a sentence on the origin of each space."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
     return Tune(space=tables).space, sources
 
 
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
-    """Return the search space of a method's settings. The last entry, and one for the method alone, counts.
+    """Return the search space of a method's settings.
+
+    Later entries replace earlier entries, and entries for the method alone replace entries for all methods.
 
     Raises:
-        ConfigError: a setting that the method has not.
+        ConfigError: the method does not have a setting.
     """
     default_spaces = defaults()[0] if tune.default_spaces else {}
     settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
@@ -68,10 +70,10 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
 
 
 def check_names(experiment: Experiment, where: str) -> None:
-    """Refuse a space for a method that the experiment does not compare.
+    """Raise if the file contains a space for a method that the experiment does not compare.
 
     Raises:
-        ConfigError: the message has the names that are there.
+        ConfigError: a method is unknown. The message lists the known names.
     """
     names = [ALL_METHODS, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
     for name in experiment.tune.space:
@@ -82,10 +84,10 @@ def check_names(experiment: Experiment, where: str) -> None:
 def check_values(
     document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
 ) -> None:
-    """Refuse a space with a value that the method does not take.
+    """Raise if a space contains a value that the method does not accept.
 
     Raises:
-        ConfigError: the method's own sentence on that value.
+        ConfigError: a value cannot be tried. The message contains the method's sentence on it.
     """
     alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
     for key, dimension in space.items():
@@ -100,7 +102,7 @@ def check_values(
 
 
 def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
-    """Replace settings of method number ``place`` in an experiment's document. Nothing else changes."""
+    """Return a document in which settings of method number ``place`` are replaced. Nothing else changes."""
     method = {**document["method"][place], **more}
     for key, value in params.items():
         table, _, name = key.rpartition(".")
@@ -113,7 +115,7 @@ def replace_params(document: Mapping[str, Any], place: int, params: Params, **mo
 
 
 def file_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
-    """Return the file's own values of the searched settings, or None if the space does not hold them all."""
+    """Return the file's values of the searched settings, or None if the space does not contain all of them."""
     fields = fields_of(method.entry)
     table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
     params = {key: _value_at(table, key) for key in space}
@@ -137,14 +139,14 @@ def _holds(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """Choice of the next trial, and of the end of the search.
+    """The choice of the next trial, and of the end of the search.
 
     Args:
-        space: where settings are looked for.
-        tune: the number of trials, the seed, and how long a trial is never stopped.
-        label: of the method.
-        higher: a higher value is better.
-        first: the setting of trial 0. None where the space does not hold the file's own.
+        space: search range of every setting.
+        tune: number of trials, seed, and the rules for stopping trials early.
+        label: label of the method.
+        higher: True if a higher value is better.
+        first: setting of trial 0. None if the space does not contain the file's values.
     """
 
     def __init__(
@@ -157,17 +159,17 @@ class Search:
 
     @property
     def whole(self) -> bool:
-        """Every setting of the space is tried once, and nothing else."""
+        """True if every setting of the space is tried exactly once."""
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
-        """Return whether there is nothing more to try after the finished trials."""
+        """Return whether nothing remains to be tried after the finished trials."""
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
-        """Return the next trial after the finished ones, of a search that has not ended.
+        """Return the next trial after the finished trials of a search that has not ended.
 
-        It belongs to a study in memory: a trial that is cut off leaves nothing behind that the next one could see.
+        It belongs to an in-memory study: an interrupted trial leaves no trace that the next trial could see.
         """
         tune = self._tune
         study = optuna.create_study(
@@ -184,26 +186,26 @@ class Search:
         return study.ask(self.space)
 
     def best(self, trials: Sequence[Trial]) -> Trial | None:
-        """Return the complete trial with the best value, the earliest in a tie, or None without one."""
+        """Return the complete trial with the best value, the earliest in a tie, or None if no trial is complete."""
         scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
         return max(scored)[2] if scored else None
 
     def _next(self, trials: Sequence[Trial]) -> Params | None:
-        """Return the next setting if it does not depend on results, or None if Optuna should suggest one."""
+        """Return the next setting if it does not depend on results, or None if Optuna should suggest it."""
         if self._grid is None:
             return None if trials else self._first
         tried = [t.params for t in trials]
         return next((params for params in self._grid if params not in tried), None)
 
     def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
-        """Every setting of a space of lists in a seeded order, the file's own first."""
+        """Return every setting of a space of lists in a seeded order, with the file's setting first."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
         candidates: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
         return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
-        """128 bits, in the form that numpy's generator takes."""
+        """Return a seed of 128 bits, in the form that numpy's generator takes."""
         return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
 
 
@@ -218,12 +220,12 @@ class Study(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The model that is scored."""
+        """Names of the scored models."""
         return " and ".join(self.goal.models)
 
 
 class SearchResult(NamedTuple):
-    """Trials of a method, and the best of them (None: no trial completed)."""
+    """Trials of a method, and the best trial (None: no trial completed)."""
 
     study: Study
     trials: Sequence[Trial]
@@ -231,7 +233,7 @@ class SearchResult(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Share of the budget that the best trial took. None without one, and where work is not equal."""
+        """Share of the budget that the best trial used. None if no trial completed, or if work is not equal."""
         samples = self.study.goal.samples
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
@@ -247,12 +249,12 @@ def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def note_limits(findings: Sequence[SearchResult]) -> list[str]:
-    """List what a reader of the chosen settings must know: fewer rounds than in the runs, and trials under a delta."""
+    """Return the limits of the chosen settings: fewer rounds than in the runs, and trials under a delta."""
     return [*_fewer_rounds(findings), *_private_choices(findings)]
 
 
 def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
-    """Warn if trials had fewer rounds than the runs to come, in which the best setting may diverge."""
+    """Return a warning if trials had fewer rounds than the later runs, in which the best setting may diverge."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
         f"Trials had the work of {tried} rounds, the runs have that of {rounds}, in which a chosen setting may "
@@ -263,7 +265,7 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
-    """Warn if runs have an epsilon, which does not cover the trials that chose their settings."""
+    """Return a warning if runs have an epsilon, which does not cover the trials that chose their settings."""
     counts = [
         len(f.trials)
         for f in findings
@@ -279,7 +281,7 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def settings_of(space: Mapping[str, Dimension]) -> float:
-    """Count the different settings of a space, or inf for a range."""
+    """Return the number of different settings of a space, or inf if it contains a range."""
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
 
 

@@ -1,4 +1,4 @@
-"""One trial: a setting trained for the work that every trial gets, scored on validation, and kept in a journal."""
+"""One trial: a setting trained for the work of a trial, scored on validation data, and stored in a journal."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fedloom.values import Value
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 Params = Mapping[str, Any]
-"""Values by setting, ``mu`` or ``local.lr``."""
+"""Values by setting, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Points of a trial at which it is compared with earlier ones."""
+"""Number of points at which a trial is compared with earlier trials."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -47,18 +47,18 @@ _TRIAL_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "
 
 
 class Trial(Value):
-    """One setting that was tried.
+    """One tried setting.
 
     Attributes:
-        number: 0, 1, ... within the method.
+        number: number of the trial within the method, from 0.
         params: values by setting.
-        state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (it
-            diverged, or the method refuses the values on these clients).
-        value: the validation metric over clients, mean over seeds. None unless complete.
-        marks: the metric on the way, by point.
-        rounds: rounds per seed.
-        samples_backward: samples whose gradient was taken, over all clients, rounds and seeds.
-        reason: why it did not complete.
+        state: ``complete``, ``pruned`` (stopped below the median of the complete trials) or ``failed`` (it diverged, or
+            the method rejects the values on these clients).
+        value: validation metric over clients, averaged over seeds. None unless complete.
+        marks: intermediate values of the metric, by point.
+        rounds: number of rounds per seed.
+        samples_backward: number of samples whose gradient was computed, over all clients, rounds and seeds.
+        reason: reason why the trial did not complete.
     """
 
     number: int
@@ -72,11 +72,11 @@ class Trial(Value):
 
     @property
     def setting(self) -> str:
-        """The values in one line."""
+        """Values of the setting in one line."""
         return setting(self.params)
 
     def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
-        """Convert the trial to Optuna's form."""
+        """Return the trial in Optuna's form."""
         more = {"rounds": self.rounds, "samples_backward": self.samples_backward, "reason": self.reason}
         return create_trial(
             state=_TRIAL_STATES[self.state],
@@ -89,24 +89,24 @@ class Trial(Value):
 
 
 def setting(params: Params) -> str:
-    """Values of a setting in one line."""
+    """Return the values of a setting in one line."""
     return options(params)
 
 
 class TrialJournal:
     """The finished trials of a method, in a file of Optuna's journal storage.
 
-    A trial is one line of the file, so a crash at any moment leaves it there as a whole or not at all. The lock of the
-    directory keeps other processes out.
+    A trial is one line of the file, so after a crash at any moment the file contains the whole line or nothing of it.
+    The lock of the directory excludes other processes.
 
     Args:
-        path: the file, created if need be. A line that a crash has cut is taken off.
-        label: the method, and so the name of Optuna's study.
-        higher: a higher value is better.
+        path: path of the file, created if it does not exist. A line that a crash has truncated is removed.
+        label: label of the method, which is also the name of Optuna's study.
+        higher: True if a higher value is better.
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or refuses. The earlier trials are intact.
+        CheckpointError: (any method) the disk is full or rejects a write. The earlier trials are intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -129,13 +129,13 @@ class TrialJournal:
             raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
-        """Keep one more trial, of the settings ``space``."""
+        """Append a trial of the settings ``space``."""
         self._study.add_trial(trial.frozen(space))
         self.trials.append(trial)
 
 
 class _File(JournalFileBackend):
-    """Optuna's file, written as every file of a run directory is."""
+    """Optuna's journal file, written like every other file of a run directory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -154,11 +154,11 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 
 class Interrupted(Exception):
-    """The user asked to stop. The trial at hand is kept as a checkpoint."""
+    """The user asked to stop. The current trial is kept as a checkpoint."""
 
 
 def remove_test(fed: Federation) -> Federation:
-    """Remove the test data from a federation: test parts and the common test set."""
+    """Return a federation without test data: neither test parts nor the common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
     partition = fed.partition and {**fed.partition, "test": 0.0}  # the part is empty on purpose
@@ -166,7 +166,10 @@ def remove_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """Return a trial's run, evaluated on validation only. All trials of a search have equal work."""
+    """Return the setting of a trial's run, evaluated on validation data only.
+
+    All trials of a search have equal work.
+    """
     evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
     return setting.with_(seed=seed, evaluate=evaluate, early_stop=None)
 
@@ -174,10 +177,10 @@ def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """Return the models and the metric that decide, and whether higher is better.
+    """Return the models and the metric that decide, and whether a higher value is better.
 
     Raises:
-        ConfigError: the method has no such model, or the task no such metric. Or the run cannot work.
+        ConfigError: the method does not have the model, the task does not have the metric, or the run cannot work.
     """
     problem, start = make_problem(setting, fed, finds=False)
     model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
@@ -196,7 +199,7 @@ def scored_models(
 
 
 def _defined(problem: JobFacts) -> set[str]:
-    """Metrics that some client's validation part defines: AUROC needs both classes."""
+    """Return the metrics that are defined on the validation part of some client: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
     metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
@@ -211,15 +214,15 @@ def attempt(
     folder: Path,
     emitter: Callable[[str, Setting], Progress],
 ) -> Trial:
-    """Train and score a setting.
+    """Train and score a setting and return the finished trial.
 
     Args:
-        method: the one that is tried, with the setting.
-        federations: without test data, by seed.
-        goal: what every trial gets.
-        trial: what Optuna asked for.
-        folder: for checkpoints. A trial that was stopped resumes from there.
-        emitter: (what is run, the run) -> what is called after every round.
+        method: method with the setting to try.
+        federations: federations without test data, by seed.
+        goal: inputs of every trial.
+        trial: trial that Optuna suggested.
+        folder: folder of the checkpoints. An interrupted trial resumes from them.
+        emitter: function from (name of the run, setting of the run) to the callback after every round.
 
     Raises:
         Interrupted: the user asked to stop.
@@ -272,14 +275,17 @@ def attempt(
 
 
 class _Lost(Exception):
-    """A run without a score, with the state it had reached and the reason."""
+    """A run without a score, with its last state and the reason."""
 
     def __init__(self, state: State, reason: RunStopped) -> None:
         self.state, self.reason = state, reason
 
 
 class _PrunedTrial(BaseException):
-    """A trial that is stopped early, with the state it had reached. An Exception of a callback would end no run."""
+    """A trial that is stopped early, with its last state.
+
+    It is not an Exception, because an Exception in a callback would not end the run.
+    """
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -288,7 +294,7 @@ class _PrunedTrial(BaseException):
 def _watch(
     marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
-    """Make a callback that records the metric at a trial's checkpoints and stops a hopeless trial."""
+    """Return a callback that records the metric at a trial's checkpoints and stops a hopeless trial."""
 
     def note(state: State) -> None:
         measured: dict[int, list[float]] = {}
@@ -318,7 +324,7 @@ def _score(records: Records, goal: Goal) -> float:
 
 
 def _samples(state: State) -> int:
-    """Count the samples whose gradient a run has taken, including its personal models after the last round."""
+    """Return the number of samples whose gradient a run has computed, including its last personal models."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 

@@ -1,4 +1,4 @@
-"""Tune an experiment in a directory: every method's missing trials, and the final files."""
+"""Tune an experiment in a directory: run every method's missing trials and write the final files."""
 
 from __future__ import annotations
 
@@ -78,30 +78,30 @@ TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
-"""Names in the directory of a search that belong to it."""
+"""Names of the files and folders that belong to the directory of a search."""
 """Folders of a search."""
 
 OnTrial = Callable[[str, Trial], None]
-"""(label, trial): called after every trial."""
+"""Function that receives (label, trial) after every trial."""
 
 
 class Tuning:
     """The search for the settings of an experiment's methods.
 
     Args:
-        document: the experiment file.
-        where: its name, for messages.
-        out: directory of the search, created if need be.
+        document: content of the experiment file.
+        where: name of the file, for messages.
+        out: directory of the search, created if it does not exist.
         data_dir: folder of data sets.
-        force: forget what is there.
-        read: makes the experiment of a document.
-        clients: makes the federation of a seed. None: the experiment does.
+        force: True to discard existing trials.
+        read: function that returns the experiment of a document.
+        clients: function that returns the federation of a seed. None: the federation of the experiment.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
-            ranks of torchrun. Or the directory lies in a run directory or has what the search reads. Nothing is
-            written.
-        RunDirError: the directory is of another search, or not one of a search.
+        ConfigError: the experiment cannot work, has no validation data, has an impossible space, or runs on several
+            ranks of torchrun. Also raised if the directory lies in a run directory or contains a file that the search
+            reads. Nothing is written.
+        RunDirError: the directory belongs to another search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
 
@@ -171,7 +171,7 @@ class Tuning:
 
     @property
     def rounds(self) -> int:
-        """Rounds of all trials together, where work is equal, in plain ones."""
+        """Number of rounds of all trials together, as rounds of plain training if work is equal."""
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
@@ -183,22 +183,24 @@ class Tuning:
         join: bool = False,
         executor: Executor | None = None,
     ) -> list[SearchResult]:
-        """Do the trials that are missing, and write every file.
+        """Run the missing trials, write every file, and return the searches.
 
         Args:
-            on_trial: called after every trial.
-            listeners: hear of every round of a trial.
-            tuned: write ``tuned.toml`` too. Every method must have a trial that completed then.
-            join: share the methods with other processes that join, on any machine that has the directory. The trials of
-                a method follow each other, as each depends on those before.
-            executor: computes the methods' searches, with ``submit(function, *arguments)``.
+            on_trial: function that is called after every trial.
+            listeners: functions that receive an event after every round of a trial.
+            tuned: True to write ``tuned.toml`` too. Every method must then have a complete trial.
+            join: True to share the methods with other processes that join, on any machine that can access the
+                directory. The trials of a method run one after another, because each trial depends on the earlier
+                trials.
+            executor: engine that computes the searches of the methods, with ``submit(function, *arguments)``.
 
         Returns:
             The search of every method, in the experiment's order.
 
         Raises:
-            RunStopped: interrupted. Or a method of which no trial completed. What was tried is kept.
-            CheckpointError: a disk that is full or refuses. What was tried is kept.
+            RunStopped: the search was interrupted. Also raised if no trial of a method completed. Finished trials are
+                kept.
+            CheckpointError: the disk is full or rejects a write. Finished trials are kept.
         """
         self._stopped = False
         if executor is not None:
@@ -234,7 +236,10 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """`run` by an executor: the whole search for a method is a unit. A search that was cut off begins anew."""
+        """Do the work of `run` with an executor and return all searches: the search of a method is a unit.
+
+        An interrupted search starts again.
+        """
         check_executor(executor)
         if join:
             raise ConfigError("an executor starts the work itself: leave join out")
@@ -254,7 +259,7 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def search_one(self) -> bytes | None:
-        """Search for the settings of the only method. The journal of its trials, None where the user stopped it."""
+        """Search the settings of the only method and return the journal of its trials, or None if stopped."""
         (study,) = self.studies
         self._stopped = False
         self._claim()
@@ -263,7 +268,7 @@ class Tuning:
         return self._log(study, self.out).read_bytes() if ended else None
 
     def _findings(self, *, tuned: bool) -> list[SearchResult]:
-        """Return the search of every method, after all files are written."""
+        """Write all files and return the search of every method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
             raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}")
@@ -277,7 +282,10 @@ class Tuning:
         return findings
 
     def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
-        """`run` beside other processes. The search for a method's settings is the work of one."""
+        """Do the work of `run` beside other processes and return all searches.
+
+        One process searches the settings of a method.
+        """
         if self._force:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
@@ -313,7 +321,7 @@ class Tuning:
         return results or [self._result_of(study) for study in self.studies]
 
     def _adopt(self, claims: Claims) -> None:
-        """Go on with the trials of processes that had joined and have ended."""
+        """Take over the trials of processes that had joined and have ended."""
         claims.check_ended()
         for study in self.studies:
             name = file_name(study.method.label)
@@ -363,7 +371,7 @@ class Tuning:
         return out / "trials" / f"{file_name(study.method.label)}.log"
 
     def _write(self, findings: Sequence[SearchResult]) -> None:
-        """``tuned.toml``: the experiment with the settings of each method's best trial."""
+        """Write ``tuned.toml``: the experiment with the settings of each method's best trial."""
         document = self.tuned(findings)
         experiment = self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
@@ -410,7 +418,10 @@ class Tuning:
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
     def _check_directory(self) -> None:
-        """Refuse a directory that is not this search's. ``search.toml`` has the choices that its trials depend on."""
+        """Raise if a directory does not belong to this search.
+
+        ``search.toml`` contains the choices that the trials depend on.
+        """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
@@ -428,7 +439,7 @@ class Tuning:
             )
 
     def _claim(self) -> None:
-        """Make the directory this search's own, forgetting what it holds where that was asked for."""
+        """Make the directory belong to this search, and delete its content if this was requested."""
         self._check_directory()
         if self._force:
             for name in SEARCH_FOLDERS:
@@ -438,7 +449,7 @@ class Tuning:
         make_folder(self.out / "trials")
 
     def _recorded_identity(self) -> dict[str, Any]:
-        """`_identity` as a file has it."""
+        """Return `_identity` as it reads in a file."""
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
@@ -456,18 +467,20 @@ class Tuning:
 
 
 def compute_search(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Search for the settings of one method of an experiment, anywhere. The same arguments give the same trials.
+    """Search the settings of one method of an experiment in any process and return the reply as bytes.
+
+    The same arguments give the same trials.
 
     Args:
-        experiment: text of `pack_experiment`, with the table ``tune``.
-        unit: JSON with ``label`` and ``rounds``, of a trial.
-        data: bytes of `pack_experiment`. Needed once per worker.
+        experiment: text from `pack_experiment`, with the table ``tune``.
+        unit: JSON with ``label``, and the ``rounds`` of a trial.
+        data: bytes from `pack_experiment`. They are needed once per worker.
 
     Returns:
         A `UnitReply` as bytes, with the journal of the trials.
 
     Raises:
-        DataError: the worker has not the same data.
+        DataError: the worker has different data.
         ConfigError: the worker cannot import the code.
     """
     if not receive_data(experiment, data):
@@ -489,7 +502,10 @@ def _table(dimension: Dimension) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe changes to what decides the trials. More trials, methods or final rounds are allowed."""
+    """Return the changes to settings that decide the trials.
+
+    A different number of trials, methods or final rounds is allowed.
+    """
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
     if key_and_values := difference_to_recorded(

@@ -1,8 +1,9 @@
-"""Equal work: how many rounds of a method take as many gradients as the rounds of plain local training.
+"""Equal work: number of rounds in which a method computes as many gradients as plain local training in its rounds.
 
-Work is what a whole run takes: the samples whose gradient its rounds take, and those that its personal models take
-after the last one. A round need not cost what the first did (FedALA's second round, rules that stop local training), so
-a plan is for the sum over rounds, and what a run really took is compared with it.
+Work is the cost of a whole run: the samples whose gradient its rounds compute, and the samples whose gradient its
+personal models compute after the last round. The first round need not cost as much as later rounds (FedALA's second
+round, rules that stop local training), so a plan is made for the sum over rounds, and the actual cost of a run is
+compared with the plan.
 """
 
 from __future__ import annotations
@@ -17,43 +18,45 @@ from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import play
 
 MAX_BUDGET_RATIO = 1.1
-"""A run with more than this share of its budget is named: on the terminal, in the tuned file, in reports."""
+"""Largest share of its budget that a run may use without being named on the terminal, in the tuned file and in
+reports."""
 MIN_BUDGET_RATIO = 0.9
-"""A run with less than this share, or more than `MAX_BUDGET_RATIO`, is planned again, by every single round."""
+"""Smallest such share: a run outside this share and `MAX_BUDGET_RATIO` is planned again, round by round."""
 EQUAL_COST_TOLERANCE = 0.01
-"""Two rounds that cost the same, but for this share, stand for all later ones in a first plan."""
+"""Relative difference up to which two rounds cost the same and represent all later rounds in a first plan."""
 MAX_ROUND_MULTIPLE = 20
-"""Most rounds of a plan of single rounds, in those of plain training."""
+"""Largest number of rounds in a round-by-round plan, as a multiple of the rounds of plain training."""
 
 
 class Budget(NamedTuple):
-    """Gradients that a run may take with one seed.
+    """Budget of gradients for a run with one seed.
 
     Attributes:
-        plain: samples whose gradient every round of plain local training takes, one number per round.
+        plain: number of samples whose gradient plain local training computes, for every round.
     """
 
     plain: tuple[int, ...]
 
     @property
     def samples(self) -> int:
-        """Samples whose gradient a run may take."""
+        """Number of samples whose gradient a run may compute."""
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
-        """Return whether what a run took is so far from the budget that its rounds must be planned again."""
+        """Return whether the actual cost of a run is so far from the budget that its rounds must be planned again."""
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Return the rounds of a run whose work is nearest to the budget, at least one.
+        """Return the number of rounds, at least one, with which the work of a run is nearest to the budget.
 
         Args:
             setting: the run.
             fed: the clients and their data.
-            whole: play every round, instead of the first ones until two cost the same share of plain training's.
+            whole: True to play every round, instead of the first rounds until two cost the same share of plain
+                training.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as `fedloom.lab.experiment.measure.cost.play`.
+            ConfigError, RunStopped, ClientError: raised by `fedloom.lab.experiment.measure.cost.play`.
         """
         totals, ratio, after = [0.0], -1.0, 0
         with closing(play(setting, fed)) as game:
@@ -73,11 +76,14 @@ class Budget(NamedTuple):
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
-        """Return the samples of a round of plain training. After the last round, the mean."""
+        """Return the samples of a round of plain training. After the last round, it is the mean."""
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _nearest(self, totals: list[float], after: int) -> int:
-        """Return the last round or the one before it, whichever is nearer to the budget. The cheaper one in a tie."""
+        """Return the number of the last round or the round before it, whichever is nearer to the budget.
+
+        In a tie, it is the cheaper number.
+        """
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
 
@@ -91,14 +97,14 @@ class Budget(NamedTuple):
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
-    """Compute the budget of plain local training for a number of rounds.
+    """Return the budget of plain local training for a number of rounds.
 
-    Under uniform sampling two rounds of equal work stand for all. Else every round is played.
+    Under uniform sampling, two rounds of equal work represent all rounds. Otherwise every round is played.
 
     Args:
-        setting: FedAvg as the experiment has it.
+        setting: setting of FedAvg in the experiment.
         fed: the clients and their data.
-        rounds: how many.
+        rounds: number of rounds.
     """
     costs: list[int] = []
     with closing(play(setting, fed)) as game:
@@ -114,14 +120,14 @@ class Goal(NamedTuple):
     """Inputs of trials, and the goal by which they are judged.
 
     Attributes:
-        rounds: work of a trial, in rounds of plain local training, or in the method's own.
-        budget: work of a trial with one seed. None: its rounds are the method's own.
+        rounds: work of a trial, in rounds of plain local training, or in rounds of the method.
+        budget: work of a trial with one seed. None: the method's number of rounds.
         metric: name of the validation metric.
-        seeds: the score is the mean over them.
-        models: the score is the mean over them.
-        higher: more is better.
-        statistic: of the clients' values: mean, or weighted by samples.
-        time: virtual time of a trial with one seed, in seconds. None: it has all its rounds.
+        seeds: seeds over which the score is averaged.
+        models: models over which the score is averaged.
+        higher: True if a higher value is better.
+        statistic: statistic of the clients' values: mean, or weighted by samples.
+        time: virtual time of a trial with one seed, in seconds. None: the trial runs all its rounds.
     """
 
     rounds: int
@@ -135,10 +141,10 @@ class Goal(NamedTuple):
 
     @property
     def figure(self) -> str:
-        """The name under which the score of a round is recorded."""
+        """Name under which the score of a round is recorded."""
         return f"{self.metric}/{self.statistic}"
 
     @property
     def samples(self) -> int | None:
-        """Samples whose gradient a trial takes, over all its seeds. None: what its rounds cost."""
+        """Number of samples whose gradient a trial computes, over all its seeds. None: the cost of its rounds."""
         return None if self.budget is None else self.budget.samples * len(self.seeds)

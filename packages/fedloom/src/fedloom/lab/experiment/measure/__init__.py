@@ -1,1 +1,1 @@
-"""Measure runs: what a round costs, and how fast an experiment runs here."""
+"""Measure runs: the cost of a round, and the speed of an experiment on this machine."""

@@ -1,4 +1,4 @@
-"""Measure how fast an experiment runs here: every method with every oracle that can, and several numbers of workers."""
+"""Measure the speed of an experiment here: every method, with all possible oracles and several numbers of workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from fedloom.processes.pool import WorkerPool, Workers, cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
-"""Seconds that a process waits for others to begin a round."""
+"""Seconds that a process waits for the others before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Clients of the federation on which costs per client are measured, as many as rows of so many bytes allow."""
+"""Number of clients in the federation on which costs per client are measured, and a limit on the bytes of their
+rows."""
 
 
 class Way(NamedTuple):
-    """An oracle and a number of workers. ``picked`` if a run of the experiment takes them."""
+    """An oracle and a number of workers. ``picked`` is True if a run of the experiment uses them."""
 
     oracle: str
     workers: int
@@ -43,12 +44,12 @@ class Way(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Measured speed of one method in one way.
+    """Measured speed of a method with an oracle and a number of workers.
 
     Attributes:
-        seconds: median over rounds, the first left out.
-        samples: samples per second whose gradient was taken, the first round left out.
-        others: cores that other processes used meanwhile.
+        seconds: median seconds per round, without the first round.
+        samples: samples per second whose gradient was computed, without the first round.
+        others: cores that other processes used in the meantime.
     """
 
     method: str
@@ -64,18 +65,19 @@ class Speed(NamedTuple):
 
 
 class Bench:
-    """The measurements of an experiment, with the federation of its first seed.
+    """Measurements of an experiment, with the federation of its first seed.
 
     Args:
-        experiment: what to measure.
+        experiment: experiment to measure.
         data_dir: folder of data sets.
-        rounds: rounds that are counted, of one more that is played.
-        oracles: names to measure beside the one that is picked. All that can compute the model when empty.
-        workers: numbers to measure beside the one that is picked, or ``auto``. 1 and the number of cores when empty.
+        rounds: number of measured rounds. One more round is played first.
+        oracles: names of oracles to measure besides the picked oracle. If empty, all oracles that can compute the
+            model.
+        workers: numbers to measure besides the picked number, or ``auto``. If empty, 1 and the number of cores.
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work, or (Refused) an oracle that was named cannot compute the model.
+        ConfigError: the experiment cannot work, or (Refused) a named oracle cannot compute the model.
     """
 
     def __init__(
@@ -97,7 +99,10 @@ class Bench:
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
-        """Measure the picked rows one after another. Wait up to ``patience`` seconds for a quiet machine."""
+        """Measure one row after another and yield the speeds.
+
+        Each measurement first waits up to ``patience`` seconds for a quiet machine.
+        """
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
         try:
@@ -115,11 +120,11 @@ class Bench:
             gc.unfreeze()
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
-        """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
+        """Return the minutes of all methods, rounds and seeds, from the picked rows, without evaluation."""
         return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
     def costs(self, method: Method) -> Costs:
-        """Constants of a method on this federation, see `costs_of`."""
+        """Return the constants of a method on this federation, see `costs_of`."""
         return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
@@ -148,7 +153,10 @@ class Bench:
 
 
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
-    """Constants of a setting with one worker, from rounds in this process. One more is played, and left out."""
+    """Return the constants of a setting with one worker, from rounds in this process.
+
+    One more round is played first and not counted.
+    """
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
@@ -171,7 +179,10 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
 
 
 def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Seconds of local work per client where every core computes the same rounds, of each round the slowest process."""
+    """Return the seconds of local work per client if every core computes the same rounds.
+
+    In each round, the slowest process counts.
+    """
     together = get_context("fork").Barrier(cores())
 
     def wait() -> None:
@@ -189,7 +200,10 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Measure rounds after the first: seconds outside chunks, and the workers' measurements. ``before`` runs first."""
+    """Measure the rounds after the first and return seconds outside chunks and the workers' measurements.
+
+    ``before`` runs first.
+    """
     by_worker: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:
@@ -206,7 +220,10 @@ def _seconds(cost: RoundCost) -> float:
 
 
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
-    """Seconds per client of a federation, whatever the cohort, from two whose clients have a sample each."""
+    """Return the seconds per client of a federation, independent of the cohort.
+
+    They are measured on two federations whose clients have a sample each.
+    """
     many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
     if many < 2 * few:
@@ -218,7 +235,7 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
 
 
 def _crowd(fed: Federation, n: int) -> Federation:
-    """``n`` clients with a training sample each, of all that there are, again and again."""
+    """Return ``n`` clients with one training sample each, cycling through all training samples."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
     none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
@@ -226,7 +243,7 @@ def _crowd(fed: Federation, n: int) -> Federation:
 
 
 def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
-    """Label and cost of one method after another, with the federation of the first seed. Nothing is written.
+    """Yield the label and the cost of every method, with the federation of the first seed. Nothing is written.
 
     Raises:
         CodeError: code of a method failed.
@@ -240,7 +257,10 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
-    """Minutes for all runs of a plan, from the cost of a run by label. None where a method's rounds have no time."""
+    """Return the minutes of all runs of a plan, from the costs of runs by label.
+
+    The result is None if the rounds of a method have no time.
+    """
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):
         return None

@@ -1,4 +1,4 @@
-"""Measure what a run costs: the time, the gradients and the bytes of its rounds, played in memory.
+"""Measure the cost of a run: the time, the gradients and the bytes of its rounds, played in memory.
 
 Every estimate is made from a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the plans of equal work of
 `fedloom tune`, and the estimates of the studies.
@@ -26,19 +26,19 @@ from fedloom.processes.clients import CLIENT_COUNTS, Clients
 from fedloom.processes.pool import Workers
 
 ESTIMATE_ROUNDS = 3
-"""Rounds that are played for an estimate with evaluation."""
+"""Number of rounds that are played, with evaluation, for an estimate."""
 
 
 class RoundCost(NamedTuple):
-    """Cost of a round, over its clients.
+    """Cost of a round, summed over its clients.
 
     Attributes:
-        seconds: of the round. None after too few rounds.
-        clients: that sent something.
+        seconds: seconds of the round. None after too few rounds.
+        clients: number of clients that sent a message.
         steps: local steps.
-        samples: samples whose gradient is taken.
-        bytes_up: of the uploads.
-        bytes_down: of the downloads.
+        samples: number of samples whose gradient is computed.
+        bytes_up: bytes of the uploads.
+        bytes_down: bytes of the downloads.
         simulated: seconds in virtual time. None without devices.
     """
 
@@ -52,7 +52,7 @@ class RoundCost(NamedTuple):
 
     @classmethod
     def between(cls, before: State, after: State, seconds: float | None) -> RoundCost:
-        """Return the mean round between two states of a run."""
+        """Return the mean cost of a round between two states of a run."""
         rounds = max(1, after.round - before.round)
         counts = dict(
             zip(CLIENT_COUNTS, ((after.totals - before.totals)[: len(CLIENT_COUNTS)] / rounds).tolist(), strict=True)
@@ -66,13 +66,13 @@ class RoundCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """A round that was played in memory.
+    """A round played in memory.
 
     Attributes:
-        cost: of this round.
+        cost: cost of this round.
         state: after it.
         job: the run.
-        clients: those that compute it.
+        clients: clients that compute the round.
     """
 
     cost: RoundCost
@@ -82,11 +82,11 @@ class Round:
 
     @property
     def samples(self) -> int:
-        """Samples whose gradient all rounds so far took."""
+        """Number of samples whose gradient was computed in all rounds so far."""
         return int(self.state.totals[CLIENT_COUNTS.index("samples_backward")])
 
     def personal_samples(self) -> int:
-        """Count the samples whose gradient the personal models after this round would take."""
+        """Return the number of samples whose gradient the personal models after this round would need."""
         cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
@@ -94,7 +94,7 @@ class Round:
 
 
 class Measured(NamedTuple):
-    """Rounds that were played in memory, without evaluation, and the engine's choices for them."""
+    """Rounds played in memory, without evaluation, and the engine's choices for them."""
 
     rounds: list[RoundCost]
     oracle: str
@@ -102,12 +102,12 @@ class Measured(NamedTuple):
 
 
 class OtherCost(NamedTuple):
-    """Cost of a run beside its rounds: finding clusters, and training personal models for the last evaluation.
+    """Cost of a run besides its rounds: finding clusters, and training personal models for the last evaluation.
 
     Attributes:
-        samples: whose gradient is taken.
-        bytes_up: of activations.
-        bytes_down: of the models that clients describe themselves by.
+        samples: number of samples whose gradient is computed.
+        bytes_up: bytes of activations.
+        bytes_down: bytes of the models with which clients describe themselves.
     """
 
     samples: float = 0.0
@@ -119,10 +119,10 @@ class RunCost(NamedTuple):
     """Cost of a run, estimated from its first rounds.
 
     Attributes:
-        rounds: of the run.
-        round: what one takes, with its share of evaluation.
-        parameters: of the model.
-        other: what is of no round.
+        rounds: number of rounds of the run.
+        round: cost of a round, including its share of evaluation.
+        parameters: number of parameters of the model.
+        other: cost outside the rounds.
     """
 
     rounds: int
@@ -132,7 +132,10 @@ class RunCost(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """Estimate the seconds of the run, finding clusters by its part of the gradients. None after too few rounds."""
+        """Estimated seconds of the run.
+
+        Finding clusters is estimated from its share of the gradients. None after too few rounds.
+        """
         if self.round.seconds is None:
             return None
         rounds = self.rounds + (self.other.samples / self.round.samples if self.round.samples else 0.0)
@@ -145,17 +148,18 @@ def play(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Generator[Round]:
-    """Play a run in memory, without evaluation, as long as a further round is asked for.
+    """Play a run in memory, without evaluation, and yield its rounds for as long as the caller asks for more.
 
     Args:
         setting: the run.
         fed: the clients and their data.
-        clock: the clock, in seconds.
-        through: called before every round. The workers that compute it, which may use those that it is given.
+        clock: function that returns the time in seconds.
+        through: function called before every round with the workers. It returns the workers that compute the round,
+            which may use the given workers.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
-        RunStopped: too few uploads of a round are usable, or it diverged.
+        ConfigError: values cannot work, or (Refused) cannot work together.
+        RunStopped: too few uploads of a round are usable, or the run diverged.
         ClientError: code of the method failed.
     """
     job, server = make_job(setting, fed)
@@ -174,10 +178,10 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Play the first ``count`` >= 1 rounds of a setting, see `play`.
+    """Play the first ``count`` >= 1 rounds of a setting and return their costs, see `play`.
 
     Returns:
-        What each of them took, the oracle, and the number of workers.
+        The cost of each round, the oracle, and the number of workers.
     """
     game = play(setting, fed, clock, through)
     try:
@@ -189,12 +193,14 @@ def measure_rounds(
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Count the samples whose gradient the first round takes, over its cohort, see `play`."""
+    """Return the number of samples whose gradient the first round computes, over its cohort, see `play`."""
     return round(measure_rounds(setting, fed).rounds[0].samples)
 
 
 def run_cost(setting: Setting, fed: Federation) -> RunCost:
-    """Estimate the cost of a run from its first `ESTIMATE_ROUNDS` rounds and their evaluations. Nothing is written.
+    """Return the cost of a run, estimated from its first `ESTIMATE_ROUNDS` rounds and their evaluations.
+
+    Nothing is written.
 
     Raises:
         CodeError: code of a method failed.

@@ -1,4 +1,4 @@
-"""Measure what a gradient costs with every method, relative to FedAvg in the same run, and where the time goes."""
+"""Measure the cost of a gradient with every method, relative to FedAvg in the same run, and split it by place."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 BLOCK_COUNT = 4
-"""Blocks of rounds. Each has all methods one after another, so that a slow moment of the machine meets all of them."""
+"""Blocks of rounds. Each block contains all methods one after another, so that a slow phase of the machine affects all
+of them."""
 
 
 class GradientCost(NamedTuple):
-    """Processor time of a method per sample whose gradient it takes, without the first round and without evaluation.
+    """Processor time of a method per sample whose gradient it computes, without the first round and without evaluation.
 
     Attributes:
-        method: label.
+        method: label of the method.
         seconds: per gradient.
         clients: time at the clients, in units of FedAvg's time per gradient.
-        server: all other time: the server's step, messages, and the clients' stored rows, in the same units.
-        forward: samples that are passed forward without a gradient, per gradient.
-        oracle: how the gradients are computed. Terms that the compiled kernels lack are computed by PyTorch.
-        reason: why the method has no figures. Empty otherwise.
+        server: all other time (the server's step, messages, and the stored rows of the clients), in the same units.
+        forward: number of samples passed forward without a gradient, per gradient.
+        oracle: method of computing the gradients. PyTorch computes terms that the compiled kernels lack.
+        reason: reason for missing figures. Empty otherwise.
     """
 
     method: str
@@ -54,7 +55,7 @@ class GradientCost(NamedTuple):
 
 @dataclass
 class TimedWorkers:
-    """Workers of this process, with the processor time that they take."""
+    """Workers of this process that measure their processor time."""
 
     workers: Workers
     seconds: float = field(default=0.0, init=False)
@@ -78,7 +79,7 @@ class TimedWorkers:
 
 
 class _Block(NamedTuple):
-    """Seconds at clients and elsewhere per gradient, and forward samples per gradient, in some rounds of a method."""
+    """Seconds at clients and elsewhere, and forward samples, per gradient in several rounds of a method."""
 
     clients: float
     server: float
@@ -94,16 +95,17 @@ class _Block(NamedTuple):
 def measure_per_gradient(
     settings: Sequence[tuple[str, Setting]], fed: Federation, fedavg: Setting, rounds: int
 ) -> list[GradientCost]:
-    """Measure methods in this process, with one worker.
+    """Measure methods in this process, with one worker, and return their costs.
 
     Args:
-        settings: label and run of every method.
+        settings: label and setting of every method.
         fed: the clients.
-        fedavg: the run of FedAvg that all others are compared with.
-        rounds: rounds of a block, after one that is not measured.
+        fedavg: setting of FedAvg, with which all methods are compared.
+        rounds: number of measured rounds in a block, after one round that is not measured.
 
     Returns:
-        A row for each method, of its fastest block relative to FedAvg's: whatever disturbs a block makes it slower.
+        A row for each method, from its fastest block relative to FedAvg's fastest block: any disturbance makes a block
+        slower.
     """
     blocks: dict[str, list[_Block]] = {label: [] for label, _ in settings}
     base, reasons = list[_Block](), dict[str, str]()
@@ -135,7 +137,10 @@ def measure_per_gradient(
 
 
 def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | None:
-    """Play a round, then measure some. None if they take no gradient."""
+    """Play a round, then measure further rounds, and return their costs.
+
+    The result is None if they compute no gradient.
+    """
     timed: list[TimedWorkers] = []
 
     def through(workers: Workers) -> Workers:

@@ -1,4 +1,4 @@
-"""Directory: a run directory before its runs, and whose it is."""
+"""Directory: the state of a run directory before its runs, and the experiment that it belongs to."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from fedloom.storage.files import is_unused, refuse_links
 
 
 class ExperimentDirectory:
-    """The run directory of an experiment, as its next process meets it.
+    """The run directory of an experiment, as the next process finds it.
 
     Args:
-        experiment: whose directory it is to be.
+        experiment: experiment that the directory belongs to.
         out: the directory.
-        force: forget what is there, in `prepare`.
-        partly: what is forgotten is of the experiment's methods only. The directory must be of this experiment.
+        force: True to discard the existing results, in `prepare`.
+        partly: True to discard only the results of the experiment's methods. The directory must belong to this
+            experiment.
     """
 
     def __init__(self, experiment: Experiment, out: Path, *, force: bool, partly: bool) -> None:
@@ -55,12 +56,14 @@ class ExperimentDirectory:
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
-        """Refuse what is not a run directory, or one of another experiment. Methods and seeds may come and go.
+        """Raise if the directory is not a run directory, or belongs to another experiment.
 
-        Where others work on them at this moment (``joins``) they may not.
+        Methods and seeds may differ.
+
+        They must be equal if other processes are working on them (``joins``).
 
         Raises:
-            RunDirError: with the sentence.
+            RunDirError: the directory cannot be used. The message says why.
         """
         if is_unused(self.out):
             return
@@ -106,10 +109,10 @@ class ExperimentDirectory:
         return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
-        """Make the directory this experiment's, with claims, runs that were left in the middle are free to be taken.
+        """Make the directory a run directory of this experiment. With claims, unfinished runs can be claimed again.
 
         Raises:
-            RunDirError: it is another experiment's, or its runs cannot have more rounds.
+            RunDirError: it belongs to another experiment, or its runs cannot be extended by further rounds.
         """
         check_case(self.out, [method.label for method in self.experiment.methods])
         self.check()
@@ -133,7 +136,7 @@ class ExperimentDirectory:
             self._adopt(Claims(self.out / WORK_FOLDER))
 
     def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
-        """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
+        """Extend finished runs by further rounds, or raise if something in them depends on the number of rounds."""
         longer = list[Path]()
         for method, seed in self.runs:
             folder, setting = self.folder(CHECKPOINTS_FOLDER, method, seed), method.setting.with_(seed=seed)
@@ -148,7 +151,7 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
-        """Take what processes left that had joined. Refuse to where one of them may still work."""
+        """Take over the results of processes that had joined and ended. Raise if one of them may still be working."""
         claims.check_ended()
         for method, seed in self.runs:
             folder = self.folder(CHECKPOINTS_FOLDER, method, seed)
@@ -157,7 +160,10 @@ class ExperimentDirectory:
         claims.forget()
 
     def _clear(self) -> None:
-        """Forget what the directory holds. ``experiment.toml`` stays until it is replaced, so that it is still one."""
+        """Delete the content of the directory.
+
+        ``experiment.toml`` stays until it is replaced, so that the folder is still a run directory.
+        """
         self.force = False
         if self._partly:
             for method, seed in self.runs:
@@ -171,7 +177,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Return whether a run of so many rounds has come to its end in a folder."""
+    """Return whether a folder contains a finished run with this number of rounds."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

@@ -1,4 +1,4 @@
-"""Executors: engines of others that carry units of work, as Dask, Slurm through submitit, or a pool of processes."""
+"""Executors: external engines that compute units of work, such as Dask, Slurm with submitit, or a process pool."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks at what an executor computes."""
+"""Seconds between two checks of an executor."""
 MAX_TRIES = 3
-"""Times that a unit is submitted whose worker dies."""
+"""Number of times that a unit is submitted if its worker dies."""
 
 
 class Future(Protocol):
-    """What an executor returns for a call."""
+    """Object that an executor returns for a call."""
 
     def done(self) -> bool:
         """Return whether the call has ended."""
         ...
 
     def result(self) -> Any:
-        """Its value, once it has ended. Its error is raised."""
+        """Return the value of a call that has ended. An error of the call is raised."""
         ...
 
 
 class Executor(Protocol):
-    """An engine that makes calls elsewhere, as those of `concurrent.futures`."""
+    """An engine that makes calls in other processes, such as an executor of `concurrent.futures`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future:
-        """Make a call."""
+        """Submit a call and return it."""
         ...
 
 
@@ -66,17 +66,17 @@ EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
     "dask": _dask,
     "slurm": _slurm,
 }
-"""Executors by name. Each takes the text after the colon."""
+"""Executors by name. Each function takes the text after the colon."""
 
 
 def open_executor(name: str) -> Executor:
-    """Open an executor by its name.
+    """Open an executor by its name and return it.
 
     Args:
         name: ``processes:N``, ``loky:N``, ``dask:ADDRESS``, or ``slurm:KEY=VALUE,...`` with submitit's parameters.
 
     Raises:
-        ConfigError: another name, or the library is not installed.
+        ConfigError: the name is unknown, or the library is not installed.
     """
     kind, _, text = name.partition(":")
     if kind not in EXECUTOR_KINDS:
@@ -85,10 +85,10 @@ def open_executor(name: str) -> Executor:
 
 
 def check_executor(executor: object) -> None:
-    """Refuse what cannot submit calls.
+    """Raise if an object cannot submit calls.
 
     Raises:
-        ConfigError: with what an executor is.
+        ConfigError: it has no method ``submit``. The message describes executors.
     """
     if not callable(getattr(executor, "submit", None)):
         raise ConfigError(
@@ -103,20 +103,21 @@ def compute_units(
     interrupted: Callable[[], bool],
     compute: Callable[..., bytes] = compute_unit,
 ) -> Iterator[tuple[int, UnitReply]]:
-    """Compute units by an executor.
+    """Compute units with an executor and yield their replies.
 
     Args:
-        executor: carries them.
+        executor: engine that computes the units.
         luggage: the experiment.
-        units: texts of units.
-        interrupted: looked at now and then. Once it is true, nothing more is taken.
-        compute: what travels: (text of the experiment, unit[, data]) -> bytes of a `UnitReply`. A public function.
+        units: text of every unit.
+        interrupted: function that is called repeatedly. Once it returns True, no more replies are collected.
+        compute: function that the executor calls: (text of the experiment, unit[, data]) -> bytes of a `UnitReply`. A
+            public function.
 
     Yields:
-        The number of a unit and its reply, in the order in which units end.
+        The number of a unit and its reply, in the order in which the units end.
 
     Raises:
-        FedloomError: of a unit, or because the executor has lost a unit `MAX_TRIES` times.
+        FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
     """
     calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _Wanting()
     for k in range(len(units)):
@@ -149,13 +150,13 @@ def compute_units(
 
 
 class _Wanting:
-    """Workers that lack the data: as many units carry the data as there are such workers."""
+    """Workers that lack the data: the number of units sent with the data equals the number of these workers."""
 
     def __init__(self) -> None:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
 
     def sends(self, worker: str) -> bool:
-        """Return whether the next unit carries the data, since this worker has none."""
+        """Return whether the next unit is sent with the data, because this worker lacks the data."""
         self._lacking.add(worker)
         self._lacking -= self._having
         sends = self._under_way < len(self._lacking)
@@ -163,7 +164,7 @@ class _Wanting:
         return sends
 
     def got(self, worker: str) -> None:
-        """Note that a unit with the data has come back from a worker, or from nobody."""
+        """Record that a unit with the data has returned from a worker, or was lost."""
         self._having.add(worker)
         self._lacking -= self._having
         self._under_way -= 1
@@ -197,7 +198,7 @@ def _number(text: str, kind: str) -> int:
 
 
 def _options(text: str) -> dict[str, int | str]:
-    """Options of the form ``key=value,key=value``, numbers as numbers."""
+    """Return options of the form ``key=value,key=value``, with integers converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ConfigError(f"--executor slurm takes KEY=VALUE,..., as slurm:timeout_min=60, got {wrong[0]!r}")

@@ -1,4 +1,4 @@
-"""Further runs: what analyses train beside the runs of an experiment, as units that any process can do."""
+"""Further runs: runs that analyses train besides the runs of an experiment, as units that any process can compute."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
 ROWS_FILE = "rows.parquet"
-"""File of a unit with the rows of an analysis' table."""
+"""File of a unit that contains its rows of an analysis' table."""
 
 
 class Further(NamedTuple):
-    """A further run, the analysis that needs it, the run that it is of, and its number among all of these two."""
+    """A further run, its analysis, the label and seed of its run, and its number for this analysis and run."""
 
     analysis: Analysis
     label: str
@@ -36,19 +36,19 @@ class Further(NamedTuple):
 
 
 class FurtherRuns:
-    """The further runs of an experiment that are missing.
+    """Missing further runs of an experiment.
 
     Args:
-        experiment: with the analyses.
-        federations: by seed.
+        experiment: experiment with its analyses.
+        federations: federations by seed.
         out: the run directory.
         runs: method and seed of every run.
-        outcomes: of the runs.
-        train: computes a run, as `simulate` does.
+        outcomes: outcomes of the runs.
+        train: function that computes a run, such as `simulate`.
 
     Attributes:
-        units: the further runs, those of an analysis and a run side by side.
-        methods: the number of the method of every unit.
+        units: further runs. The further runs of an analysis and a run are adjacent.
+        methods: number of the method of every unit.
     """
 
     def __init__(
@@ -74,18 +74,21 @@ class FurtherRuns:
                 self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """Compute the rows of a unit by so many processes. None if the user stopped it."""
+        """Compute and return the rows of a unit with the given number of processes.
+
+        The result is None if the user stopped it.
+        """
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
 
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
-        """Write the rows of a unit into a folder of its own."""
+        """Write the rows of a unit into a separate folder."""
         make_folder(folder)
         write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
-        """Where the rows of a unit are published."""
+        """Return the unit of work, with the place where its rows are published."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
         name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
@@ -96,7 +99,7 @@ class FurtherRuns:
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
     def write(self, rows_by_unit: Sequence[pa.Table]) -> None:
-        """Write the files of all analyses: the rows of the first units, and those that were there."""
+        """Write the files of all analyses: the rows of the first units, and existing rows."""
         for analysis, before in zip(self._analyses, self._before, strict=True):
             tables = dict[tuple[str, int], list[pa.Table]]()
             for unit, rows in zip(self.units, rows_by_unit, strict=False):

@@ -1,4 +1,4 @@
-"""Grid: every method of an experiment file with every combination of the values of its table [grid]."""
+"""Grid: every method of an experiment file with every combination of values in its table [grid]."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fedloom.rundir import label_of
 from fedloom.values import choose, fields_of, table
 
 MAX_METHODS = 10_000
-"""Methods that a grid may make."""
+"""Largest number of methods that a grid may produce."""
 
 
 def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Replace every method of a document by one for each combination of the values in its table ``[grid]``.
+    """Return a document in which each method is replaced by one method per combination of the values in ``[grid]``.
 
-    Keys are as those of ``--set``: an option of methods, such as ``lam``. A key of a table that a method may have for
-    itself, such as ``local.lr``, with ``method.LABEL.`` before it, of one method alone. A method that has no such
-    option is left as it is.
+    Keys are as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method may define, such
+    as ``local.lr``. With ``method.LABEL.`` in front, a key applies to one method only. A method without such an option
+    is unchanged.
 
     Args:
-        document: of an experiment file.
-        where: the file, for messages.
+        document: content of an experiment file.
+        where: name of the file, for messages.
 
     Raises:
-        ConfigError: a key that no method has, or one that all methods share. Or values that are no list.
+        ConfigError: no method has a key, all methods share a key, or the values are not a list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -56,7 +56,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Every dotted key with its values."""
+    """Yield every dotted key with its values."""
     for name, choices in values.items():
         key = f"{prefix}{name}"
         if isinstance(choices, Mapping):
@@ -76,7 +76,7 @@ def _options(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
-    """Refuse a key of which no method takes values."""
+    """Raise if no method takes values for a key."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:
@@ -94,7 +94,7 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
 
 
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
-    """Return the values of a method by its own keys. A method's own values replace the common values."""
+    """Return the values of a method by key. Values given for the method replace the common values."""
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)
     }
@@ -103,7 +103,7 @@ def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[
 
 
 def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a method with these values, named by them."""
+    """Return a method with these values and a label that contains them."""
     varied = {**entry}
     for key, value in values.items():
         name, _, rest = key.partition(".")

@@ -18,7 +18,7 @@ from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
-"""Seconds between two looks for a unit that nobody has."""
+"""Seconds between two searches for an unclaimed unit."""
 BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
 BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
@@ -27,8 +27,8 @@ class WorkUnit(NamedTuple):
     """A unit of work.
 
     Attributes:
-        name: of its claims, which a folder can have.
-        target: where its result lies once it is published.
+        name: name of its claims, which must be a valid folder name.
+        target: path of its published result.
     """
 
     name: str
@@ -37,17 +37,18 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""(number of the unit, claim) -> why the unit has no result, or None once its state is whole. An interrupt raises."""
+"""Function from (number of the unit, claim) to the reason why the unit has no result, or None once its state is
+complete. An interrupt raises."""
 
 
 class JoinedWork:
-    """The work on a run directory from its first process to its last one.
+    """The work on a run directory, from its first process to its last.
 
     Args:
         out: the run directory.
 
     Raises:
-        RunStopped: (any method) the user interrupts this process. The others go on.
+        RunStopped: (any method) the user interrupted this process. The other processes continue.
     """
 
     def __init__(self, out: Path) -> None:
@@ -56,11 +57,11 @@ class JoinedWork:
 
     @property
     def is_begun(self) -> bool:
-        """True if a process has prepared the directory already."""
+        """True if a process has already prepared the directory."""
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Prepare the directory, unless another process has done so. Return when it is ready."""
+        """Prepare the directory unless another process has done so, and wait until it is ready."""
         with interruptible() as interrupted:
             while (token := self._read_token()) is None:
                 claim = self.claims.take(BEGIN_STAGE)
@@ -75,12 +76,12 @@ class JoinedWork:
             self._token = token
 
     def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
-        """Work on units until each has a result or a failure, of whatever process.
+        """Work on units until each has a result or a failure from any process.
 
         Args:
-            units: all of them.
-            do: does one.
-            share: units that this process does at a time, and the processes of each.
+            units: all units.
+            do: function that computes a unit.
+            share: units that this process computes at a time, and the processes of each.
         """
 
         def handle(_shared: None, _k: int) -> bool:
@@ -94,7 +95,7 @@ class JoinedWork:
             raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
 
     def finish(self, write: Callable[[], object]) -> None:
-        """Write what is made of all units, unless another process does. Return when that is done."""
+        """Write the final files unless another process writes them, and wait until they are written."""
         with interruptible() as interrupted:
             while self._is_on():
                 claim = self._take(FINISH_STAGE)
@@ -109,13 +110,13 @@ class JoinedWork:
                 return
 
     def failure(self, unit: WorkUnit) -> str | None:
-        """Why a unit has no result. None where it has one, or none yet."""
+        """Return the reason why a unit has no result. The result is None if the unit has a result, or is unfinished."""
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
         return None
 
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
-        """Work until no unit is open. False where the user stopped it."""
+        """Work until no unit is open, and return True. The result is False if the user stopped the work."""
         open_units = [*enumerate(units)]
         while self._is_on():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
@@ -131,14 +132,14 @@ class JoinedWork:
         return True
 
     def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
-        """Claim the first unit that nobody has."""
+        """Claim and return the first unclaimed unit, or None if every unit is claimed or the user stopped the work."""
         for k, unit in units:
             if not interrupted() and (claim := self._take(unit.name)) is not None:
                 return k, unit, claim
         return None
 
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Return whether work on a unit came to its end. The user stopped it otherwise."""
+        """Return whether work on a unit was completed. The result is False if the user stopped it."""
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -170,7 +171,7 @@ class JoinedWork:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_on(self) -> bool:
-        """Return whether the session that this process joined goes on."""
+        """Return whether the session that this process joined is still in progress."""
         return self._read_token() == self._token
 
     def _read_token(self) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Merge: run directories of one experiment, with other seeds or methods, joined into one."""
+"""Merge: join run directories of one experiment, with different seeds or methods, into one directory."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from fedloom.storage.files import is_unused, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 FREE_KEYS_PATTERN = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
-"""Pattern of the settings in which the directories may differ. Methods may be others too."""
+"""Pattern of the settings in which the directories may differ. Methods may also differ."""
 
 
 def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
-    """Join run directories of the same experiment into a new one, run by run.
+    """Join run directories of the same experiment into a new one, run by run, and return the missing runs.
 
     Args:
-        folders: the run directories, two or more, of a run that several have, the first one's is taken.
-        out: the new run directory.
+        folders: two or more run directories. A run that several directories contain is taken from the first of them.
+        out: new run directory.
 
     Returns:
-        Label and seed of the runs that no directory has. The joined experiment lacks them.
+        Label and seed of the runs that no directory contains. The joined experiment lacks them.
 
     Raises:
-        RunDirError: a folder is no finished run directory, they are of different experiments, a run that several have
-            has other figures in each, or ``out`` is in use.
+        RunDirError: a folder is not a finished run directory, the experiments differ, the figures of a run differ
+            between directories, or ``out`` is in use.
     """
     if not is_unused(out):
         raise RunDirError(f"{out} is not empty; give a new folder for what is merged")
@@ -91,10 +91,10 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run directory that has come to its end.
+    """Read and return the settings of a finished run directory.
 
     Raises:
-        RunDirError: it has not, or is none.
+        RunDirError: the run has not ended, or the folder is not a run directory.
     """
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
@@ -108,7 +108,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
-    """Refuse a run that several directories have with different figures."""
+    """Raise if several directories contain different figures of a run."""
     figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
     for folder in folders:
         if not (folder / METRICS_FILE).exists():
@@ -127,7 +127,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
 def _tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
-    """Group the rows of a file run by run, or of a table of the clients seed by seed."""
+    """Return the rows of a file grouped run by run, or for a table of clients, seed by seed."""
     tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
@@ -149,14 +149,14 @@ def _tables(
 
 
 def _read(path: Path) -> pa.Table:
-    """Return a table with the types of its writing: a file gives the elements of a list another name."""
+    """Return a table with the types that it was written with: a file renames the elements of a list."""
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))
 
 
 def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
-    """Sentences in the order of one experiment: of the data by seed, of the runs, all others."""
+    """Return warnings in the order of one experiment: on the data by seed, on the runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 
     def place(sentence: str) -> int:

@@ -1,4 +1,4 @@
-"""Payloads: data of memory as bytes for another machine, tensors in safetensors and all else in JSON, never code."""
+"""Payloads: in-memory data as bytes for another machine: tensors in safetensors, the rest in JSON, never code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KIND_KEY, FORM_KEY = "kind of value", "form"
 
 
 def encode(value: object) -> bytes:
-    """Write a data set or a federation as bytes, equal ones as equal bytes.
+    """Return a data set or a federation as bytes, with equal bytes for equal values.
 
     Raises:
-        ConfigError: something in it has no such form.
+        ConfigError: a part of the value cannot be encoded.
     """
     tensors = dict[str, Tensor]()
     form = json.dumps(_form(value, tensors, "data"), sort_keys=True)
@@ -30,14 +30,14 @@ def encode(value: object) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Read what `encode` has written."""
+    """Return the value that `encode` has encoded."""
     length = int.from_bytes(content[:8], "little")
     form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM_KEY])
     return _value(form, load(content))
 
 
 def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON in which tensors stand by their names."""
+    """Return a value as JSON in which the names of tensors replace the tensors."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Decide how many runs go side by side, and how many processes each of them has."""
+"""Decide how many runs are computed side by side, and how many processes each of them gets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, cores, useful
 
 TRIED_CLIENTS = 8
-"""Clients of the two rounds in which the cost of a run is measured."""
+"""Number of clients in the two rounds in which the cost of a run is measured."""
 SYNCHRONY_COST = 1.1
-"""Time of a run with several processes, which wait for each other in every round, relative to a perfect share."""
+"""Time of a run with several processes, which wait for each other in every round, relative to a perfect split."""
 
 
 class Load(NamedTuple):
     """Cost of a run.
 
     Attributes:
-        alone: seconds of one process, whatever the others do.
+        alone: seconds of work outside the chunks, the same with any number of processes.
         work: seconds of local work, which chunks share.
-        chunks: of a cohort. More processes have nothing to do.
+        chunks: number of chunks in a cohort. Additional processes would be idle.
     """
 
     alone: float
@@ -39,7 +39,7 @@ class Load(NamedTuple):
     chunks: int
 
     def seconds(self, workers: int) -> float:
-        """Seconds of the run on a number of processes >= 1."""
+        """Return the seconds of the run on a number of processes >= 1."""
         if workers == 1:
             return self.alone + self.work
         turns = math.ceil(self.chunks / min(workers, self.chunks))
@@ -47,19 +47,19 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Number of runs at a time, and of processes that each of them has."""
+    """Number of simultaneous runs, and number of processes of each."""
 
     runs: int
     workers: int
 
 
 def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
-    """Return the share of processes with which a queue of runs ends first, of equal ones that with most runs.
+    """Return the share with which a queue of runs ends first, or the share with the most runs in a tie.
 
     Args:
-        loads: of the runs, in the order in which they are begun.
-        processes: that may compute at once, >= 1.
-        most: runs at a time that memory has room for. None: any number.
+        loads: costs of the runs, in the order in which they start.
+        processes: number of processes that may compute at a time, >= 1.
+        most: largest number of simultaneous runs that fit into memory. None: any number.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [Share(runs, processes // runs) for runs in sizes]
@@ -69,7 +69,7 @@ def choose_share(loads: Sequence[Load], processes: int, most: int | None = None)
 
 
 def _end(seconds: Sequence[float], places: int) -> float:
-    """Time at which the last run ends, where each run takes the place that is free first."""
+    """Return the time at which the last run ends if each run takes the first free place."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -79,18 +79,18 @@ def _end(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> Share:
-    """Decide how the processes of an experiment are shared among its runs.
+    """Return how the processes of an experiment are shared among its runs.
 
-    A cohort that is one chunk has work for one process only. Where cohorts have several chunks and the number of runs
-    leaves processes idle, rounds of few clients are measured, and the measured times decide.
+    A cohort that is one chunk keeps only one process busy. If cohorts have several chunks and the number of runs leaves
+    processes idle, rounds of a few clients are measured, and the measured times decide.
 
     Args:
-        experiment: with the wanted number of processes in ``engine.workers``.
-        federations: by seed.
-        units: of every run that is left, the number of its method. None: all methods with all seeds.
+        experiment: experiment, with the requested number of processes in ``engine.workers``.
+        federations: federations by seed.
+        units: number of the method of every remaining run. None: all methods with all seeds.
 
     Returns:
-        One run at a time with all processes on an accelerator, which forked processes cannot share.
+        The share. On an accelerator, which forked processes cannot share, it is one run at a time with all processes.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers
@@ -109,7 +109,7 @@ def decide_share(
 
 
 def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
-    """Chunks of a cohort, and bytes of the clients' rows that lie in memory."""
+    """Return the number of chunks in a cohort, and the bytes of the clients' rows that are kept in memory."""
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
     rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
@@ -117,7 +117,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
-    """Estimate the cost of a run from a second round, or of arithmetic alone if no second round can be played."""
+    """Return the cost of a run, estimated from a second round, or a nominal cost if no second round can be played."""
     by_round: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:
@@ -138,5 +138,5 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
 
 
 def _memory() -> int:
-    """Bytes of memory that runs may take together: half of the machine's."""
+    """Return the bytes of memory that runs may use together: half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,4 +1,4 @@
-"""Status: who works on which run of a directory, how far it is, and what has failed."""
+"""Status: who works on which run of a directory, its progress, and its failures."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fedloom.storage.claims import Claims
 
 
 def list_status(out: Path) -> list[dict[str, str]]:
-    """Return a row for every run, and for every other unit that a process is at: unit, state, who, how far.
+    """Return a row for every run, and for every other unit in progress: unit, state, who, progress.
 
-    States are ``waiting``, ``working``, ``left`` (its process has ended, and another one goes on), and those of a run
-    that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
+    States are ``waiting``, ``working``, ``left`` (its process has ended, and another process continues it), and the
+    states of a run that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
     """
     document = update_document(tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8")))
     claims, ended = Claims(out / WORK_FOLDER), dict[tuple[str, int], tuple[str, str]]()
@@ -51,7 +51,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
 
 
 def _state(folder: Path, claims: Claims) -> tuple[str, str]:
-    """State of a run without a recorded end, and what there is to say of it."""
+    """Return the state of a run without a recorded end, and details."""
     failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
         return "failed", failed.read_text(encoding="utf-8")

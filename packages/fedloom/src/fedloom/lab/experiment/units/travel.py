@@ -1,4 +1,7 @@
-"""Travel: a unit of work at a worker of somebody's executor: text in, and data by digest. The files of a run out."""
+"""Travel: send a unit of work to a worker of an external executor, as text, with data named by digest.
+
+The reply contains the files of a run.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,22 @@ from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import undisturbed
 
 MEMORY_SOURCE = "memory"
-"""Source of data that no file has."""
+"""Source name of in-memory data, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
-"""What stands in an experiment's text for data of memory."""
+"""Placeholder for in-memory data in the text of an experiment."""
 _UNIT_LOCK = threading.Lock()
-"""Units of one process are computed one after another: torch's settings are the process's."""
+"""Lock with which the units of a process are computed one after another, because torch's settings belong to the
+process."""
 _held = dict[str, bytes]()
-"""Data of memory that have come to this process, by digest."""
+"""In-memory data that this process has received, by digest."""
 
 
 class Luggage(NamedTuple):
-    """An experiment as what travels.
+    """An experiment in the form in which it is sent.
 
     Attributes:
         text: a TOML document.
-        data: the clients, or the data set, as bytes. None: every worker reads the experiment's own source.
+        data: the clients, or the data set, as bytes. None: every worker reads the source that the experiment names.
     """
 
     text: str
@@ -51,14 +55,14 @@ class Luggage(NamedTuple):
 
 
 class UnitReply(NamedTuple):
-    """What a unit gives.
+    """Result of a unit.
 
     Attributes:
-        files: by name, of the run's checkpoint.
-        failure: why the run has no result. Empty otherwise.
-        interrupted: whether the worker was asked to stop.
-        wants_data: whether the worker lacks the data, and got none.
-        worker: the process that replies.
+        files: files of the run's checkpoint, by name.
+        failure: reason why the run has no result. Empty otherwise.
+        interrupted: True if the worker was asked to stop.
+        wants_data: True if the worker lacks the data and received none.
+        worker: name of the replying process.
     """
 
     files: Mapping[str, bytes]
@@ -68,7 +72,7 @@ class UnitReply(NamedTuple):
     worker: str = ""
 
     def packed(self) -> bytes:
-        """Encode the reply as bytes: a line of JSON and an archive."""
+        """Return the reply as bytes: a line of JSON and an archive."""
         head = json.dumps({k: v for k, v in self._asdict().items() if k != "files"}).encode()
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -80,10 +84,10 @@ class UnitReply(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes) -> UnitReply:
-        """Decode a reply.
+        """Decode a reply and return it.
 
         Raises:
-            ConfigError: they are none.
+            ConfigError: the bytes are not a reply.
         """
         head, _, archive = content.partition(b"\n")
         files = dict[str, bytes]()
@@ -100,15 +104,15 @@ class UnitReply(NamedTuple):
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
-    """Write an experiment so that a worker computes the same numbers.
+    """Return an experiment in a form from which a worker computes the same numbers.
 
     Args:
-        experiment: what to run.
-        checksum: of its data set, which every worker's must have.
-        tables: further tables of the document, as ``tune``.
+        experiment: experiment to run.
+        checksum: checksum of its data set, which the data set of every worker must have.
+        tables: further tables of the document, such as ``tune``.
 
     Raises:
-        ConfigError: a part of it has no form as text, or its data none as bytes.
+        ConfigError: a part of the experiment cannot be written as text, or its data cannot be written as bytes.
     """
     settings, data = experiment.settings(), None
     if experiment.source_options.get("source") == MEMORY_SOURCE:
@@ -136,18 +140,20 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Compute one unit of an experiment, anywhere. The same arguments give the same models and figures.
+    """Compute one unit of an experiment in any process and return the reply as bytes.
+
+    The same arguments give the same models and figures.
 
     Args:
-        experiment: text of `pack_experiment`.
+        experiment: text from `pack_experiment`.
         unit: JSON with ``label`` and ``seed``.
-        data: bytes of `pack_experiment`. Needed once per worker.
+        data: bytes from `pack_experiment`. They are needed once per worker.
 
     Returns:
         A `UnitReply` as bytes.
 
     Raises:
-        DataError: the worker has not the same data.
+        DataError: the worker has different data.
         ConfigError: the worker cannot import the code.
     """
     if not receive_data(experiment, data):
@@ -168,15 +174,17 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
 
 
 def worker_name() -> str:
-    """Name this process among those of all machines."""
+    """Return a name of this process that is unique among all machines."""
     return f"{socket.gethostname()} {os.getpid()}"
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Keep data that came with a unit. Return whether this process has the data of an experiment, if it needs any.
+    """Store the data that came with a unit and return True if the data of the experiment are available.
+
+    The result is also True if the experiment needs no data.
 
     Raises:
-        DataError: they are of another experiment.
+        DataError: the data belong to another experiment.
     """
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
@@ -188,22 +196,22 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
 
 @contextmanager
 def unit_folder() -> Iterator[Path]:
-    """Open a temporary folder for a unit, which is the only one of this process meanwhile."""
+    """Open and yield a temporary folder for a unit, while the other units of this process wait."""
     with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
         yield Path(folder)
 
 
 def read_document(experiment: str) -> dict[str, Any]:
-    """Read the document of an experiment that has come, with the data where this worker has them."""
+    """Return the document of a received experiment, with the local path of the data on this worker."""
     return _localise({key: value for key, value in tomllib.loads(experiment).items() if key != "travel"})
 
 
 @lru_cache(maxsize=4)
 def read_federation(experiment: str, seed: int) -> Federation:
-    """Read the clients of an experiment with a seed, whose data are those of the process that sends it.
+    """Return the clients of an experiment with a seed, with the same data as in the process that sent the experiment.
 
     Raises:
-        DataError: this worker has other data.
+        DataError: this worker has different data.
     """
     travel, plan = tomllib.loads(experiment)["travel"], parse(read_document(experiment), "executor")
     if not travel["data"]:
@@ -219,7 +227,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Point the document at this worker's data: at the same path, or in the folder of FEDLOOM_DATA."""
+    """Return the document with the path of this worker's data: the same, or in the folder of FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():
