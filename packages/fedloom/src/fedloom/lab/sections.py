@@ -1,4 +1,4 @@
-"""Kit for sections of the report: the functions that a package needs to show the recorded table of its analysis.
+"""Kit for sections of the report: tools with which a package shows the recorded table of its analysis.
 
 A section is a function ``(runs, rows, lead) -> Section | None``. An entry point of the group ``fedloom.sections`` names
 it by the kind of the analysis.

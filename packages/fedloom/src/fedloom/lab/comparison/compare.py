@@ -35,9 +35,9 @@ class Comparison(RecordedComparison):
 
     Attributes:
         folder: the run directory, as `fedloom run` writes it. `fedloom.open_run` opens it too.
-        results: of every run that has one, by (label, seed).
-        failures: the sentence on every run without a result, by (label, seed).
-        chosen: the settings that were chosen for every method by its label; empty without a search.
+        results: results of the runs that produced one, by (label, seed).
+        failures: sentence on every run without a result, by (label, seed).
+        chosen: settings that were chosen for every method, by its label. Empty without a search.
     """
 
     def __init__(
@@ -90,59 +90,61 @@ def compare(
     name: str = "comparison",
     **choices: Unpack[Choices],
 ) -> Comparison:
-    """Run methods with several seeds on the same clients, and compare them.
+    """Run methods with several seeds on the same clients, and return their comparison.
 
-    Runs are paired: with one seed, all methods have the same split, cohorts, initial model and batches. It is the
-    experiment that a file gives to `fedloom tune` and `fedloom run`, run, resumed and reported by the same code.
+    Runs are paired: with the same seed, all methods use the same split, cohorts, initial model and batches. The
+    experiment is equivalent to a file for `fedloom tune` and `fedloom run`, and the same code runs, resumes and reports
+    it.
 
     Args:
-        methods: by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your own class), its name, or a
-            table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
+        methods: methods by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your class), its name, or
+            a table with ``algorithm``, its options and settings of this method only: ``model``, ``task``, ``local``,
             ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
-            ``upload_transform``. A list of methods
-            is labelled by their names.
-        data: a federation. Or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.create`
-            takes. Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)``
-            of each.
-        model: as in `fedloom.simulate`. Softmax when None.
-        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, alpha=0.1)``.
-            Drawn anew with every seed. A federation is split already, and seeds change all else.
-        seeds: one run of every method per seed, with fewer than five nothing is tested. Seeds with which the
-            runs of two methods only repeat others, since they draw nothing that matters, count once.
-        tune: trials per method, chosen on validation data with equal work, before the runs. Or the table ``[tune]`` of
-            an experiment file. None: the settings are taken as they are.
-        baseline: label of the method that the others are tested against. None: local or FedAvg if one is there.
-        compare_model: the model of a method that is compared: ``best-on-validation``, the one that a client would use
-            (of a global and a personal model the better one on the client's validation part), ``personal``, as papers
+            ``upload_transform``. Methods in a list are labelled by their names.
+        data: a federation. Or a data set, its name, or arrays ``(x, y)`` and other inputs of `fedloom.Dataset.create`.
+            Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)`` for each
+            client.
+        model: as in `fedloom.simulate`. None: softmax.
+        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, alpha=0.1)``. It
+            is drawn anew with every seed. A federation is split already, and seeds change everything else.
+        seeds: seeds of the runs, one run of every method per seed. With fewer than five seeds nothing is tested. If the
+            runs of two methods with some seeds only repeat other runs, because they draw nothing that affects the
+            results, these seeds count once.
+        tune: number of trials per method, chosen on validation data with equal work, before the runs. Or the table
+            ``[tune]`` of an experiment file. None: the settings are used unchanged.
+        baseline: label of the method that the others are tested against. None: local or FedAvg if one of them was run.
+        compare_model: model of a method that is compared: ``best-on-validation``, the model that a client would use
+            (the better of a global and a personal model on the client's validation part), ``personal``, as papers
             report it, or ``all``.
-        margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
-            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
-        analyses: what is computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
-            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report has them.
-        folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
-            temporary one.
-        join: share the runs with other processes that make the same call with the same folder, on any machine that has
-            it. Every process returns the whole comparison.
-        executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
-            ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
-            modules that its workers can import; data travel, once per worker. The search for the settings of a method
-            is one call.
+        margin: largest difference that does not matter, in the units of the leading metric (0.01 of an accuracy is one
+            point). Methods within it are equivalent. None: no margin is stated, and no methods are called equivalent.
+        analyses: analyses computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
+            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows them.
+        folder: the run directory, from which the same call resumes. A search uses ``<folder>-tune`` beside it. None: a
+            temporary directory.
+        join: True to share the runs with other processes that make the same call with the same folder, on any machine
+            that can access it. Every process returns the whole comparison.
+        executor: executor that computes the runs: an object with ``submit(function, *arguments)``, such as Dask's
+            ``Client.get_executor()``, submitit's executors and the executors of `concurrent.futures`. Classes must be
+            in modules that its workers can import. The data are sent once per worker. The search for the settings of a
+            method is one call.
         callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), called
-            after every round and at the end of every run. An error of one is a warning. To end runs early, give
-            ``early_stop``.
-        track: log the figures of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
-        progress_bar: show a bar (in a terminal) or lines, on standard error.
-        name: of the comparison, in titles.
+            after every round and at the end of every run. An error in a function is reported as a warning. To end runs
+            early, pass ``early_stop``.
+        track: tracker that logs the figures of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+        progress_bar: True to show a bar (in a terminal) or lines, on standard error.
+        name: name of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
 
     Returns:
-        The comparison: figures of every method, their tests, models, and the report.
+        Comparison: figures of every method, their tests, models, and the report.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together. Nothing has been run then.
-        DataError: no data set can be made of the data.
-        RunDirError: the folder holds another comparison.
-        RunStopped: interrupted (the same call with the folder resumes), or a search of which no trial completed.
+        ConfigError: values are invalid, or (Refused) do not work together. Nothing has been run in that case.
+        DataError: the data cannot be converted to a data set.
+        RunDirError: the folder contains another comparison.
+        RunStopped: the comparison was interrupted (the same call with the folder resumes), or no trial of a search was
+            completed.
     """
     if tune is not None and find_spec("optuna") is None:
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
@@ -193,7 +195,7 @@ def compare(
 
 
 class _Hears(NamedTuple):
-    """Functions and the tracker that hear of every run."""
+    """Functions and the tracker that receive the events of every run."""
 
     callbacks: tuple[Listener, ...]
     track: str | None
@@ -216,7 +218,7 @@ def _compared(
     join: bool = False,
     executor: Executor | None = None,
 ) -> Comparison:
-    """Run what is missing and return the comparison in a folder."""
+    """Run the missing runs and return the comparison in a folder."""
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
@@ -266,4 +268,4 @@ def _tuned(
 
 
 def _silent(event: object) -> None:
-    """Hear of an event and show nothing."""
+    """Receive an event and show nothing."""

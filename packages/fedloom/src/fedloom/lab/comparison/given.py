@@ -1,7 +1,7 @@
-"""An experiment of values that Python holds: data in memory, methods, modules, a partition or a ready federation.
+"""Experiment of values that Python holds: data in memory, methods, modules, a partition or a ready federation.
 
-It is the same `Experiment` that a file gives, so it is tuned, run, resumed and reported by the same code. Its settings
-name what is held in memory by class and digest. A folder is continued by the same call with the same values.
+It is the same `Experiment` that a file defines, so the same code tunes, runs, resumes and reports it. Its settings name
+objects in memory by class and digest. The same call with the same values resumes a folder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys of a mapping that is a data set. Other mappings are clients by name."""
+"""Keys of a mapping that is a data set. Other mappings contain clients by name."""
 
 
 class InMemory(Source):
-    """A data set that Python holds."""
+    """Data set that Python holds."""
 
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
@@ -50,7 +50,7 @@ class InMemory(Source):
 
 
 class Ready(Partition):
-    """Clients that are there already. Every seed has the same."""
+    """Clients that exist already. Every seed uses the same clients."""
 
     kind: ClassVar[str] = "ready"
     held: Any = Field(exclude=True, repr=False, description="the federation")
@@ -73,27 +73,27 @@ class Ready(Partition):
 
 
 class GivenExperiment:
-    """An experiment of values, as a document that a search may change.
+    """Experiment of values, as a document that a search may change.
 
     Args:
-        methods: by label, or several that are called by their names.
-        data: a federation. Or a data set, its name, or what `Dataset.create` makes one of.
-        partition: how a data set is split.
-        seeds: one run of every method per seed.
-        tune: how settings are looked for.
-        name: of the comparison.
-        choices: the fields of `Setting` that all methods share.
-        analyses: as values, names or tables.
-        keywords: further ones that the caller takes, for messages.
-        call: what the user calls, for messages.
+        methods: methods by label, or several methods that are labelled by their names.
+        data: a federation. Or a data set, its name, or an input of `Dataset.create`.
+        partition: partition that splits a data set.
+        seeds: seeds of the runs, one run of every method per seed.
+        tune: options of the search for settings.
+        name: name of the comparison.
+        choices: fields of `Setting` that all methods share.
+        analyses: analyses as values, names or tables.
+        keywords: further keywords of the caller, for messages.
+        call: call that the user writes, for messages.
 
     Attributes:
-        document: the experiment as a file would have it, with values in the place of tables.
-        experiment: what is made of it.
+        document: experiment as a file would define it, with values instead of tables.
+        experiment: experiment made from the document.
 
     Raises:
-        ConfigError: values that cannot work. The message names the method or choice.
-        DataError: no data set can be made of the data.
+        ConfigError: values are invalid. The message names the method or choice.
+        DataError: the data cannot be converted to a data set.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class GivenExperiment:
 
     @property
     def references(self) -> list[str]:
-        """Return the possible baselines: each method, and the better of local training and FedAvg."""
+        """Possible baselines: each method, and the better of local training and FedAvg."""
         compared = self.experiment.methods
         alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]
 
     def read(self, document: Mapping[str, Any], where: str = "") -> Experiment:
-        """Make the experiment of `document`, in which a search may have changed the methods' tables."""
+        """Return the experiment of `document`, in which a search may have changed the tables of the methods."""
         return parse(document, where or self._call, self._way)
 
 
 def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
-    """Return the way in of a comparison in Python: its keywords, among them the choices that all methods share."""
+    """Return the places of keys in a call from Python: its keywords and the choices that all methods share."""
 
     def special(key: str, value: object) -> str:
         for table in methods:
@@ -161,7 +161,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 
 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
-    """Return where the data come from, as a value or a table, and how they are split."""
+    """Return the source of the data, as a value or a table, and their partition."""
     if data is None:
         raise ConfigError(f"{call}: data is missing: give a federation, a list of clients, a data set, or its name")
     if (

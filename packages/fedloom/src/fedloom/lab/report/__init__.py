@@ -1,4 +1,4 @@
-"""Reports of recorded runs: one offline page, tables as Arrow, CSV and LaTeX, charts as SVG. Reads files only."""
+"""Reports of recorded runs: one offline page, tables as Arrow, CSV and LaTeX, and charts as SVG. Reads files only."""
 
 from __future__ import annotations
 

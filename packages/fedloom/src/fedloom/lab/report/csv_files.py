@@ -1,4 +1,4 @@
-"""Write every CSV file: the one place where cells become text, and none of them a formula of a spreadsheet."""
+"""Writer of every CSV file: cells are converted to text here, and formulas of a spreadsheet are made inert."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def inert(cell: T) -> T | str:
-    """Make a CSV cell inert: text that a spreadsheet would compute gets an apostrophe, as OWASP advises.
+    """Return an inert CSV cell. Text that a spreadsheet would compute is prefixed with an apostrophe, as OWASP advises.
 
-    Numbers have up to 12 digits.
+    Numbers are written with up to 12 digits.
 
     >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
     ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')

@@ -1,4 +1,4 @@
-"""Write the page of a report as one HTML text: its sections, its charts as data, and the scripts that draw them."""
+"""Writer of the page of a report as one HTML text: its sections, its charts as data, and the scripts that draw them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content policy of the page: it runs its own scripts and reaches no network."""
+"""Content policy of the page: it runs its embedded scripts and makes no network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
-"""End of the title of a report, which no other page has."""
+"""End of the title of a report, which no other page uses."""
 SCRIPTS_FILE = "vega.js"
-"""Name of the scripts that are kept."""
+"""Name of the file in which the scripts are cached."""
 SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
     "importance": ("What drives it", "Which columns the model uses, site by site."),
@@ -62,10 +62,10 @@ SECTION_ORDER = {
     "others": ("More results", "Further values about the whole federation."),
     "partition": ("Data", "How the samples are split over the clients."),
 }
-"""Sections of the page by group of figures, in order."""
+"""Sections of the page by group of figures, in order, with title and text."""
 
 FIRST_PLACES = ("patients", "importance")
-"""Sections before those of analyses by packages."""
+"""Sections before the sections of analyses by packages."""
 PAIRS_TEXT = (
     "Every method against the baseline, as one family of tests. The interval of the difference decides the verdict: "
     "better or worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive."
@@ -97,7 +97,10 @@ READING_TEXTS = {
 
 @cache
 def _scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element. Kept, since it takes seconds."""
+    """Return Vega, Vega-Lite and Vega-Embed as one script that is safe within a script element.
+
+    The script is cached, since it takes seconds to build.
+    """
     key = version("vl-convert-python") if can_draw() else ""
     kept = find(SCRIPTS_FILE, key)
     if kept is not None:
@@ -114,7 +117,7 @@ def _asset(name: str) -> str:
 
 
 def _json(value: object) -> str:
-    """Render a value for the page's script so that it cannot close its element."""
+    """Render a value for the script of the page so that it cannot close the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -187,12 +190,12 @@ def _scope(runs: list[Run]) -> str:
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
-    """Return the rows of the comparison that are no method's."""
+    """Return the rows of the comparison that belong to no method."""
     return [row for row in contenders(runs, rows) if row not in rows]
 
 
 def _payload(figure: Figure) -> dict[str, object]:
-    """Convert a figure for the page's script: its data sets as columns and lists of cells."""
+    """Convert a figure for the script of the page: its data sets as columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:
         columns = figure.columns(name)

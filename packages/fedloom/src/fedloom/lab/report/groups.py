@@ -1,4 +1,4 @@
-"""Groups within clients: the leading metric of every group at every site."""
+"""Tables of groups within clients: the leading metric of every group at every site."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
-    """Titles and lines of the table of groups of one model, and its metric. None where no groups were scored.
+    """Return the titles and lines of the table of groups of one model, and its metric. None if no groups were scored.
 
-    The metric is the leading one of those that were scored: secure sums have none that ranks samples.
+    The metric is the leading one of the metrics that were scored, because secure sums include no metric that ranks
+    samples.
     """
     table = _read(run)
     if table is None:
@@ -68,7 +69,7 @@ def _read(run: Run) -> pa.Table | None:
 
 
 def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
-    """Means over seeds of finite values, by key."""
+    """Return the means over seeds of finite values, by key."""
     values: dict[tuple[object, ...], list[float]] = {}
     for row in table.to_pylist():
         if math.isfinite(row["value"]):
@@ -84,7 +85,10 @@ def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead:
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Every group's figures, means over seeds, unscaled. The client is empty for all together."""
+    """Render the figures of every group as CSV, means over seeds, unscaled.
+
+    The client is empty for all clients together.
+    """
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""HTML of a report by templates that escape every text, so that no recorded name is ever markup."""
+"""HTML of a report by templates that escape every text, so that recorded names are never read as markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def render_part(name: str, /, **values: object) -> str:
 
 
 def render_page(**values: object) -> str:
-    """Render the whole page. Texts among the values are escaped, but for the output of parts."""
+    """Render the whole page. Texts among the values are escaped, except the output of `render_part`."""
     page: str = _templates().get_template("page.html").render(**values)
     return page + "\n"
 
@@ -32,10 +32,10 @@ def scrolling(
     """Render an HTML table that scrolls sideways. The first cell of a line is its heading.
 
     Args:
-        label: what the table is, for screen readers.
+        label: description of the table for screen readers.
         heads: titles of the columns.
-        lines: cells. A line that begins with ``All`` is set apart.
-        text: columns besides the first that hold sentences.
-        title: a heading above the table. Empty: none.
+        lines: cells. A line that begins with ``All`` is highlighted.
+        text: columns besides the first that contain sentences.
+        title: heading above the table. Empty for a table without heading.
     """
     return render_part("table", label=label, heads=heads, lines=lines, text=text, title=title)

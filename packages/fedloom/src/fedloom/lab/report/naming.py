@@ -1,4 +1,4 @@
-"""Name the figures of the report. The metrics themselves are in `fedloom.metrics`."""
+"""Names of the figures of the report. The metrics are defined in `fedloom.metrics`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page for figures of the whole federation. The rest are among the others."""
+"""Sections of the page for figures of the whole federation. Other figures are shown in the section "others"."""
 
 
 def figure(name: str) -> Metric:
@@ -68,11 +68,11 @@ STATISTIC_TITLES = {
     "validation": "At best validation round",
     "common": "Common test set",
 }
-"""Titles of statistics over clients, and of other places to measure."""
+"""Titles of statistics over clients, and of other places of measurement."""
 
 
 def is_ratio(name: str) -> bool:
-    """Return whether a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
+    """Return True if a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
 
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)
@@ -81,11 +81,11 @@ def is_ratio(name: str) -> bool:
 
 
 PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
-"""First words of titles that are the names of people."""
+"""First words of titles that are names of people."""
 
 
 def within_line(title: str) -> str:
-    """Render a title inside a sentence: in lower case, but for names, symbols and abbreviations.
+    """Render a title inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
     ('macro F1', 'AUROC', 'C-index', 'Brier score')

@@ -1,4 +1,4 @@
-"""Show a run in a notebook: a small table and a curve, from the tidy table of its figures."""
+"""Display of a run in a notebook: a small table and a curve, from the tidy table of its figures."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """Draw the mean over clients of a metric by round, a line per model.
+    """Draw the mean over clients of a metric by round, with a line per model.
 
     Args:
-        table: columns round, client, model, part, metric, value, see `fedloom.engine.result.Result.table`.
-        name: the metric. Accuracy, AUROC or what else leads when None.
-        part: of the clients' samples.
+        table: table with the columns round, client, model, part, metric, value, see
+            `fedloom.engine.result.Result.table`.
+        name: name of the metric. None: accuracy, AUROC or another metric that leads.
+        part: part of the clients' samples.
 
     Raises:
-        ConfigError: it was not measured.
+        ConfigError: the metric was not measured.
     """
     shown = name or leading(table)
     return cast("LayerChart", look.notebook(_chart(_curves(table, shown, part), shown, part)))
@@ -67,15 +68,15 @@ def notebook_page(table: pa.Table, title: str) -> str:
 
 
 def draw_svg(chart: LayerChart) -> str:
-    """Draw a chart as an inline SVG."""
+    """Return a chart as an inline SVG."""
     return f"<p>{look.svg(chart.to_dict())}</p>"
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """Draw every method's mean with its 95 % interval over seeds, and every seed as a dot, the best on top.
+    """Draw every method's mean with its 95 % interval over seeds, and every seed as a dot, the best method on top.
 
     Args:
-        estimates: the figure by the label of the method.
+        estimates: figure by the label of the method.
         name: the figure.
     """
     shown = figure(name)

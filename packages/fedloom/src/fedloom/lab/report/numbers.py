@@ -1,8 +1,8 @@
-"""Compute figures from recorded points: curves, per-seed results, intervals over seeds.
+"""Figures computed from recorded points: curves, per-seed results, intervals over seeds.
 
-An interval is the two-sided 95 % Student t interval of the mean over seeds. Where a statistic over clients was recorded
-it is taken as it is, else it is computed from the clients' values. A seed that failed,
-or diverged before its end, has no result. The work of seeds that ended early is not pooled with that of whole runs.
+An interval is the two-sided 95 % Student t interval of the mean over seeds. A recorded statistic over clients is used
+unchanged. Otherwise it is computed from the clients' values. A seed that failed, or diverged before its end, does not
+count as a result. The work of seeds that ended early is not pooled with the work of complete runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedloom.metrics import leading, worst
 from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
-"""Roles of the methods that others are compared with: the first of them that was run."""
+"""Roles of methods that can be the baseline. The first role that was run is used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
     "steps",
@@ -34,30 +34,30 @@ WORK_FIGURES = (
     "simulated_seconds",
 )
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
-"""Figures that a seed has which ended early. They count where no seed came to its end."""
+"""Figures that are recorded even for a seed that ended early. They count if no seed was completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
 UNTESTED_REASON = "trained, not evaluated: there is no test row"
-"""Status of a method without a figure on test parts, not even a loss."""
+"""Status of a method without any figure on test parts, not even a loss."""
 MIN_SEEDS = 5
-"""Seeds below which nothing is decided, and charts show single seeds instead of an interval."""
+"""Number of seeds below which nothing is decided, and charts show single seeds instead of an interval."""
 EQUALITY_TOLERANCE = 1e-9
-"""Figures that differ by no more than this share are the same."""
+"""Relative difference up to which figures count as equal."""
 
 
 class Curve(NamedTuple):
-    """A statistic over rounds, ``[k]`` each."""
+    """Statistic over rounds, ``[k]`` each."""
 
     round: Integers
     value: Numbers
 
     @property
     def last(self) -> float:
-        """Return the value at the last recorded round, or nan without one."""
+        """Value at the last recorded round, nan without rounds."""
         return float(self.value[-1]) if len(self.value) else math.nan
 
     def at(self, round: int) -> float:
-        """Value at a round, nan if it was not recorded."""
+        """Return the value at a round, nan if it was not recorded."""
         hit = np.flatnonzero(self.round == round)
         return float(self.value[hit[0]]) if len(hit) else math.nan
 
@@ -66,7 +66,7 @@ EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 def curve(run: Run, key: Key, statistic: str) -> Curve:
-    """``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round."""
+    """Return ``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round."""
     recorded = run.totals.get(key._replace(metric=f"{key.metric}/{statistic}"))
     if recorded is not None:
         return Curve(recorded.round, recorded.value)
@@ -75,7 +75,10 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
 
 
 def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
-    """``mean``, ``worst10`` or ``variance`` of the clients' values, by round. Clients without one are left out."""
+    """Return ``mean``, ``worst10`` or ``variance`` of the clients' values, by round.
+
+    Clients without a value are left out.
+    """
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
 
@@ -94,19 +97,19 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure per seed, and its mean over the seeds where it is finite, see `repeated` for ``repeats``."""
+    """Figure per seed, and its mean over the seeds for which it is finite, see `repeated` for ``repeats``."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def finite(self) -> dict[int, float]:
-        """The seeds with a finite value."""
+        """Values that are finite, by seed."""
         return {seed: value for seed, value in self.by_seed.items() if math.isfinite(value)}
 
     @property
     def mean(self) -> float:
-        """Return the mean over seeds, or nan without seeds."""
+        """Mean over seeds, nan without seeds."""
         values = list(self.finite.values())
         return sum(values) / len(values) if values else math.nan
 
@@ -116,7 +119,10 @@ class Estimate:
         return half_width(list(self.finite.values()))
 
     def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
-        """Rows of a chart: the mean (``seed`` None) with its interval, or with the single seeds if they are few."""
+        """Return the rows of a chart: the mean (``seed`` None) with its interval.
+
+        With few seeds, the single seeds are returned beside the mean instead of an interval.
+        """
         count = len(self.finite)
         half = self.half if count >= MIN_SEEDS else math.nan
         ends = {"value": self.mean, "low": self.mean - half, "high": self.mean + half}
@@ -126,7 +132,10 @@ class Estimate:
 
 
 def half_width(values: Sequence[float], level: float = 0.05) -> float:
-    """Half width of the t interval of the mean of ``values`` at level 1 - ``level``. Nan with fewer than two."""
+    """Return the half width of the t interval of the mean of ``values`` at level 1 - ``level``.
+
+    Nan with fewer than two values.
+    """
     if len(values) < 2:
         return math.nan
     from scipy.special import stdtrit  # slow to import, needed with two seeds and more
@@ -136,9 +145,9 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Return the seeds whose runs only repeat an earlier seed's, with that seed: all figures but costs are the same.
+    """Return the seeds whose runs only repeat an earlier seed, with that seed: all figures except costs are equal.
 
-    Such runs draw nothing that matters, so that they are one result and no sample of several.
+    Such runs draw nothing that affects the results, so they count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
@@ -148,22 +157,22 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 
 
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
-    """Return whether the figures of two seeds are the same, and there are some."""
+    """Return True if the figures of two seeds are equal, and at least one figure exists."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
 def close(one: float, other: float) -> bool:
-    """Return whether two figures are the same. Two that are not there are."""
+    """Return True if two figures are equal. Two missing figures are equal."""
     return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model of one method of one run, over all seeds.
+    """Model of a method of a run, over all seeds.
 
-    ``figures`` has, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
-    ``metric/worst10``, and where recorded ``metric/weighted``, ``metric/sigma`` and ``metric/jain``. Further
+    ``figures`` contains, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
+    ``metric/worst10``, and, if recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``. It also contains
     ``loss/variance``, ``metric@validation`` (at the round that was best on validation), ``metric@common`` (common test
     set), and the totals of work and traffic.
     """
@@ -177,33 +186,33 @@ class Row:
 
     @property
     def role(self) -> str:
-        """What the method is taken for: "alone", "average", "pooled", or empty."""
+        """Role of the method in a comparison: "alone", "average", "pooled", or empty."""
         stated = next((record.role for record in self.records if record.role is not None), None)
         return ROLES_BY_NAME.get(self.algorithm, "") if stated is None else stated
 
     @property
     def name(self) -> str:
-        """Method and run, for people."""
+        """Text that names the method and the run."""
         return f"{self.method} · {self.run}" if self.run else self.method
 
     @property
     def title(self) -> str:
-        """Method, run and model."""
+        """Text that names the method, the run and the model."""
         return f"{self.name} · {self.model}" if self.model else self.name
 
     def result(self, name: str) -> Estimate | None:
-        """Return a figure, if some seed has it."""
+        """Return a figure, or None if every seed lacks it."""
         estimate = self.figures.get(name)
         return estimate if estimate is not None and estimate.finite else None
 
     @property
     def repeats(self) -> Mapping[int, int]:
-        """Seeds that repeat an earlier one, with that seed."""
+        """Seeds that repeat an earlier seed, with that seed."""
         return next((estimate.repeats for estimate in self.figures.values()), {})
 
     @property
     def measured(self) -> int:
-        """Seeds that have a result."""
+        """Number of seeds with a result."""
         return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED_FIGURES), default=0)
 
     @property
@@ -213,12 +222,12 @@ class Row:
 
     @property
     def remark(self) -> str:
-        """The status where a run diverged or failed, or no client was tested. Else empty."""
+        """Status if a run diverged or failed, or no client was tested. Else empty."""
         return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
     @property
     def untested(self) -> bool:
-        """True if every seed ran to its last round, and none has a figure of the clients' test parts."""
+        """True if every seed ran to its last round, and all figures of the clients' test parts are missing."""
         tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
         return self.done and bool(tested) and not any(e.finite for e in tested)
 
@@ -234,12 +243,12 @@ class Row:
 
     @property
     def running(self) -> bool:
-        """True if some seed has not come to its end."""
+        """True if some seed has not reached its end."""
         return not self.records or any(record.status == "interrupted" for record in self.records)
 
     @property
     def status(self) -> str:
-        """One short phrase, e.g. ``diverged by round 7 (seed 2)``."""
+        """Short phrase on the state of the runs, e.g. ``diverged by round 7 (seed 2)``."""
         seeds: dict[str, list[int]] = {}
         for record in self.records:
             if record.status != "done":
@@ -253,7 +262,10 @@ class Row:
         return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
 
     def _share(self, seeds: list[int]) -> str:
-        """Write which seeds, or how many of them where they are several. Nothing where they are all."""
+        """Return a text with the seeds, or their number if there are several.
+
+        Return an empty text if all seeds are meant.
+        """
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"
         return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
@@ -266,7 +278,7 @@ def _phrase(record: RunRecord) -> str:
 
 
 def method_rows(runs: list[Run]) -> list[Row]:
-    """Every method and model of the runs, in the order of the experiments."""
+    """Return every method and model of the runs, in the order of the experiments."""
     rows = []
     for run in runs:
         label = run.label if len(runs) > 1 else ""
@@ -290,7 +302,7 @@ def _models(run: Run, method: str) -> list[str]:
 
 
 def test_metrics(run: Run, method: str, model: str) -> list[str]:
-    """Metrics recorded on the clients' test parts."""
+    """Return the metrics recorded on the clients' test parts."""
     about = (method, model, "test")
     names = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
     totals = {key.metric for key in run.totals if (key.method, key.model, key.part) == about}
@@ -311,13 +323,13 @@ def leading_metric(runs: list[Run]) -> str:
 
 
 def seeds_of(run: Run, method: str) -> list[int]:
-    """Seeds of a method, in order."""
+    """Return the seeds of a method, in order."""
     named = {record.seed for record in run.summary.runs if record.method == method}
     return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
 
 
 def is_other_figure(key: Key) -> bool:
-    """Return whether a federation-wide series is neither work nor a statistic of a client metric."""
+    """Return True if a series of the federation is neither work nor a statistic of a client metric."""
     plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK_FIGURES
     return plain and key.part in ("", "test")
 
@@ -366,7 +378,10 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
-    """Test value at the round that is best on validation (the earliest of equals). Nan without validation."""
+    """Return the test value at the round that is best on validation (the earliest of equal rounds).
+
+    Nan without validation.
+    """
     finite = np.isfinite(validation.value)
     if not finite.any():
         return math.nan

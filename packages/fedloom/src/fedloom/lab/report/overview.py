@@ -1,4 +1,4 @@
-"""The top of the page as HTML: facts, notes, a card per criterion, the result table. Every recorded text is escaped."""
+"""Top of the page as HTML: facts, notes, a card per criterion, and the result table. Every recorded text is escaped."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell, columns_of
 
 MAX_OPEN_NOTES = 4
-"""Further notes are folded away."""
+"""Number of notes that are shown. Further notes are folded away."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Work up to this share of the least is called equal, as `fedloom tune` plans it. More of FedAvg's is named."""
+"""Ratio to the smallest work up to which work counts as equal, as in plans of `fedloom tune`. A note names methods
+whose work exceeds FedAvg's work by more."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
-"""Work and traffic, which stand beside the leading metric."""
+"""Work and traffic, which are shown beside the leading metric."""
 MAX_COLUMNS = 6
-"""Columns beside the leading metric and the status that a page of 1,280 pixels has room for."""
+"""Largest number of columns beside the leading metric and the status that fit a page of 1,280 pixels."""
 MAX_NAMED_MISSING = 20
-"""Up to so many clients without a result are named."""
+"""Largest number of clients without a result that are named."""
 TIE_TOLERANCE = 1e-6
-"""Results that differ by less than this share are called equal."""
+"""Relative difference below which results are called equal."""
 
 
 def answer(conclusions: Sequence[Conclusion]) -> str:
-    """Return the conclusions as the head of the page: who wins, by how much, what is compared, and its cost."""
+    """Return the conclusions as the head of the page: the winner, the lead, the compared models, and their cost."""
     parts = []
     for one in conclusions:
         first, *pairs = one.lines()
@@ -47,7 +48,7 @@ def answer(conclusions: Sequence[Conclusion]) -> str:
 
 
 def facts(runs: list[Run], rows: list[Row]) -> str:
-    """One line: how many methods, seeds, clients and rounds, and how large the model is."""
+    """Render one line: the number of methods, seeds, clients and rounds, and the size of the model."""
 
     def span(values: list[int]) -> str:
         low, high = min(values, default=0), max(values, default=0)
@@ -72,12 +73,14 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 
 
 def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
-    """Render a card per criterion: the leader, its value and its certainty. Runs on other data or attacks apart.
+    """Render a card per criterion: the leader, its value and its certainty.
+
+    Runs with other data or attacks get separate cards.
 
     Args:
-        runs: of the rows.
+        runs: runs of the rows.
         rows: every model of every method.
-        models: which row of a method is compared. One at most, also where all are asked for.
+        models: which row of a method is compared. At most one row is compared, even if all are requested.
     """
     lead, groups = leading_metric(runs), []
     for label, own_runs, task_rows in tasks(runs, rows):
@@ -104,7 +107,7 @@ def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
 
 
 def significance_text(winner: Winner, rows: list[Row]) -> str:
-    """Write the certainty of a winner's lead as HTML."""
+    """Render the certainty of a winner's lead as HTML."""
     criterion = winner.criterion
     equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
@@ -147,11 +150,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
-    """Return the result tables: mean, status, work and traffic of every row, and the other figures behind a fold.
+    """Return the result tables: mean, status, work and traffic of every row, and the other figures in a folded part.
 
     Args:
-        rows: of the table.
-        runs: of the rows. The best of a column is bold among those of equal data and attack, without runs among all.
+        rows: rows of the table.
+        runs: runs of the rows. The best row of a column is bold among rows with equal data and attack, or among all
+            rows without runs.
     """
     columns = columns_of(rows)
     if not columns:
@@ -171,7 +175,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 def _results(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
-    """Return a table of some figures. The leading one has a bar, and the status beside it."""
+    """Return a table of some figures. The leading figure is shown with a bar and the status."""
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COST_FIGURES]
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
@@ -218,7 +222,7 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
-    """Place a dot with its interval, or the seeds if there are few, on the column's scale."""
+    """Return the place of a dot with its interval, or of the seeds if there are few, on the column's scale, or None."""
     estimate = row.result(name)
     if estimate is None:
         return None
@@ -234,14 +238,14 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | Non
 
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
-    """Render the notes as HTML: the first ones open, the others behind a fold."""
+    """Render the notes as HTML: the first notes are open, the others folded."""
     lines = notes(runs, rows)
     count = len(lines) if len(lines) <= MAX_OPEN_NOTES + 1 else MAX_OPEN_NOTES
     return render_part("notes", first=lines[:count], rest=lines[count:])
 
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
-    """Return notes of one sentence each: this report's first, then the runs' warnings."""
+    """Return notes of one sentence each: first the notes of the report, then the warnings of the runs."""
     remarks = [note for run in runs for note in _own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
@@ -312,7 +316,7 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
 
 
 def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
-    """Benign clients without a value at the last round, by seed that has a result."""
+    """Return the benign clients without a value at the last round, by seed with a result."""
     without = []
     for key in run.series:
         about = (key.method, key.model, key.part, key.metric)
@@ -347,7 +351,7 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
 
 
 def _merged(warnings: tuple[str, ...]) -> list[str]:
-    """Warnings that several seeds share, once with all of them."""
+    """Return the warnings. A warning that several seeds share is returned once, with all of these seeds."""
     by_text: dict[tuple[str, str], list[str]] = {}
     for warning in warnings:
         match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)

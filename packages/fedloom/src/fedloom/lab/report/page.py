@@ -1,4 +1,4 @@
-"""Write the report: one HTML file that needs nothing else, and its tables and charts as files beside it."""
+"""Writer of the report: one self-contained HTML file, and its tables and charts as files beside it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_dire
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
 FIRST_BYTES = 4096
-"""Bytes of a page within which its title ends. The name of an experiment has far fewer characters."""
+"""Number of bytes at the start of a page that contain its title. The name of an experiment is much shorter."""
 
 
 def write_report(
@@ -51,23 +51,26 @@ def write_report(
     margin: float | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a report of one or several run directories.
+    """Write a report of one or several run directories and return its path.
 
-    ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
-    of the same name without its suffix receives ``results.csv`` and ``results.tex``, and where there is a method to
-    compare the others with, ``pairs.csv`` and ``pairs.tex``, where clients are few and named, ``sites.csv`` and
-    ``sites.tex``.
+    ``out`` becomes a self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder of
+    the same name without its suffix receives ``results.csv`` and ``results.tex``. If there is a method to compare the
+    others with, it receives ``pairs.csv`` and ``pairs.tex``. If clients are few and named, it receives ``sites.csv``
+    and ``sites.tex``.
 
     Args:
         run_dirs: output directories of runs. Several are compared.
-        out: the HTML file, e.g. ``RUN/report.html``. Its folder is made if need be.
-        columns: figures of ``results.tex``, by their names in ``results.csv``. Up to six that fit the task when None.
-        charts: write every chart as SVG and its data as CSV into the folder too.
-        baseline: label of the method that every other one is compared with. `local` or `fedavg` when None, if there.
-        compare_model: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would
-            use, that of the personal one, or all.
-        margin: differences of the leading metric up to it do not matter, in its own units; None: none is stated.
-        force: replace files that no report wrote.
+        out: path of the HTML file, e.g. ``RUN/report.html``. Its folder is created if it does not exist.
+        columns: figures of ``results.tex``, by their names in ``results.csv``. None: up to six figures that fit the
+            task.
+        charts: True to write every chart as SVG and its data as CSV into the folder too.
+        baseline: label of the method that every other method is compared with. None: `local`, or else `fedavg`, if one
+            of them was run.
+        compare_model: rows of a method in ``results.tex`` and in the comparison: the model that a client would use, the
+            personal model, or all models.
+        margin: largest difference of the leading metric that does not matter, in the units of the metric. None: no
+            margin is stated.
+        force: True to replace files that were not written by a report.
 
     Returns:
         ``out``.
@@ -75,10 +78,10 @@ def write_report(
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file. Nothing
             is written.
-        ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
-            report, or its folder has files that no report wrote. Or there is no such column or method, or the margin
-            is no number above 0.
-        CheckpointError: the disk is full or refuses. The runs are as they were.
+        ConfigError: ``out`` does not end in ``.html``, or lies in a run (except ``RUN/NAME.html``), or exists and is
+            not a report, or its folder contains files that were not written by a report. The error is also raised if a
+            column or method does not exist, or if the margin is not a number above 0.
+        CheckpointError: the disk is full or rejects the files. The runs are unchanged.
     """
     beside = check_report(run_dirs, out, force=force)
     with _recorded(run_dirs):
@@ -117,7 +120,7 @@ def write_report(
 
 @contextmanager
 def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Say of files that are readable one by one, but make no results together, that they do not."""
+    """Raise `RunDirError` if files that are readable one by one do not fit together."""
     try:
         yield
     except FedloomError:
@@ -139,7 +142,10 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 
 
 def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
-    """Every chart that the recorded figures allow. Colour means the model unless the caption has another legend."""
+    """Build every chart that the recorded figures allow.
+
+    Color means the model unless the caption names another legend.
+    """
     lead = leading_metric(runs)
     charts = [
         *calibrated(runs, rows, lead),
@@ -163,7 +169,7 @@ def _data_csv(figure: Figure) -> str:
 
 
 def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
-    """Return the folder beside a report, in which its tables and charts lie, once both may be written.
+    """Return the folder beside a report for its tables and charts, after a check that both may be written.
 
     Raises:
         RunDirError: the folder is a file.
@@ -193,13 +199,13 @@ def _is_report(path: Path) -> bool:
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
-    """Refuse to replace files in the folder beside a report that no report wrote.
+    """Raise if the folder beside a report contains files to be replaced that were not written by a report.
 
-    A report wrote the files if the report itself is there, which `check_report` has looked at, or if the folder belongs
-    to a run directory. A link among them is replaced, not followed.
+    A report wrote the files if the report exists, which `check_report` has checked, or if the folder belongs to a run
+    directory. A link among them is replaced, not followed.
 
     Raises:
-        ConfigError: a file is there without a report.
+        ConfigError: a file exists without a report.
     """
     if force or out.exists() or is_run_directory(out.parent):
         return
@@ -210,10 +216,10 @@ def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text under a temporary name first, so that no half-written file is ever seen.
+    """Write a text under a temporary name first, so that readers never see a half-written file.
 
     Raises:
-        CheckpointError: the disk is full or refuses.
+        CheckpointError: the disk is full or rejects the file.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explained(path):

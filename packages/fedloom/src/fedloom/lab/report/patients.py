@@ -1,4 +1,4 @@
-"""Test samples one by one: read predictions, pooled over the seeds or folds that tested them."""
+"""Test samples one by one: recorded predictions, pooled over the seeds or folds that tested them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Predicted(NamedTuple):
     """Test samples of one model in the order of client and row.
 
     Attributes:
-        client: ``[N]`` client of each.
-        row: ``[N]`` its place in the data.
-        target: ``[N]`` its target.
-        prediction: ``[N]`` mean prediction over the seeds that tested it, of a binary task the probability of the
-            second class, of several classes the share of the seeds that were right (targets are 1 then).
-        event: ``[N]`` 1 where the target is the time of an event, 0 where it is censored. None of other tasks.
-        subject: ``[N]`` number of whom the sample is. None: each is of its own.
+        client: client ``[N]`` of each sample.
+        row: place ``[N]`` of each sample in the data.
+        target: target ``[N]`` of each sample.
+        prediction: mean prediction ``[N]`` over the seeds that tested the sample. For a binary task, the probability of
+            the second class. For several classes, the share of the seeds that were right (targets are 1 then).
+        event: ``[N]`` 1 if the target is the time of an event, 0 if it is censored. None for other tasks.
+        subject: number ``[N]`` of the subject of the sample. None: each sample belongs to a separate subject.
     """
 
     client: NDArray[np.int64]
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
     subject: NDArray[Any] | None = None
 
     def at(self, client: int | None) -> Predicted:
-        """Select one client's predictions. None selects all."""
+        """Select the predictions of one client. None selects all."""
         if client is None:
             return self
         here = self.client == client
@@ -44,18 +44,21 @@ class Predicted(NamedTuple):
 
     @property
     def units(self) -> NDArray[np.int64]:
-        """Subject ``[N]`` of each sample, numbered from 0. Each is its own where none is known."""
+        """Subject ``[N]`` of each sample, numbered from 0.
+
+        Each sample is a separate subject if no subjects are known.
+        """
         if self.subject is None:
             return np.arange(len(self.target))
         return np.unique(self.subject, return_inverse=True)[1].astype(np.int64)
 
     def count(self, some: NDArray[np.bool_] | None = None) -> int:
-        """How many subjects the samples are of, or some of them ``[N]``."""
+        """Return the number of subjects of the samples, or of some of them ``[N]``."""
         return len(np.unique(self.units if some is None else self.units[some]))
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
-    """What a model predicted for test samples. None where predictions were not kept, or are several numbers."""
+    """Return a model's predictions for test samples. None if predictions were not kept, or are several numbers."""
     path = run.path / PREDICTIONS_FILE
     if not path.exists():
         return None
@@ -87,5 +90,5 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:
-    """Return whether targets are two classes, and predictions probabilities of the second one."""
+    """Return True if targets are two classes, and predictions are probabilities of the second class."""
     return len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

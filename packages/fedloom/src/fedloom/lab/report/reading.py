@@ -1,4 +1,4 @@
-"""Read a run directory: every file is checked, and nothing but recorded numbers is used."""
+"""Reader of run directories. It checks every file and uses only recorded numbers."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _TEXT_CODE_TYPE = pa.dictionary(pa.int32(), pa.string())
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Read run directories and make their labels different.
+    """Read run directories and make their labels distinct.
 
     Raises:
-        RunDirError: there is none, one is given twice, or one is not a readable run directory.
+        RunDirError: the list is empty, a directory is given twice, or a directory is not a readable run directory.
     """
     paths = [Path(path).resolve() for path in run_dirs]
     if not paths:
@@ -98,9 +98,9 @@ def _read(path: Path, label: str) -> Run:
 def _recounted(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
-    """Compute the figures over clients anew, without the attackers of any method.
+    """Compute the figures over clients again, without the attackers of any method.
 
-    A run counts its own attackers out. Where an attack belongs to one method, the others count these clients.
+    A run excludes only its attackers. If an attack belongs to one method, the other methods count these clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -135,7 +135,7 @@ def _text(path: Path) -> str:
 
 
 def _check_settings(path: Path, settings: str) -> None:
-    """Refuse what is no document of settings: every key a plain value or a table, as `fedloom run` writes them."""
+    """Raise if a file is not a document of settings as `fedloom run` writes it: a plain value or a table per key."""
     try:
         document = tomllib.loads(settings)
     except RecursionError as error:
@@ -153,7 +153,7 @@ def _check_settings(path: Path, settings: str) -> None:
 
 
 def _summary(path: Path) -> Summary:
-    """Read the summary. An empty one while the first method is still running."""
+    """Read the summary. Return an empty summary while the first method is still running."""
     try:
         return read_summary(path)
     except FileNotFoundError:
@@ -173,7 +173,7 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
 
 
 def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
-    """Read the split of every seed and the clients' names. Empty while the first method is still running."""
+    """Read the split of every seed and the clients' names. Both are empty while the first method is still running."""
     import pyarrow.compute as pc  # slow to import
 
     if not path.exists():
@@ -200,13 +200,13 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """Read the named columns, cast to the type that each name has in every file of a run directory.
+    """Read the named columns, cast to the type of the name in every file of a run directory.
 
-    ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions
-    lack, where one is missing, none of them is read.
+    If ``coded`` is true, text is read as codes with a dictionary. ``lacking`` are further columns, which directories of
+    earlier versions may lack. If one of them is missing, all of them are skipped.
 
     Raises:
-        RunDirError: the file is damaged, or lacks one of them.
+        RunDirError: the file is damaged, or lacks one of the columns.
     """
     import pyarrow.compute as pc  # slow to import
 
@@ -250,7 +250,7 @@ def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
 
 
 def rows_where(table: pa.Table, **values: object) -> pa.Table:
-    """Select the rows in which the named columns have these values."""
+    """Select the rows in which the named columns contain these values."""
     import pyarrow.compute as pc  # slow to import
 
     for name, value in values.items():
@@ -259,7 +259,7 @@ def rows_where(table: pa.Table, **values: object) -> pa.Table:
 
 
 def _split(table: pa.Table) -> dict[Key, Points]:
-    """Group rows by key, each group sorted by round, then client."""
+    """Group rows by key. Each group is sorted by round, then client."""
     if not len(table):
         return {}
     categories: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Hold a run directory in memory: its series by key, its partitions, its settings and its summary."""
+"""Run directory in memory: its series by key, its partitions, its settings and its summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 
 class Points(NamedTuple):
-    """A recorded series, sorted by round, then client. All ``[k]``."""
+    """Recorded series, sorted by round, then client. All ``[k]``."""
 
     round: Integers
     client: Integers
@@ -44,12 +44,12 @@ class RunPartition:
     """Split of one seed's samples over its clients.
 
     Attributes:
-        counts: training samples ``[n, C]`` by client and class. C = 0 for a regression.
-        sizes: training samples ``[n]``.
-        groups: planted group ``[n]``, -1 where none was planted.
+        counts: number of training samples ``[n, C]`` by client and class. C = 0 for a regression.
+        sizes: number of training samples ``[n]``.
+        groups: planted group ``[n]``, -1 without planted groups.
         attackers: clients that attack.
-        tested: test samples ``[n]``. None where they are not recorded.
-        tests: digest of the clients' test parts. Empty where it is not recorded.
+        tested: number of test samples ``[n]``. None if they are not recorded.
+        tests: digest of the clients' test parts. Empty if it is not recorded.
     """
 
     counts: Numbers
@@ -62,15 +62,15 @@ class RunPartition:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory in memory.
+    """Run directory in memory.
 
     Attributes:
-        label: short unique name in this report.
-        settings: the text of ``experiment.toml``.
-        partitions: the split of every seed.
+        label: short name, unique in this report.
+        settings: text of ``experiment.toml``.
+        partitions: split of every seed.
         names: names of the clients.
-        series: the points of every recorded series about clients.
-        totals: the same for the whole federation.
+        series: points of every recorded series about clients.
+        totals: points of every recorded series about the whole federation.
         seconds: seconds per round of (method, seed), sorted by round.
     """
 
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings, parsed, with the present names of keys."""
+        """Parsed settings, with the present names of keys."""
         return update_document(tomllib.loads(self.settings))
 
     @property
@@ -108,20 +108,20 @@ class Run:
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Clients that attacked. Their scores say nothing about a method."""
+        """Clients that attacked. Their scores are not informative about a method."""
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
-        """Test samples per training sample where every seed splits the same samples anew, else 0, see `ratios`."""
+        """Test samples per training sample if every seed splits the same samples anew, else 0, see `ratios`."""
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
 
     @property
     def ratios(self) -> Numbers | None:
-        """Test samples per training sample of every client ``[n]``, in the mean over seeds.
+        """Test samples per training sample of every client ``[n]``, as mean over seeds.
 
-        None where seeds share their test parts, where there is one seed, and where test parts are not recorded.
+        None if seeds share their test parts, if there is only one seed, or if test parts are not recorded.
         """
         parts = [*self.partitions.values()]
         if len({part.tests for part in parts}) < 2:
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def attacked(self) -> bool:
-        """True if clients are known that attacked."""
+        """True if clients that attacked are known."""
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
@@ -144,9 +144,9 @@ class Run:
         return points.at(~np.isin(points.client, list(attackers)))
 
     def client(self, id: int) -> str:
-        """Name of a client, its number where none was recorded."""
+        """Return the name of a client, or its number if no name was recorded."""
         return self.names[id] if id < len(self.names) else str(id)
 
     def titled_client(self, id: int) -> str:
-        """Name of a client as the title of a panel."""
+        """Return the name of a client as the title of a panel."""
         return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)

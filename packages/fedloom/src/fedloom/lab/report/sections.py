@@ -20,16 +20,16 @@ from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_diges
 GROUP_NAME = "fedloom.sections"
 """Entry points of functions ``(runs, rows, lead) -> Section | None`` by the kind of the analysis."""
 MAX_LINES = 200
-"""Lines of a plain table on the page. The CSV file has all."""
+"""Largest number of lines of a plain table on the page. The CSV file contains all lines."""
 
 
 class Section(NamedTuple):
-    """What a page says of an analysis.
+    """Section of a page on an analysis.
 
     Attributes:
         title: the heading.
-        lead: a sentence below it.
-        body: HTML. Empty where nothing was recorded.
+        lead: sentence below the title.
+        body: HTML. Empty if nothing was recorded.
         files: CSV files beside the page, by name without suffix.
     """
 
@@ -43,12 +43,12 @@ MakeSection = Callable[[list[Run], list[Row], str], Section | None]
 
 
 def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Section]:
-    """Return the sections of all analyses that the runs have recorded, by kind.
+    """Return the sections of all recorded analyses of the runs, by kind.
 
     Args:
-        runs: of the report.
-        rows: their results by method and model.
-        lead: the leading metric.
+        runs: runs of the report.
+        rows: results of the runs by method and model.
+        lead: leading metric.
     """
     sections = dict[str, Section]()
     makers: dict[str, MakeSection] = {entry.name: entry.load() for entry in entry_points(group=GROUP_NAME)}
@@ -62,11 +62,11 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
 
 
 def plain_section(runs: list[Run], name: str) -> Section:
-    """Return the recorded table of an analysis as it is, cells rounded. The CSV file has them unrounded.
+    """Return the recorded table of an analysis with rounded cells. The CSV file contains the unrounded values.
 
     Args:
-        runs: of the report.
-        name: of the file in a run directory. One that no run has written is left out.
+        runs: runs of the report.
+        name: name of the file in a run directory. A file that no run has written is left out.
     """
     title = Path(name).stem.replace("_", " ").capitalize()
     body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()

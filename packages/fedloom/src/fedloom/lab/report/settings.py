@@ -1,4 +1,4 @@
-"""Show what ran: the main settings in words, every method's own, versions, and the exact file."""
+"""Account of a run: the main settings in words, the settings of every method, versions, and the exact file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.run import Run
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
-"""Titles of tables of the experiment file that are not their names."""
+"""Titles of those tables of the experiment file whose titles differ from their names."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that change no figure of the report. The whole file stands below."""
+"""Tables that do not change any figure of the report. The whole file is printed below."""
 NOT_OPTIONS = ("algorithm", "label")
-"""Settings of a method that no other one shares."""
+"""Settings of a method that are not compared with other methods."""
 
 
 def settings(runs: list[Run]) -> str:
@@ -48,7 +48,10 @@ def _words(run: Run) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Nested settings in one line, e.g. ``mixed: clients 10, alpha 0.5``. What is off or empty is left out."""
+    """Render nested settings in one line, e.g. ``mixed: clients 10, alpha 0.5``.
+
+    Settings that are off or empty are left out.
+    """
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
         rest = {k: _text(v) for k, v in value.items() if k not in ("kind", "source")}
@@ -69,7 +72,7 @@ def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _methods(run: Run) -> str:
-    """Every method with its own settings."""
+    """Render every method with the settings that it does not share."""
     methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
     agreed = _shared(methods)
     lines = []
@@ -120,7 +123,7 @@ def _differences(runs: list[Run]) -> str | None:
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as ``{"a.b": value}``. Methods are counted from 1."""
+    """Flatten nested tables to ``{"a.b": value}``. Methods are counted from 1."""
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {str(i): value for i, value in enumerate(options, start=1)}
     if not isinstance(options, dict):

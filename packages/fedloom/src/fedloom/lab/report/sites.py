@@ -1,4 +1,7 @@
-"""Sites of a deployment: rounds that each took part in or missed, and why its replies were rejected. Privacy spent."""
+"""Sites of a deployment: rounds that each site joined or missed, and reasons why its replies were rejected.
+
+The tables also show the privacy spent.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
-"""Lines of a table over rounds. More rounds are thinned evenly, with the first and the last among them."""
+"""Largest number of lines of a table over rounds. More rounds are thinned evenly and include the first and the last
+round."""
 
 SITES_TEXT = "Where the run took place. A round counts for a site once its upload was accepted."
 
@@ -41,7 +45,10 @@ def site_tables(runs: list[Run]) -> str:
 
 
 def privacy_tables(runs: list[Run]) -> str:
-    """Render an HTML table of epsilon by round per run that spent any: a column per method, the largest over seeds."""
+    """Render an HTML table of epsilon by round for each run that spent privacy.
+
+    The table contains a column per method with the maximum over seeds.
+    """
     parts = []
     for run in runs:
         spent: dict[str, dict[int, float]] = {}

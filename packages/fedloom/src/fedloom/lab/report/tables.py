@@ -1,4 +1,4 @@
-"""Tables: results as Arrow, as CSV and as LaTeX (booktabs). Numbers and HTML tables for people."""
+"""Tables of results as Arrow, as CSV and as LaTeX (booktabs). Numbers and HTML tables for people."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from fedloom.metrics import leading
 T = TypeVar("T")
 
 HIDDEN_FIGURES = set(WORK_FIGURES) - set(COST_FIGURES)
-"""Figures of the CSV that the table for people leaves out."""
+"""Figures of the CSV that the HTML table leaves out."""
 MAX_LATEX_COLUMNS = 6
-"""Columns of the LaTeX table where none are chosen."""
+"""Largest number of columns of the LaTeX table if no columns are chosen."""
 BOOKTABS_LINE = "% \\usepackage{booktabs}"
 TERMINAL_FIGURES = ("steps", "bytes_down")
-"""Costs that a LaTeX table leaves out where no columns are chosen."""
+"""Costs that a LaTeX table leaves out if no columns are chosen."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
-    """One row per method and model of a run, numbers unrounded and unscaled.
+    """Return a table with one row per method and model of a run, numbers unrounded and unscaled.
 
-    Columns ``run, method, algorithm, model, status, seeds, rounds, parameters``, then for every figure its mean over
-    seeds under its own name, the half width of the 95 % t interval under ``<name>_ci95`` and the number of seeds with a
-    finite value under ``<name>_seeds``. Figures: ``<metric>`` (mean over the clients' test parts at the last round),
-    ``<metric>_worst10``, ``<metric>_at_validation`` (at the round best on validation), ``<metric>_common`` (common test
-    set), ``loss_variance``, work, traffic in bytes and seconds.
+    The columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. For every figure, further
+    columns contain its mean over seeds under its name, the half width of the 95 % t interval under ``<name>_ci95`` and
+    the number of seeds with a finite value under ``<name>_seeds``. The figures are ``<metric>`` (mean over the clients'
+    test parts at the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (at the round best on validation),
+    ``<metric>_common`` (common test set), ``loss_variance``, work, and traffic in bytes and seconds.
 
     Raises:
         RunDirError: ``run_dir`` is not a readable run directory.
@@ -68,7 +68,7 @@ def arrow(rows: list[Row]) -> pa.Table:
 
 
 def column_of(name: str) -> str:
-    """Column of a figure in the CSV.
+    """Return the column of a figure in the CSV.
 
     >>> column_of("accuracy/worst10"), column_of("accuracy@validation")
     ('accuracy_worst10', 'accuracy_at_validation')
@@ -77,13 +77,13 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """`arrow` as CSV. Empty cells where nothing is known."""
+    """Render `arrow` as CSV. Cells without a known value are empty."""
     table = arrow(rows)
     return csv_of(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
-    """Figures of the table for people, with their titles, the leading metric first."""
+    """Return the figures of the HTML table with their titles, the leading metric first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
@@ -93,7 +93,7 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 
 def headline(lead: str) -> tuple[str, ...]:
-    """Figures that come first in every table for people, under a leading metric."""
+    """Return the figures that begin every HTML table for a leading metric."""
     return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
@@ -101,7 +101,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
     """Return the figures of the LaTeX table with their titles: the chosen ones, else up to `MAX_LATEX_COLUMNS`.
 
     Raises:
-        ConfigError: there is no such figure.
+        ConfigError: a figure does not exist.
     """
     shown = columns_of(rows)
     if chosen is None:
@@ -118,7 +118,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """Render a figure: mean and half width of the interval, the latter with two significant digits.
 
-    ``(DASH, "")`` where nothing is known.
+    ``(DASH, "")`` if nothing is known.
 
     >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
@@ -146,7 +146,7 @@ def measured(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a difference of a figure and its interval, or a ratio as one text, from its logarithm."""
+    """Render a difference of a figure and its interval, or, from its logarithm, a ratio as one text."""
     scale = figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
@@ -164,13 +164,13 @@ def latex(
     chosen: Sequence[str] | None = None,
     marks: Mapping[str, Marks] = MappingProxyType({}),
 ) -> str:
-    """Render the results as LaTeX (package booktabs). `printed` has its columns.
+    """Render the results as LaTeX (package booktabs). Its columns are returned by `printed`.
 
     Args:
-        rows: of the table.
-        caption: of the table.
+        rows: rows of the table.
+        caption: caption of the table.
         chosen: columns, by their names in the CSV.
-        marks: what is bold and what has a dagger, by figure.
+        marks: rows that are bold and rows with a dagger, by figure.
     """
     columns = printed(rows, chosen)
     several = len({row.run for row in rows}) > 1
@@ -201,8 +201,8 @@ def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[st
     """Render the lines of a LaTeX table.
 
     Args:
-        caption: of the table, as LaTeX.
-        columns: a letter for each, as ``llr``.
+        caption: caption of the table, as LaTeX.
+        columns: letter of each column, as ``llr``.
         heads: titles of the columns, as plain text.
         lines: rows, as LaTeX.
     """
@@ -221,7 +221,7 @@ _TEX_ESCAPES = {
 
 
 def tex(text: str) -> str:
-    """Escape the characters that LaTeX would read as commands."""
+    """Escape the characters that LaTeX would interpret as commands."""
     return "".join(_TEX_ESCAPES.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Probabilities in use: calibration curves, operating points of thresholds, and net benefit, site by site.
+"""Charts and tables of probabilities in use, by site: calibration curves, operating points and net benefit.
 
 References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
 "Decision Curve Analysis", Medical Decision Making 2006. Intervals of shares: E. B. Wilson, JASA 1927.
@@ -23,10 +23,10 @@ from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Run
 
 MAX_CALIBRATION_BINS, PER_BIN = 10, 10
-"""Bins of a calibration curve at most, and samples of one at least."""
+"""Largest number of bins of a calibration curve, and smallest number of samples in a bin."""
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
-"""Thresholds of the table and of the curves."""
+"""Thresholds in the table, and thresholds of the curves."""
 Z = 1.959963984540054
 CALIBRATION_TEXT = (
     "Who is flagged at a threshold of the predicted probability, on all test samples of a site. Sensitivity: share of "
@@ -36,16 +36,16 @@ CALIBRATION_TEXT = (
 
 
 class OperatingPoint(NamedTuple):
-    """Effect of a threshold: the flagged samples (probability at least `threshold`).
+    """Effect of a threshold. Samples with a probability of at least `threshold` are flagged.
 
     Attributes:
-        threshold: of the probability.
-        flagged: share of samples.
-        sensitivity: share of events that are flagged.
-        specificity: share of others that are not.
-        predictive: share of flagged that are events.
+        threshold: threshold of the probability.
+        flagged: share of the samples that are flagged.
+        sensitivity: share of the events that are flagged.
+        specificity: share of the other samples that are not flagged.
+        predictive: share of the flagged samples that are events.
         benefit: net benefit per sample.
-        treating_all: net benefit if all were flagged.
+        treating_all: net benefit if all samples were flagged.
     """
 
     threshold: float
@@ -58,7 +58,7 @@ class OperatingPoint(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> OperatingPoint:
-    """Compute the operating point of a threshold. A share of no sample is nan."""
+    """Compute the operating point of a threshold. A share of zero samples is nan."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -74,21 +74,24 @@ def point(samples: Predicted, threshold: float) -> OperatingPoint:
 
 
 def wilson(share: float, size: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of so many samples."""
+    """Compute Wilson's 95 % interval of a share of ``size`` samples."""
     middle = (share + Z * Z / (2 * size)) / (1 + Z * Z / size)
     half = Z / (1 + Z * Z / size) * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
     return middle - half, middle + half
 
 
 def curve(samples: Predicted) -> list[tuple[float, float, int]]:
-    """Mean probability, share of events and samples of bins of equal size, by rising probability."""
+    """Return the mean probability, the share of events and the number of samples of each bin.
+
+    Bins have equal sizes and are sorted by probability.
+    """
     order = np.argsort(samples.prediction, kind="stable")
     bins = np.array_split(order, max(1, min(MAX_CALIBRATION_BINS, len(order) // PER_BIN)))
     return [(float(samples.prediction[b].mean()), float(samples.target[b].mean()), len(b)) for b in bins]
 
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
-    """Return binary runs with kept predictions, the leading federated method, and its sites' samples."""
+    """Return binary runs with kept predictions, the leading federated method, and the samples of its sites."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -105,7 +108,7 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
 
 
 def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Calibration and decision curves of every run with kept predictions of a binary task."""
+    """Draw calibration and decision curves of every run with kept predictions of a binary task."""
     figures = []
     for place, (run, best, sites) in enumerate(_chosen(runs, rows, lead), start=1):
         words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
@@ -178,7 +181,7 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
 
 
 def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render the operating points of `DECISION_THRESHOLDS` at every site, an HTML table per run."""
+    """Render the operating points of `DECISION_THRESHOLDS` at every site as one HTML table per run."""
     heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
              "Predictive value", "Net benefit", "Treating all")  # fmt: skip
     text = ""
@@ -200,7 +203,7 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render the same as CSV, unrounded."""
+    """Render the operating points as CSV, unrounded."""
     lines = [
         (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
          *(None if math.isnan(value) else value for value in point(samples, threshold)))

@@ -1,4 +1,4 @@
-"""Draw the results of single clients: one by one, and over rounds."""
+"""Draw the results of single clients: client by client, and over rounds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_NAMED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
-"""Up to so many clients are shown one by one, of more, so many of the worst."""
+"""Largest number of clients that are all shown one by one, and number of worst clients that are shown otherwise."""
 MAX_NUMBERED_CLIENTS = 8
-"""Up to so many clients have their number written into the cell."""
+"""Largest number of clients for which the number is written into each cell."""
 MAX_CLIENT_PANELS = 16
-"""Up to so many clients are drawn over rounds."""
+"""Largest number of clients that are drawn over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
-"""Up to so many points in all over rounds. Lines are thinned, but not below the fewest."""
+"""Largest total number of points over rounds, and smallest number of points to which a line is thinned."""
 
 
 def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the charts of this module, or None for charts without data."""
+    """Return the charts of this module, with None for charts without data."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
@@ -52,13 +52,16 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
 
 
 def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
-    """Clients and their means over seeds."""
+    """Return the clients and their means over seeds."""
     clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
     return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
 
 
 def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
-    """Rows x clients, mean over seeds, of many clients the worst of the best row."""
+    """Draw a heat map of rows and clients, mean over seeds.
+
+    With many clients, only the worst clients of the best row are shown. Return None without data.
+    """
     many = max(run.clients for run in runs) > MAX_NAMED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
     data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
@@ -133,7 +136,10 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 def _over_rounds(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """Draw a panel per client with a line per row, mean over seeds. Leaders have thick lines."""
+    """Return a chart with a panel per client and a line per row, mean over seeds, or None without data.
+
+    The lines of leading methods are thick.
+    """
     if len(order) > MAX_CLIENT_PANELS:
         clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
     lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}

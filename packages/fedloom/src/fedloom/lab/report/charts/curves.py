@@ -27,11 +27,11 @@ from fedloom.lab.report.numbers import (
 from fedloom.lab.report.run import Key, Run
 
 POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
-"""Points per line, and with many lines. Longer curves are thinned."""
+"""Number of points per line, and number of points per line in a chart with many lines. Longer curves are thinned."""
 MIN_CROPPED_POINTS = 60
-"""Points from which the worst twentieth may lie outside the axis."""
+"""Smallest number of points for which the worst twentieth may lie outside the axis."""
 MIN_LOG_RATIO = 100.0
-"""Ratio of largest to smallest from which a residual has a logarithmic axis."""
+"""Smallest ratio of the largest to the smallest value for which a residual gets a logarithmic axis."""
 
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
@@ -41,11 +41,11 @@ CURVE_AXES = {
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
 FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "tune")
-"""Settings that do not make runs another family."""
+"""Settings that may differ between the runs of one family."""
 
 
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Learning curves of the leading metric and the loss, and the federation's own figures round by round."""
+    """Draw learning curves of the leading metric and the loss, and the figures of the federation by round."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
@@ -72,7 +72,7 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
 
 
 def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
-    """Return a row's learning curve, its mean over the clients' test parts over an axis of `CURVE_AXES`."""
+    """Return the learning curve of a row: its mean over the clients' test parts along one of the `CURVE_AXES`."""
     seeds = seeds_of(run, row.method)
     results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
     costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
@@ -98,7 +98,10 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
 
 
 def _recorded(run: Run, key: Key) -> Curve:
-    """Return a figure of the federation. A figure of no model goes with the method's first model."""
+    """Return a figure of the federation.
+
+    A figure that belongs to no model is drawn with the first model of the method.
+    """
     of_model = [key, key._replace(part="")]
     models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
     places = [*of_model, key._replace(part="", model="")] if models[:1] == [key.model] else of_model
@@ -107,7 +110,10 @@ def _recorded(run: Run, key: Key) -> Curve:
 
 
 def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int) -> Rows:
-    """Mean and interval over seeds, or single seeds, at up to ``most`` rounds, over these or over ``costs``."""
+    """Return the mean and interval over seeds, or single seeds, at up to ``most`` rounds.
+
+    The horizontal axis shows the rounds or, if given, the mean of ``costs``.
+    """
     scale = metric(name).scale
     rounds = np.unique(np.concatenate([EMPTY_CURVE.round, *(result.round for result in results.values())]))
     points: Rows = []
@@ -124,7 +130,7 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
 
 
 def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]) -> Figure | None:
-    """One panel per method. ``words`` are id, group, tab, title and caption."""
+    """Draw one panel per method, or return None without data. ``words`` are the id, group, tab, title and caption."""
     means = [point for point in data if point["seed"] is None]
     lines = {(point["method"], point["model"]) for point in means}
     if len(means) <= len(lines):
@@ -165,7 +171,7 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
 
 
 def _panel_title(panels: int, means: Rows) -> str:
-    """Render the expression for the words on a panel's lines."""
+    """Render the expression for the title of a panel."""
     seeds = max(point["seeds"] for point in means)
     ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
     band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
@@ -175,7 +181,10 @@ def _panel_title(panels: int, means: Rows) -> str:
 
 
 def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """For every kind of attack with two shares or more: the mean result, and the worst tenth of the benign clients."""
+    """Draw the results of the benign clients against the share of attackers.
+
+    A chart shows the mean result and the worst tenth of clients, for every kind of attack with at least two shares.
+    """
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_families(runs)):
         for name in (lead, f"{lead}/worst10"):
@@ -185,7 +194,7 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
 
 
 def decide_share(run: Run) -> float:
-    """Share of the clients that attack: as recorded, else as set."""
+    """Return the share of the clients that attack: the recorded share, or else the share in the settings."""
     if run.attacked:
         return sum(len(part.attackers) for part in run.partitions.values()) / (len(run.partitions) * run.clients)
     attack: dict[str, Any] = run.options.get("attack", {})
@@ -193,7 +202,10 @@ def decide_share(run: Run) -> float:
 
 
 def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Group runs with one kind of attack that differ only in its share. Runs without attackers join every group."""
+    """Group runs with the same kind of attack that differ only in the share of attackers.
+
+    Runs without attackers belong to every group.
+    """
     families: dict[str, tuple[str, list[Run]]] = {}
     for run in runs:
         if decide_share(run) and "attack" in run.options:

@@ -17,12 +17,12 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import IMPORTANCE_FILE
 
 MAX_DRAWN_COLUMNS = 30
-"""Columns and sites that are drawn."""
+"""Largest number of columns and of sites that are drawn."""
 IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 
 def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw a heat map per run that permuted columns, for the leading federated method."""
+    """Draw a heat map for the leading federated method of each run that permuted columns."""
     figures = []
     for place, run in enumerate(runs, start=1):
         best = leader_of(run, runs, rows, lead)

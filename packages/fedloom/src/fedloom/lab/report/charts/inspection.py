@@ -1,6 +1,6 @@
-"""Charts of what models do on single clients: confusion, and representations in the plane.
+"""Charts of the behavior of models on single clients: confusion, and representations in the plane.
 
-In the plane of representations colour and shape mean the class.
+In the plane of representations, color and shape show the class.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Key, Run
 
 MAX_CONFUSION_PANELS = 12
-"""Up to so many clients are drawn."""
+"""Largest number of clients that are drawn."""
 MAX_NUMBERED_CLASSES = 6
-"""Up to so many classes have their counts written into the cells."""
+"""Largest number of classes for which counts are written into the cells."""
 POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 
 def inspection(runs: list[Run]) -> list[Figure | None]:
-    """Draw the charts of this module, or None for charts without data."""
+    """Return the charts of this module, with None for charts without data."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
@@ -48,7 +48,10 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 
 
 def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
-    """Rows of the drawn method, model and seed, of its first benign clients. Words on them."""
+    """Return the rows of the drawn method, model and seed for its first benign clients, or None without rows.
+
+    The text of the pair describes the rows.
+    """
     import pyarrow.compute as pc  # slow to import
 
     table = read_columns(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))

@@ -1,4 +1,4 @@
-"""Build charts: Vega-Lite specifications as plain dictionaries from their parts, with their data."""
+"""Build charts from their parts: Vega-Lite specifications as plain dictionaries, with their data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ TICK_FORMAT = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
     "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
 )
-"""Ticks in a common form: 0.5, 20, 1.5k, 3M, 7.0e+15."""
+"""Expression that formats ticks: 0.5, 20, 1.5k, 3M, 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""A result so many times larger than the better ones sets no axis."""
+"""Ratio of a result to the better results above which the result does not widen the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
-"""Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
+"""Filters of the rows of a chart: means over seeds, single seeds, and means with an interval. Few seeds are shown one
+by one instead of an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
-"""Columns of the data of charts that serve the drawing only."""
+"""Columns of chart data that serve only the drawing."""
 
 
 Rows = list[dict[str, Any]]
@@ -34,17 +35,18 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its data and its words.
+    """Chart with its data and its texts.
 
     Attributes:
-        id: unique within a report. Also the name of its files.
+        id: identifier, unique within a report. It is also the name of the chart's files.
         tab: name of its tab, where several figures share a place (equal ``group``).
-        chart: Vega-Lite specification over the named data sets, without colours of a theme.
-        data: the data sets by name. ``rows`` is among them.
-        layout: how the page fits it to its width: ``facet`` changes the number of columns, ``square`` too and keeps
-            its panels square, ``wide`` changes the width, ``beside`` that of the first of two charts.
-        canvas: whether the page draws it as a bitmap, because it has very many marks.
-        table: the data set that a reader may look at and download, the finest that there is.
+        chart: Vega-Lite specification over the named data sets, without the colors of a theme.
+        data: data sets by name. ``rows`` is among them.
+        layout: how the page fits the chart to its width. ``facet`` changes the number of columns. ``square`` does the
+            same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width of
+            the first of two charts.
+        canvas: True if the page draws the chart as a bitmap, because it contains very many marks.
+        table: name of the data set that a reader may view and download, the most detailed data set of the chart.
     """
 
     id: str
@@ -60,7 +62,7 @@ class Figure:
 
     @property
     def rows(self) -> Rows:
-        """The main data set."""
+        """Main data set."""
         return self.data["rows"]
 
     def spec(self) -> Spec:
@@ -68,21 +70,21 @@ class Figure:
         return {**self.chart, "description": self.caption, "datasets": self.data}
 
     def svg(self) -> str:
-        """Draw the chart as an SVG in the light look."""
+        """Return the chart as an SVG in the light theme."""
         return look.svg(self.spec())
 
     def columns(self, name: str) -> list[str]:
-        """Columns of a data set."""
+        """Return the columns of a data set."""
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
 
 
 def layer_chart(*layers: Spec, **more: object) -> Spec:
-    """Layers over the data set ``rows``."""
+    """Build a chart of layers over the data set ``rows``."""
     return {"data": {"name": "rows"}, "layer": list(layers), **more}
 
 
 def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
-    """Build a layer: a mark with its look, encoding and transforms, of another data set if one is named."""
+    """Build a layer: a mark with its style, encoding and transforms. If a data set is named, the layer uses it."""
     layer: Spec = {"mark": {"type": kind, **look}, "encoding": encoding}
     if transform:
         layer["transform"] = list(transform)
@@ -90,20 +92,20 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 
 
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
-    """Build a quantitative channel. Its axis need not begin at 0, and its ticks have a common form."""
+    """Build a quantitative channel. Its axis need not begin at 0, and its ticks use a common format."""
     scale = {"zero": False, **more.pop("scale", {})}
     axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis, **more}
 
 
 def nominal_channel(field: str, order: Iterable[str], title: str | None = None, **more: Any) -> Spec:
-    """Build a nominal channel in a given order."""
+    """Build a nominal channel with a given order."""
     axis = {"labelLimit": 190, "grid": False, "labelAngle": 0, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": title, "axis": axis, **more}
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """Build a nominal channel that breaks long names into lines, and return the largest number of lines."""
+    """Build a nominal channel that breaks long names into lines. Return it with the largest number of lines."""
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
@@ -113,7 +115,7 @@ def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, in
 
 
 def tips(*parts: tuple[str, ...]) -> list[Spec]:
-    """Tooltip of (field, title) for text and counts, (field, title, format) for numbers."""
+    """Build a tooltip of (field, title) for text and counts and of (field, title, format) for numbers."""
     return [
         {
             "field": field,
@@ -125,7 +127,7 @@ def tips(*parts: tuple[str, ...]) -> list[Spec]:
 
 
 def interval_tips(title: str) -> list[Spec]:
-    """Tooltip of a mean with its interval."""
+    """Build the tooltip of a mean with its interval."""
     ends = (("low", "95 % interval from"), ("high", "to"))
     return tips(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
 
@@ -133,14 +135,14 @@ def interval_tips(title: str) -> list[Spec]:
 def intervals(
     place: Spec, x: Spec, *, tint: Spec | None = None, tooltip: list[Spec] | None = None, **dot: Any
 ) -> list[Spec]:
-    """Layers of the fields ``value``, ``low`` and ``high``: a line over the interval and a dot at the mean.
+    """Build layers of the fields ``value``, ``low`` and ``high``: a line over the interval and a dot at the mean.
 
     Args:
-        place: the channels that say where, and what else the dots and lines have in common.
+        place: channels of the position, and other channels that the dots and lines share.
         x: channel of the mean.
-        tint: colour of both.
-        tooltip: of the dots.
-        dot: look of the dots.
+        tint: color of the dots and lines.
+        tooltip: tooltip of the dots.
+        dot: style of the dots.
     """
     common = {**place, **({"color": tint} if tint else {})}
     ends = {**common, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
@@ -152,7 +154,10 @@ def intervals(
 
 
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
-    """Cells, with ``text`` their numbers, in another ink where the expression ``strong`` holds."""
+    """Build a heat map.
+
+    With ``text``, numbers are written into its cells, in another color where the expression ``strong`` is true.
+    """
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
         mark("text", {**place, "text": {"field": text}}, {"filter": test}, style=style, fontSize=11.5)
@@ -163,7 +168,7 @@ def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "",
 
 
 def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
-    """Colour of cells from pale to strong."""
+    """Build a color channel from pale to strong."""
     legend = {"gradientLength": 160, "gradientThickness": 8, **({"format": form} if form else {})}
     scale = {"range": "heatmap", "clamp": True, **scale}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "legend": legend}
@@ -172,7 +177,10 @@ def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
 def panels(
     inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: object
 ) -> Spec:
-    """Small multiples: a panel for each value of a field, with its own axis across and one title below them all."""
+    """Build small multiples: a panel for each value of a field.
+
+    Each panel gets a separate horizontal axis, and one title is below all panels.
+    """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}
     return {
@@ -186,7 +194,7 @@ def panels(
 
 
 def drawn_filters(rows: Rows) -> list[Spec]:
-    """Return the filters of `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select some rows."""
+    """Return those filters of `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select some rows."""
     return [
         MEAN_FILTER,
         *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
@@ -195,7 +203,10 @@ def drawn_filters(rows: Rows) -> list[Spec]:
 
 
 def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
-    """Build a panel per method: means with intervals or single seeds, the other methods in grey behind them."""
+    """Build a panel per method with means and intervals or single seeds.
+
+    Behind them, the other methods are drawn in grey.
+    """
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
     ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "x": x, "color": tint}
@@ -214,7 +225,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
 
 
 def colour(rows: list[Row]) -> Spec:
-    """Return the color of the model, the same in every chart."""
+    """Return the color of the model, which is the same in every chart."""
     present = list(dict.fromkeys(row.model for row in rows))
     order = [*MODEL_KINDS, *(model for model in present if model not in MODEL_KINDS)]
     shown = [model for model in order if model in present]
@@ -223,20 +234,23 @@ def colour(rows: list[Row]) -> Spec:
 
 
 def off_axis(largest: dict[str, float]) -> set[str]:
-    """Return the names whose largest value, `AXIS_OUTLIER_RATIO` times the better ones', would flatten the others."""
+    """Return the names whose largest value is over `AXIS_OUTLIER_RATIO` times the better values.
+
+    Such names would flatten the others.
+    """
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
     return {name for name, value in largest.items() if abs(value) > AXIS_OUTLIER_RATIO * near > 0}
 
 
 def off_words(off: Iterable[str]) -> str:
-    """Render the sentence on these names."""
+    """Render the sentence on the names that `off_axis` returned."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside of the axis: {listed}." if listed else ""
 
 
 def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
-    """Return an axis range around values, with some margin."""
+    """Return an axis range around values, with a margin."""
     numbers = [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)
     more = air * (high - low) or 0.1 * abs(high) or 1.0

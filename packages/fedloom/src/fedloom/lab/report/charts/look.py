@@ -1,4 +1,4 @@
-"""Draw charts: the colours and fonts of the light and the dark look, and specifications as SVG and for notebooks."""
+"""Draw charts: colors and fonts of the light and the dark theme, and specifications as SVG and for notebooks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ Spec = dict[str, Any]
 
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
-"""Fonts of charts in files, whose words are measured where they are made: none that is common is wider."""
+"""Fonts of charts in files. Texts are measured where the chart is drawn, and the first font is at least as wide as
+every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
-"""Colours that have at least 3 to 1 on a light and on a dark ground."""
+"""Colors with a contrast of at least 3 to 1 on light and on dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
-"""Colours of words on a light and on a dark ground: each at least 4.5 to 1."""
+"""Colors of texts on a light and on a dark background, each with a contrast of at least 4.5 to 1."""
 _BY_READER = (
     f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
 )
-"""Goes before what Vega-Lite has as the fill of a text."""
+"""Style element that takes precedence over the text fill that Vega-Lite writes."""
 _UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
-"""Attributes of an SVG that an image on a page does not need."""
+"""SVG attributes that an image on a page does not need."""
 PHONE_WIDTH = 364
-"""Width in pixels of a picture that a phone of 390 pixels shows without making its words smaller."""
+"""Width in pixels of an image that a phone of 390 pixels shows without shrinking its texts."""
 LETTER_WIDTH = 7.0
-"""Width in pixels of a letter of a label, on average."""
+"""Mean width in pixels of a letter of a label."""
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no document of XML 1.0 may have."""
+"""Characters that are not allowed in XML 1.0 documents."""
 
 
 def _drawable(value: object) -> Any:
-    """Remove characters that XML cannot hold. The drawing library ends the process on them."""
+    """Return a value in which U+FFFD replaces the characters that XML does not allow.
+
+    The drawing library ends the process if it meets such a character.
+    """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -46,7 +50,10 @@ def _drawable(value: object) -> Any:
 
 
 def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
-    """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
+    """Return the Vega-Lite configuration.
+
+    Its first three colors are Okabe and Ito's blue, vermilion and green, lighter in the dark theme.
+    """
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
     )
@@ -82,12 +89,15 @@ def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
 
 
 def svg(spec: Spec, *, dark: bool = False) -> str:
-    """Draw a chart in the light or the dark look, on its own background."""
+    """Return a chart as SVG in the light or the dark theme, on the background of the theme."""
     return _svg({**spec, "config": theme(dark=dark, font=FILE_FONT)})
 
 
 def svg_for_pages(spec: Spec) -> str:
-    """Draw a chart without background, in colors for light and dark pages, its words by the reader's choice."""
+    """Return a chart as SVG without background for light and dark pages.
+
+    The color of its texts follows the reader's color scheme.
+    """
     common = theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
         common[part] = {**common[part], "labelColor": GREY_COLOR, "titleColor": GREY_COLOR}
@@ -112,10 +122,10 @@ def svg_for_pages(spec: Spec) -> str:
 
 
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """Make a chart for a notebook. Readers can change it with Altair.
+    """Build a chart for a notebook. Users can change it with Altair.
 
-    It is shown by the notebook's own Vega-Lite where there is one, else as an SVG: nothing is fetched. The look of the
-    first is the notebook's.
+    If the notebook provides Vega-Lite, it draws the chart in the notebook's theme. Otherwise an SVG is shown. Nothing
+    is downloaded.
     """
     altair = import_charts("altair")
 
@@ -123,7 +133,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the forms that a notebook chooses from, richest first."""
+        """Return the formats that a notebook chooses from, richest first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
 
@@ -140,12 +150,12 @@ def _svg(spec: Spec) -> str:
 
 
 def can_draw() -> bool:
-    """Return whether the packages of the extra ``charts`` are installed."""
+    """Return True if the packages of the extra ``charts`` are installed."""
     return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
 
 
 def import_charts(name: str) -> Any:
-    """Import a package of the extra ``charts``, which is slow.
+    """Import a package of the extra ``charts`` and return it. The import is slow.
 
     Raises:
         ConfigError: the extra is not installed.

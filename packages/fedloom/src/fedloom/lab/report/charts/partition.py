@@ -1,4 +1,4 @@
-"""Draw how the samples are split: clients by classes, skew of every seed, recovered clusters and their shares."""
+"""Draw the split of the samples: clients by classes, skew of every seed, recovered clusters and their shares."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 
 MAX_CLASS_CELLS = 4_000
-"""Up to so many client x class cells are drawn."""
+"""Largest number of cells (clients times classes) that are drawn."""
 ATTACKER_FLAG = "\N{BLACK FLAG}"
-"""Stands after the name of a client that attacks."""
+"""Mark after the name of a client that attacks."""
 MAX_LISTED_CLIENTS = 60
-"""Clients from which they are sorted by their largest class and not named."""
+"""Largest number of clients that are named. More clients are sorted by their largest class and not named."""
 MAX_DRAWN_PARTITIONS = 10
-"""Up to so many partitions of a run are drawn, fewer where they are large."""
+"""Largest number of partitions of a run that are drawn. Fewer large partitions are drawn."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
-"""Up to so many rounds and clients of recovered clusters are drawn."""
+"""Largest number of rounds and largest number of clients for which recovered clusters are drawn."""
 SHARE_FIGURE = "share"
-"""The figure of a client's share of the objective, where shares are by recovered clusters."""
+"""Name of the figure with a client's share of the objective, where shares depend on recovered clusters."""
 PARTITION_TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
@@ -38,12 +38,15 @@ PARTITION_TITLES = {
 
 
 class Skew(NamedTuple):
-    """Differences between the clients of one partition, a value per client each, or nan for a client without samples.
+    """Differences between the clients of one partition.
+
+    Each array contains one value per client, nan for a client without samples.
 
     Attributes:
-        label: runs and seed, for people.
-        values: ``sizes``. And for classes, against the labels of all: ``emd`` (sum of absolute differences, in [0, 2]),
-            ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes`` (exponential of the entropy).
+        label: text that names the runs and the seed.
+        values: ``sizes``. For classes, each client is compared with the labels of all clients: ``emd`` (sum of absolute
+            differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes``
+            (exponential of the entropy).
     """
 
     run: Run
@@ -53,7 +56,10 @@ class Skew(NamedTuple):
 
 
 def splits(runs: list[Run]) -> list[Figure | None]:
-    """Draw the partitions of all seeds, up to `MAX_CLASS_CELLS` cells together. Runs on the same data share one."""
+    """Draw the partitions of all seeds, up to `MAX_CLASS_CELLS` cells in total.
+
+    Runs on the same data share one chart.
+    """
     figures: list[Figure | None] = []
     for place, group in enumerate(_same_data(runs), start=1):
         skews = _skews(group)
@@ -66,7 +72,7 @@ def splits(runs: list[Run]) -> list[Figure | None]:
 
 
 def skew_table(runs: list[Run]) -> str:
-    """Render an HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
+    """Render an HTML table with a line per run and seed: the mean, the smallest and the largest value over clients."""
     groups = _same_data(runs)
     skews = [skew for group in groups for skew in _skews(group)]
     if not skews:
@@ -120,7 +126,7 @@ def _skew(part: RunPartition) -> dict[str, Numbers]:
 
 
 def label_skew(counts: Numbers) -> dict[str, Numbers]:
-    """See `Skew`. Counts are ``[n, C]``."""
+    """Compute the label skew, see `Skew`. The shape of the counts is ``[n, C]``."""
     size = counts.sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         p, q = counts / size[:, None], counts.sum(0) / counts.sum()
@@ -135,7 +141,7 @@ def _entropy(p: Numbers) -> Numbers:
 
 
 def _picture(skew: Skew, id: str, where: str) -> Figure | None:
-    """Clients x classes: the share of each class in a client's data, and the client's size."""
+    """Draw the share of each class in a client's data, and the client's size, or return None without data."""
     run, part = skew.run, skew.run.partitions[skew.seed]
     counts, size = part.counts, part.sizes
     n, classes = counts.shape
@@ -196,7 +202,10 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
 
 
 def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw a panel per clustering method, for its first seed: cluster by round and client, or None without any."""
+    """Draw the cluster by round and client, one panel per clustering method (first seed).
+
+    Return None without clusters.
+    """
     data: Rows = []
     planted = some = False
     for run, row, seed in _first_seeds(runs, rows, "cluster"):
@@ -225,7 +234,10 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw a panel per method with shares by recovered clusters: every client's share by round, first seed."""
+    """Draw every client's share by round (first seed), one panel per method with shares by recovered clusters.
+
+    Return None without shares.
+    """
     cells: Rows = []
     for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
         points, chosen = (
@@ -252,7 +264,7 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
-    """Every method that recorded a series of its clients: its run, one of its rows, and the first seed that has it."""
+    """Yield the run, a row and the first recorded seed of every method that recorded a series of its clients."""
     for row in {row.name: row for row in rows}.values():
         run = run_of(runs, row)
         seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
@@ -261,7 +273,10 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
 
 
 def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
-    """Draw a panel per method with rounds across and clients down. Tooltips also have the columns ``more``."""
+    """Draw a panel per method with rounds on the horizontal and clients on the vertical axis.
+
+    The tooltips also show the columns ``more``.
+    """
     inner = kit.heat_map(
         {**kit.nominal_channel("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
         kit.nominal_channel("client", clients, "Client", scale={"padding": 0.1}),
@@ -274,7 +289,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 
 
 def _evenly(items: int | Integers, most: int) -> Integers:
-    """At most so many of the items, or of the numbers up to one, evenly by place."""
+    """Return at most ``most`` items, evenly spaced. An integer stands for the numbers below it."""
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
     chosen: Integers = numbers[np.unique(places.astype(int))]
@@ -304,7 +319,7 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
 
 
 def aligned(labels: Integers, reference: Integers) -> Integers:
-    """Labels renamed so that as many as can be equal the others. -1 (unknown) stays.
+    """Rename labels so that as many as possible equal the reference labels. The label -1 (unknown) is kept.
 
     >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]

@@ -1,4 +1,4 @@
-"""Draw how results differ from client to client: as they are, and as gains over a baseline."""
+"""Draw how results differ between clients: the results, and the gains over a baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
-"""Up to so many clients (times seeds) of all rows are drawn as dots, of one row at least so many."""
+"""Largest number of dots (clients times seeds) of all rows together, and number of dots that every row may draw."""
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values by seed."""
 
@@ -23,7 +23,10 @@ def attackers_sentence(runs: list[Run]) -> str:
 
 
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
-    """Benign clients and their finite values at the last recorded round. None of a seed that was lost."""
+    """Return the benign clients and their finite values at the last recorded round.
+
+    A seed that was lost gives empty arrays.
+    """
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost:
         return np.empty(0, np.int64), np.empty(0)
@@ -37,7 +40,7 @@ def pooled(seeds: Seeds) -> Numbers:
 
 
 def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
-    """Draw the leading metric of single clients."""
+    """Draw the leading metric of single clients, or return None without data."""
     higher, title = metric(lead).higher, titled(metric(lead))
     spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
     caption = (
@@ -48,7 +51,10 @@ def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Fi
 
 
 def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
-    """Gain of each client over the baseline with the same seed, above 0 where the method is better (FedSLR, Fig. 3)."""
+    """Draw each client's gain over the baseline with the same seed.
+
+    Gains above 0 mean that the method is better (FedSLR, Fig. 3).
+    """
     shown, sign = metric(lead), 1 if metric(lead).higher else -1
     gains: list[tuple[Row, Seeds]] = []
     against: dict[str, None] = {}
@@ -82,7 +88,7 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
 
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
-    """Return the row of the same run that the others are compared with."""
+    """Return the row of the same run that the others are compared with, or None without such a row."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
         r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
@@ -93,18 +99,18 @@ def _baseline(rows: list[Row], row: Row) -> Row | None:
 def _distribution(
     runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
 ) -> tuple[Spec, dict[str, Rows], str]:
-    """Box plots with the clients as dots below, sorted by median.
+    """Draw box plots sorted by median, with the clients as dots below.
 
     Args:
-        runs: of the rows.
-        rows: what is compared.
-        scores: of the clients, by row.
-        title: of the axis.
-        sign: 1 puts the smallest median on top, -1 the largest.
-        zero: draw a line at 0.
+        runs: runs of the rows.
+        rows: rows to compare.
+        scores: values of the clients, by row.
+        title: title of the axis.
+        sign: 1 to put the smallest median on top, -1 to put the largest median on top.
+        zero: True to draw a line at 0.
 
     Returns:
-        The specification, its data sets, and a sentence on what is drawn.
+        Specification, its data sets, and a sentence on the drawing.
     """
     order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
     boxes: Rows = []

@@ -1,4 +1,4 @@
-"""Results against their price (fairness, sparsity), and the price itself: work and traffic."""
+"""Results against their price (fairness, sparsity), and the price alone: work and traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COST_AXES = {
 
 
 class Price(NamedTuple):
-    """Horizontal axis: a figure of the rows, its column and title, and whether less is better."""
+    """Horizontal axis: a figure of the rows, its column and title, and True if smaller values are better."""
 
     figure: str
     column: str
@@ -31,7 +31,7 @@ class Price(NamedTuple):
 
 
 def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the leading result against the variance of losses, the worst tenth of clients, and non-zero parameters."""
+    """Draw the leading result against variance of losses, worst tenth of clients, and non-zero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
     variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
@@ -48,12 +48,12 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
 
 
 def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Totals of work and traffic, and the price of a common result."""
+    """Draw the totals of work and traffic, and the price of a common result."""
     return [_totals(rows), _reached(runs, rows, lead, models)]
 
 
 def _counted(row: Row) -> Row:
-    """Return the row with its non-zero parameters. An uncounted model is dense."""
+    """Return the row with its non-zero parameters. A model whose non-zero parameters were not counted is dense."""
     dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
 
@@ -61,7 +61,10 @@ def _counted(row: Row) -> Row:
 def _trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw a point per row with both figures. ``words`` are id, group, tab, title and the best corner."""
+    """Draw a point per row with both figures, or return None without data.
+
+    ``words`` are the id, group, tab, title and best corner.
+    """
     up, across = metric(lead).scale, metric(lead).scale if price.figure.startswith(lead) else 1.0
     data: Rows = []
     singles: Rows = []
@@ -119,7 +122,7 @@ def _better(one: dict[str, Any], other: dict[str, Any], column: str, signs: tupl
 
 
 def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None:
-    """Give a name to every point that has no named one near it, the ringed ones first."""
+    """Name every point without a named point near it, ringed points first."""
     named: list[tuple[float, float]] = []
     for point in sorted(data, key=lambda p: not p["best"]):
         x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
@@ -173,7 +176,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
 
 
 def _totals(rows: list[Row]) -> Figure | None:
-    """Bars per method: models of a method share its work."""
+    """Draw bars per method, because the models of a method share its work. Return None without data."""
     data: Rows = []
     for measure in COST_FIGURES:
         first = {row.name: row for row in reversed(rows) if measure in row.figures}
@@ -193,7 +196,10 @@ def _totals(rows: list[Row]) -> Figure | None:
 
 
 def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
-    """Dots per row: what was spent when the mean result first came to the target of its task."""
+    """Draw a dot per row: the cost at which the mean result first reached the target of its task.
+
+    Return None without data.
+    """
     data: Rows = []
     missed: list[str] = []
     targets = []
@@ -230,7 +236,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
 
 
 def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
-    """Draw a panel per measure: bars from 0, or dots in the color of the model if there is a ``tint``."""
+    """Draw a panel per measure: bars from 0, or dots in the color of the model if a ``tint`` is given."""
     order = list(dict.fromkeys(point[field] for point in data))
     x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
     place = {

@@ -1,7 +1,7 @@
-"""Metrics of resampled test samples: the standard error of a difference of two models, paired over patients.
+"""Metrics of resampled test samples, and the standard error of a difference of two models, paired over patients.
 
-Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Every resample has both
-models' predictions of the patients in it. Where samples are of known subjects, these are drawn, each with all of its
+Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Every resample contains
+both models' predictions of its patients. If samples belong to known subjects, subjects are drawn, each with all of its
 samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
 """
 
@@ -14,16 +14,16 @@ from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
 MOST_PAIRS = 10**8
-"""Pairs of an event and another patient that are compared, with more, a C-index has no interval here."""
+"""Largest number of pairs (an event and another patient) for which a C-index gets an interval here."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """Compute a metric ``[B]`` of test samples that count by their weights, or nan if it has no value.
+    """Compute a metric ``[B]`` of weighted test samples, nan if the metric is undefined.
 
     Args:
         metric: ``accuracy`` (of predictions above 0.5 for targets above it), ``c_index``, ``r2``, ``rmse``, ``mae`` or
             ``deviance``, as the tasks define them, in units of the label.
-        weight: ``[B, N]``, 0 or more.
+        weight: weights of the samples ``[B, N]``, 0 or more.
         samples: ``[N]``.
     """
     y, prediction = samples.target, samples.prediction
@@ -46,7 +46,7 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
 
 
 def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
-    """Harrell's C-index. A patient who is drawn twice is not compared with itself."""
+    """Harrell's C-index. A patient who is drawn twice is not compared with the copy."""
     assert samples.event is not None
     events = np.flatnonzero(samples.event > 0)
     right, pairs = np.zeros(len(weight)), np.zeros(len(weight))
@@ -65,7 +65,7 @@ def standard_error(metric: str, alone: Predicted, shared: Predicted | None = Non
     Args:
         metric: see `weighted_metric`.
         alone: samples of one model.
-        shared: the same samples of another. Then of the difference of both.
+        shared: the same samples with another model. If given, the metric is the difference between both models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

@@ -1,11 +1,12 @@
 """Gains over test samples: the metric of a site alone and together, and an interval of the difference.
 
-The interval of AUROC is DeLong's, that of another metric has the standard error of a bootstrap. Where samples are of
-known subjects, both go by subject.
+DeLong's interval is used for AUROC, and the standard error of a bootstrap for other metrics. If samples belong to known
+subjects, both methods count subjects.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
-curves", Biometrics 1988, Eq. 5 to 8, by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, of subjects
-with several samples N. A. Obuchowski, "Nonparametric analysis of clustered ROC curve data", Biometrics 53, 1997.
+curves", Biometrics 1988, Eq. 5 to 8, computed by mid-ranks as in X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, and
+for subjects with several samples as in N. A. Obuchowski, "Nonparametric analysis of clustered ROC curve data",
+Biometrics 53, 1997.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
-"""Metrics whose interval is a bootstrap's."""
+"""Metrics whose interval is computed by a bootstrap."""
 SHARE_METRICS = ("auroc", "accuracy", "c_index")
-"""Metrics from 0 to 1, whose intervals are made on the scale of logits."""
+"""Metrics from 0 to 1, whose intervals are computed on the logit scale."""
 MIN_CLASS_SAMPLES = 2
-"""Test samples, or subjects, of each class from which a difference has an interval."""
+"""Smallest number of test samples, or subjects, of each class for which a difference gets an interval."""
 
 BY_PATIENT_TEXT = (
     "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
@@ -44,17 +45,17 @@ BY_PATIENT_TEXT = (
 
 
 class SiteDifference(NamedTuple):
-    """A site, or all of them (``site`` is "All").
+    """Difference of a site, or of all sites together (``site`` is "All").
 
     Attributes:
         site: its name.
-        samples: test samples, or subjects where they are known.
-        metric: that is compared.
-        events: of the second class, or of times, likewise. None of other tasks.
-        alone: of the site's own model.
-        together: of the federated one.
-        half: half the width of the interval of their difference. Nan where there is none.
-        p: two-sided, of no difference.
+        samples: number of test samples, or of subjects if subjects are known.
+        metric: name of the compared metric.
+        events: number of samples (or subjects) of the second class, or with an event time. None for other tasks.
+        alone: metric of the site's local model.
+        together: metric of the federated model.
+        half: half the width of the interval of the difference. Nan without an interval.
+        p: two-sided p value of no difference.
     """
 
     site: str
@@ -68,12 +69,12 @@ class SiteDifference(NamedTuple):
 
 
 def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
-    """AUROC of models ``[k]`` on the same samples, and the covariance ``[k, k]`` of these estimates.
+    """Return the AUROC of models ``[k]`` on the same samples, and the covariance ``[k, k]`` of these estimates.
 
     Args:
-        scores: ``[k, N]``, higher for the second class.
-        target: ``[N]`` 0 or 1, at least `MIN_CLASS_SAMPLES` of each, and of as many subjects.
-        units: subject ``[N]`` of each sample, numbered from 0. None: each is its own.
+        scores: scores ``[k, N]``, higher for the second class.
+        target: targets ``[N]``, 0 or 1, at least `MIN_CLASS_SAMPLES` samples of each class, and from as many subjects.
+        units: subject ``[N]`` of each sample, numbered from 0. None: each sample is a separate subject.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -101,14 +102,14 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """Return a metric of one model, and the ends of its interval. NaN without one.
+    """Return a metric of one model, and the lower and upper end of its interval. All three are nan without an interval.
 
-    Student's t with a degree of freedom fewer than there are subjects, for shares on the scale of logits.
+    The interval is Student's t with one degree of freedom fewer than subjects, on the logit scale for shares.
 
     Args:
-        metric: ``auroc``, or one of `BOOTSTRAP_METRICS`.
-        samples: of whom each is where subjects have several.
-        level: how often such intervals cover the metric of the population.
+        metric: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
+        samples: predictions of one model, with the subject of each sample where subjects have several.
+        level: probability with which such intervals cover the metric of the population.
     """
     subjects = samples.count()
     if metric == "auroc":
@@ -132,7 +133,7 @@ def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """Return a line per site and one over all sites, or [] without kept predictions or without such a metric."""
+    """Return a line per site and a line over all sites, or [] without kept predictions or without such a metric."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
         return []
@@ -167,13 +168,16 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
 
 
 def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
-    """Return gains over test samples of the runs with kept predictions, by the run's label if there are several."""
+    """Return gains over test samples of the runs with kept predictions.
+
+    Each is returned with the label of its run if there are several runs.
+    """
     by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render a table per run, by its label."""
+    """Render a table per run, titled by its label."""
     text = ""
     for label, lines in tables:
         cells = [
@@ -195,7 +199,7 @@ def _words(line: SiteDifference) -> list[str]:
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render the same as CSV, unrounded. Missing figures are empty."""
+    """Render the gains over test samples as CSV, unrounded. Missing figures are empty."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

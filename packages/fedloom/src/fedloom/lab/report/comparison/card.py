@@ -1,4 +1,4 @@
-"""A model card of a run as Markdown: what was recorded, and headings that people fill in."""
+"""Model card of a run as Markdown: the recorded facts, and headings for people to fill in."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Args:
         run_dirs: output directories of runs.
-        out: the Markdown file.
+        out: path of the Markdown file.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: the file is there. People may have written into it.
+        ConfigError: the file exists. People may have edited it.
         RunDirError: a directory is not a run, or one of its files is damaged.
-        CheckpointError: the disk is full or refuses.
+        CheckpointError: the disk is full or rejects the file.
     """
     check_card(out)
     text = "\n".join(card(run) for run in read_runs(run_dirs))
@@ -48,10 +48,10 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def check_card(out: Path) -> None:
-    """Refuse to write a model card over a file.
+    """Raise if the file of a model card exists.
 
     Raises:
-        ConfigError: the file is there. People may have written into it.
+        ConfigError: the file exists. People may have edited it.
     """
     if out.exists():
         raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
@@ -63,7 +63,7 @@ def check_card(out: Path) -> None:
 
 
 def card(run: Run) -> str:
-    """Render the card of the model that leads by the leading metric, a federated one if one ended well."""
+    """Render the card of the model that leads by the leading metric, a federated model if one ended well."""
     lead = leading_metric([run])
     shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]
@@ -96,7 +96,7 @@ def card(run: Run) -> str:
 
 
 def _results(run: Run, row: Row) -> list[str]:
-    """Figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
+    """Render figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
     names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
     heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
@@ -112,7 +112,7 @@ def _results(run: Run, row: Row) -> list[str]:
 
 
 def _groups(run: Run, row: Row, lead: str) -> list[str]:
-    """Return the leading metric of groups of patients, if they were scored."""
+    """Return the leading metric of groups of patients, or an empty list if no groups were scored."""
     cells = group_cells(run, row, lead)
     if cells is None:
         return []

@@ -1,4 +1,4 @@
-"""Conclude a comparison in a few sentences: the winner, the differences, the compared models, and their cost."""
+"""Conclusion of a comparison in a few sentences: the winner, the differences, the compared models, and their cost."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
-"""Differences that a terminal and the head of a report show. The table of pairs has all."""
+"""Number of differences that a terminal and the head of a report show. The table of pairs shows all of them."""
 
 
 class Conclusion(NamedTuple):
-    """The result of a comparison in words.
+    """Result of a comparison in words.
 
     Attributes:
-        task: of several comparisons, the data and attack of this one. Empty for a single comparison.
-        answer: the winner, or that there is none.
+        task: with several comparisons, the data and attack of this comparison. Empty for a single comparison.
+        answer: sentence that names the winner, or says that there is no winner.
         pairs: a line per compared method, with its mean, its difference from the baseline and the verdict.
-        compared: which models are compared. Empty if no two are.
+        compared: sentence on the models that are compared. Empty if fewer than two models are compared.
         cost: gradients and traffic of the best method and of the baseline. Empty if neither is recorded.
-        tests: the pairs behind the lines. None without a baseline.
+        tests: pairs behind the lines. Empty without a baseline.
     """
 
     task: str
@@ -45,7 +45,7 @@ class Conclusion(NamedTuple):
         """Return the conclusion line by line.
 
         Args:
-            shown: number of pairs that are written out. None for all.
+            shown: number of pairs that are written out. None: all pairs.
         """
         rest = len(self.pairs[shown:]) if shown is not None else 0
         head = f"{self.task}: {self.answer}" if self.task else self.answer
@@ -64,11 +64,11 @@ def conclude(
     """Return a conclusion for each family of comparable runs.
 
     Args:
-        runs: of the rows.
+        runs: runs of the rows.
         rows: every model of every method.
-        baseline: label of the baseline. None for `local`, or else FedAvg, or else the first method of a single run.
+        baseline: label of the baseline. None: `local`, or else FedAvg, or else the first method of a single run.
         compare_model: which model of a method is compared.
-        margin: differences up to it do not matter, in the units of the leading metric. None: none is stated.
+        margin: largest difference that does not matter, in the units of the leading metric. None: no margin is stated.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
@@ -136,7 +136,7 @@ def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], co
 
 
 def _answer(compared: list[Pair], reference: Row) -> str:
-    """Return the sentence that names the winner, if there is one."""
+    """Return the sentence that names the winner, or says that there is no winner."""
     of_methods = [pair for pair in compared if pair.row.algorithm]
     better, tested = ([p for p in of_methods if test(p)] for test in (_is_better, lambda p: not p.reason))
     seeds = max((p.comparison.seeds for p in compared if p.comparison), default=0)

@@ -1,8 +1,8 @@
-"""Whom a comparison is about: one row per method, and the natural rival of models that clients choose themselves.
+"""Rows of a comparison: one row per method, and a fair rival of models that clients choose for themselves.
 
-The model that a client would use is the better one of a global and a personal model on the client's validation part
-(the hybrid model), or the only one of a method. Where such models are compared, their rival stands beside them: each
-client's better one of training alone and FedAvg, chosen on validation by the same rule. It needs no method at all.
+Clients would use the better of a global and a personal model on their validation part (the hybrid model), or the only
+model of a method. Where such models are compared, their rival is shown beside them: for each client, the better of
+local training and FedAvg, chosen on validation by the same rule. The rival needs no further method.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Rows of a method: the model that a client would use. The personal (else global) model, as papers report. Or all."""
+"""Rows of a method: ``best-on-validation`` (the model that a client would use), ``personal`` (the personal, else the
+global model, as papers report), or ``all``."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
@@ -38,9 +39,9 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
     """Select the rows to compare.
 
     Args:
-        runs: of the rows.
+        runs: runs of the rows.
         rows: every model of every method.
-        models: which rows of a method.
+        models: which rows of a method are selected.
     """
     if models == "all":
         return list(rows)
@@ -58,17 +59,20 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
 
 
 def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
-    """Select the rows to compare, at most one per method even if all models are asked for."""
+    """Select the rows to compare, at most one per method even if all models are requested."""
     return contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
-    """Select the rows of a run that are compared and have the metric ``lead``."""
+    """Select the compared rows of a run that contain the metric ``lead``."""
     return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the row with the best mean, of rows with the most seeds and without a diverged or failed run."""
+    """Return the row with the best mean, or None without such a row.
+
+    Only rows with the most seeds and without a diverged or failed run are compared.
+    """
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
     sign = 1 if metric(lead).higher else -1
@@ -77,7 +81,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def reference(rows: Sequence[Row]) -> str | None:
-    """Return the method that others are compared with by default: the first that trains alone, else FedAvg."""
+    """Return the default baseline: the first method that trains alone, else FedAvg, or None without both."""
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
 
@@ -88,11 +92,13 @@ def _rank(row: Row, models: Models) -> int:
 
 
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
-    """Each client's better one of training alone and FedAvg on validation. None where a run has not both.
+    """Return for each client the better of local training and FedAvg on validation.
+
+    Return None where a run lacks one of them.
 
     Args:
-        run: with the clients' results.
-        rows: of the run.
+        run: run with the clients' results.
+        rows: rows of the run.
     """
     local = next((row for row in rows if (row.role, row.model) == ("alone", "personal")), None)
     shared = next((row for row in rows if (row.role, row.model) == ("average", "global")), None)
@@ -123,7 +129,10 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 
 
 def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Clients ``[n]`` for which the shared model is strictly better on the part that chooses. None if not recorded."""
+    """Return the clients ``[n]`` for which the shared model is strictly better on the part that chooses.
+
+    None if it was not recorded.
+    """
     part = run.summary.select_on
     names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
     if not names:
@@ -144,7 +153,7 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
 
 
 def same(one: Row, other: Row) -> bool:
-    """Whether two rows are of the same models: every figure that both have is equal with every seed, costs aside."""
+    """Return True if two rows show the same models: every common figure is equal with every seed, costs aside."""
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
@@ -157,7 +166,7 @@ def _equal(one: Estimate, other: Estimate) -> bool:
 
 
 def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
-    """For every place the first place whose row is of the same models."""
+    """Return for every place the first place whose row shows the same models."""
     first: dict[int, int] = {}
     for place in places:
         first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)

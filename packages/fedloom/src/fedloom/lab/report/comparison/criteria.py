@@ -1,8 +1,8 @@
-"""Choose the winner of each criterion, with its certainty.
+"""Choice of the winner of each criterion, with its certainty.
 
-Methods are compared seed by seed (same seed, same data split): the leader against every row of another method, as one
-family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds nothing is decided: the test
-would rest on a spread that so few numbers cannot show.
+Methods are compared seed by seed (same seed, same data split): the leader against every row of other methods, as one
+family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds nothing is decided, because
+so few numbers cannot show their spread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, curve,
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
-"""The common target of costs is this share of the best result."""
+"""Share of the best result that is the common target of costs."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One question with a winner.
+    """Question with a winner.
 
     Attributes:
         figure: name in ``values``, e.g. ``accuracy/worst10``.
-        values: the figure of every row that has it, by index of the row.
-        higher: whether more is better.
+        values: figure of every row that contains it, by index of the row.
+        higher: True if larger values are better.
     """
 
     figure: str
@@ -48,17 +48,17 @@ class Winner:
     """The leader of a criterion.
 
     Attributes:
-        row: index of the leader. None where nothing could be compared.
-        rivals: rows of other methods that it does not beat significantly, the nearest first.
-        equals: rows of other methods that are the same models, and so no rivals.
-        runner_up: the best row of another method.
-        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
-            The logarithm of their ratio where `is_ratio`.
-        half: half width of the lead's interval, the one that decides. Nan with fewer than two common seeds.
-        provisional: whether some runs are unfinished.
-        seeds: common seeds of the leader and the runner-up.
-        decidable: whether there were enough common seeds to test.
-        excluded: whether other methods have no result, or not with every seed, and are not compared.
+        row: index of the leader. None if no rows could be compared.
+        rivals: rows of other methods that the leader does not beat significantly, the nearest first.
+        equals: rows of other methods that show the same models, and so are not rivals.
+        runner_up: best row of another method.
+        lead: mean lead over the runner-up over common seeds, in the units of the criterion (before scaling), positive.
+            If `is_ratio` is true, it is the logarithm of their ratio.
+        half: half width of the interval that decides the lead. Nan with fewer than two common seeds.
+        provisional: True if some runs are unfinished.
+        seeds: number of common seeds of the leader and the runner-up.
+        decidable: True if there were enough common seeds to test.
+        excluded: True if some other methods are not compared because they lack a result, or a result for every seed.
     """
 
     criterion: Criterion
@@ -75,7 +75,7 @@ class Winner:
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
-    """Return the comparable groups of runs, with equal data, partition and attack, their rows and labels."""
+    """Return the comparable groups of runs (equal data, partition and attack) with their labels and rows."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
@@ -94,13 +94,13 @@ def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
 
 
 class Marks(NamedTuple):
-    """Rows of a column that a table marks: the best of it, and those that are not significantly worse."""
+    """Rows that a table marks in a column: the best rows, and the rows that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
     def moved(self, by: int) -> Marks:
-        """Shift the marks to rows further down."""
+        """Return the marks shifted to rows further down."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
@@ -110,7 +110,7 @@ class Marks(NamedTuple):
 
 
 def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
-    """Return the marks of every column with a better direction, costs aside. Each column is one family of tests.
+    """Return the marks of every column with a better direction, except costs. Each column is one family of tests.
 
     ``ratio`` corrects the tests as in `family`.
     """
@@ -129,7 +129,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
 
 
 def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """Return a figure of every row that has it, by the row's place."""
+    """Return a figure of every row that contains it, by the place of the row."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -165,15 +165,15 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
 
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """95 % of the best mean result (the best over 95 % where less is better) of methods that ran to their end.
+    """Return 95 % of the best mean result of methods that ran to their end (the best over 95 % if smaller is better).
 
-    It is of one row per method, whichever of its rows are shown. Where no method ran to its end, it is of those that
-    are still running. A row of no method, whose work is not known, sets none. Nor does a best result that is not above
-    0. Without a target it is nan.
+    One row per method counts, regardless of the rows that are shown. If no method ran to its end, the methods that are
+    still running count. A row without a method, whose work is unknown, does not count. The target is nan without such
+    rows, or if the best result is not above 0.
 
     Args:
-        runs: of equal data, partition and attack.
-        rows: of these runs.
+        runs: runs with equal data, partition and attack.
+        rows: rows of these runs.
         lead: metric of the result.
         models: which row of a method counts.
     """
@@ -192,16 +192,16 @@ def goal_of(lead: str, target: float) -> str:
 
 
 def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return the target of a run: the target of all runs that it may be compared with."""
+    """Return the target of a run, which is the common target of all comparable runs."""
     own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
     return common_target(own_runs, own_rows, lead, models)
 
 
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
-    """Traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` until the mean reaches the target.
+    """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` to reach a target.
 
-    Rows that miss the target with any seed are left out. A target that a model meets before the first round
-    has no cost, and no row a figure.
+    The mean over clients must reach the target. Rows that miss it with any seed are left out. If a model meets the
+    target before the first round, the result is empty.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -222,7 +222,10 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
 
 
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
-    """Work or traffic spent up to every recorded round. ``bytes`` is both directions, ``seconds`` the rounds' time."""
+    """Return the work or traffic spent up to every recorded round.
+
+    ``bytes`` counts both directions, ``seconds`` the time of the rounds.
+    """
     if cost == "seconds":
         spent = run.seconds.get((method, seed))
         return Curve(spent.round, np.cumsum(spent.value)) if spent else EMPTY_CURVE
@@ -247,7 +250,7 @@ def up_to(total: Curve, round: int) -> float:
 
 
 def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
-    """Return the best row of a criterion among rows whose seeds all ended well, or provisionally are still running.
+    """Return the best row of a criterion among rows whose seeds all ended well or, provisionally, are still running.
 
     ``ratio`` corrects the tests as in `family`.
     """

@@ -1,4 +1,4 @@
-"""Classes of devices: what their clients get, how many uploads they send, and when they reach a common target."""
+"""Figures by class of device: the results of its clients, their uploads, and the time to a common target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table per run whose clients have devices of several classes."""
+    """Render an HTML table per run whose clients use devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead, models)], []
@@ -68,7 +68,10 @@ def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "b
 def _figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
-    """Yield every compared row and class with the common target and the figures. None of methods with one class."""
+    """Yield every compared row and class with the common target and the figures.
+
+    Methods with a single class are left out.
+    """
     compared = contenders_of(run, runs, rows, lead)
     target = target_of(run, runs, rows, lead, models)
     for row in compared:
@@ -81,7 +84,7 @@ def _figures(
 
 
 def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
-    """Return the figures of a class in one run, or {} if none of its clients has a result."""
+    """Return the figures of a class in one run, or {} if all of its clients lack a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost:

@@ -1,14 +1,15 @@
-"""A family of paired tests: differences over common seeds, Holm's correction, verdicts, and intervals that agree.
+"""Family of paired tests: differences over common seeds, Holm's correction, verdicts, and matching intervals.
 
-Every comparison that one page, card or table states at once belongs to one family. A difference is tested by the paired
-t test of its values by seed. Holm's step-down procedure (`holm`) keeps the chance of any false claim in the family at
-5 % or less. The interval of a difference has the level of the step at which Holm's procedure decides it, so it leaves
-out 0 exactly where the difference is significant. A comparison with fewer than five common seeds is not tested and is
-no member of the family. Seeds with which the runs of both methods only repeat the runs of another seed count once.
+All comparisons on one page, card or table belong to one family. A difference is tested by the paired t test of its
+values by seed. Holm's step-down procedure (`holm`) keeps the chance of any false claim in the family at 5 % or less.
+The interval of a difference uses the level of the step at which Holm's procedure decides it. The interval therefore
+excludes 0 exactly if the difference is significant. A comparison with fewer than five common seeds is not tested and
+does not belong to the family. If the runs of both methods with some seeds only repeat their runs with another seed,
+these seeds count once.
 
-Seeds that split the same samples anew give results that depend on each other. With the ratio of test to training
-samples the variance has the correction of Nadeau and Bengio, and a verdict speaks about new samples from the same
-source. Without it a verdict speaks about these samples: about other seeds on them.
+If seeds split the same samples anew, their results depend on each other. With the ratio of test to training samples,
+the variance gets the correction of Nadeau and Bengio, and a verdict is about new samples from the same source. Without
+the ratio, a verdict is about these samples with other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -28,15 +29,15 @@ from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, half_width
 Name = TypeVar("Name", bound=Hashable)
 
 FAMILY_ERROR_LEVEL = 0.05
-"""Chance of any false claim in a family."""
+"""Probability of any false claim in a family."""
 MODERATED_LEVEL = 0.025
-"""Nominal level of a family of moderated tests. At a nominal 5 % they reject in 7.0 % of the sign-flip nulls of the
-recorded map (19 of 270: methods that collapse with some seeds have a heavier tail than the prior), at 2.5 % in 2.6 %,
-and in 3 of the 60 of the four setups where methods collapse."""
+"""Nominal level of a family of moderated tests. At a nominal 5 %, moderated tests reject in 7.0 % of the sign-flip
+nulls of the recorded map (19 of 270). Methods that collapse with some seeds have a heavier tail than the prior. At a
+nominal 2.5 %, they reject in 2.6 % of all nulls, and in 3 of the 60 nulls of the four setups where methods collapse."""
 
 
 class PairVerdict(StrEnum):
-    """Name every outcome of a comparison of two. One that is not tested has a reason (`untested_reason`)."""
+    """Outcomes of a comparison of two methods. A comparison that is not tested has a reason (`untested_reason`)."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -46,15 +47,15 @@ class PairVerdict(StrEnum):
 
 
 class TestedDifference(NamedTuple):
-    """One difference of a family.
+    """Difference that belongs to a family.
 
     Attributes:
-        mean: mean over the common seeds. Nan without one.
-        half: half width of its interval, at the level that decides it, of the 95 % interval where it is not
-            tested. Nan with fewer than two seeds.
-        p: two-sided p of its t test. Nan where it is not tested.
-        holm: the same, adjusted by Holm for the family.
-        significant: whether Holm's procedure rejects that there is no difference.
+        mean: mean over the common seeds. Nan without common seeds.
+        half: half width of its interval, at the level that decides it, or of the 95 % interval if it is not tested. Nan
+            with fewer than two seeds.
+        p: two-sided p value of its t test. Nan if it is not tested.
+        holm: p value adjusted by Holm's procedure for the family.
+        significant: True if Holm's procedure rejects the hypothesis of no difference.
         seeds: number of common seeds.
     """
 
@@ -67,22 +68,22 @@ class TestedDifference(NamedTuple):
 
     @property
     def testable(self) -> bool:
-        """True if there are seeds enough for a test."""
+        """True if there are enough seeds for a test."""
         return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
-        """Reverse the direction of the comparison."""
+        """Return the comparison in the reverse direction."""
         return self._replace(mean=-self.mean)
 
 
 def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
-    """Return the verdict of a comparison, by its printed interval.
+    """Return the verdict of a comparison, based on its printed interval.
 
     Args:
-        comparison: one minus the other. None where both are the same models.
-        higher: whether more is better.
-        margin: differences up to it do not matter, in the units of the comparison, above 0. None: none is stated, and
-            nothing is equivalent.
+        comparison: first figure minus second figure. None if both show the same models.
+        higher: True if larger values are better.
+        margin: largest difference that does not matter, in the units of the comparison, above 0. None: no margin is
+            stated, and no comparison is equivalent.
 
     >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
@@ -98,26 +99,27 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
 
 
 def untested_reason(comparison: TestedDifference | None) -> str:
-    """Return why a comparison is not tested. Empty where it is."""
+    """Return the reason why a comparison is not tested. Empty if it is tested."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence on what verdicts speak about, by the ratio of `family`."""
+    """Return the sentence on the scope of verdicts, by the ratio of `family`."""
     if ratio:
         return "Verdicts are about new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts are about these samples, with other seeds."
 
 
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
-    """Return one minus the other by common seed, of seeds that both repeat, the first.
+    """Return the difference of two figures by common seed. Of seeds that both figures repeat, the first counts.
 
     Args:
-        one: a figure by seed.
-        other: the figure that it is compared with.
-        log: return logarithms of one over the other. Two zeros are equal, of one zero the logarithm is infinite.
+        one: figure by seed.
+        other: figure by seed that is subtracted.
+        log: True to return the logarithms of the ratios instead. Two zeros are equal. With a single zero the logarithm
+            is infinite.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -129,7 +131,7 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
 
 
 def log_ratio(one: float, other: float) -> float:
-    """Return the logarithm of one over the other: 0 of equal ones, infinite where one of them is 0 or below."""
+    """Return the logarithm of ``one`` over ``other``: 0 if they are equal, infinite if one of them is 0 or below."""
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:
@@ -143,10 +145,11 @@ def family(
     """Test every difference of a family.
 
     Args:
-        members: differences by seed, by a name of the comparison.
-        ratio: test samples per training sample where every seed splits the same samples anew, of all or by name. 0:
-            no correction, for verdicts about these samples.
-        moderate: shrink the variances over the members to their common one (`fit_prior`), at `MODERATED_LEVEL`.
+        members: differences by seed, by the name of the comparison.
+        ratio: test samples per training sample if every seed splits the same samples anew, for all members or by name.
+            0: no correction, for verdicts about these samples.
+        moderate: True to shrink the variances of the members towards a common variance (`fit_prior`), at
+            `MODERATED_LEVEL`.
     """
     values = {name: np.array([*by_seed.values()]) for name, by_seed in members.items()}
     tested = [name for name, one in values.items() if len(one) >= MIN_SEEDS]
@@ -174,13 +177,19 @@ def family(
 
 
 def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
-    """Return the prior of the variances of differences by seed. None where too few differ from 0 to have one."""
+    """Return the prior of the variances of differences by seed.
+
+    None if too few members differ from 0 to fit a prior.
+    """
     varied = [one for one in members if np.any(one) and np.isfinite(one).all()]
     return fit_prior([float(one.var(ddof=1)) for one in varied], [len(one) - 1 for one in varied])
 
 
 def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
-    """Return the two-sided p of the mean of ``[k]``, without a prior equal ones are certain, unless they are all 0."""
+    """Return the two-sided p value of the mean of ``[k]``.
+
+    Without a prior, equal values are certain unless they are all 0.
+    """
     if values.max() == values.min() and (prior is None or not values[0] or math.isinf(values[0])):
         return 0.0 if values[0] else 1.0
     if not np.isfinite(values).all():
@@ -214,8 +223,8 @@ def _error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
 def holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
-    The k-th smallest becomes the largest of (m - j + 1) p_j over j <= k, at most 1. A hypothesis is rejected where its
-    adjusted p is at most the level of the family.
+    The adjusted value of the k-th smallest is the largest of (m - j + 1) p_j over j <= k, at most 1. A hypothesis is
+    rejected if its adjusted p value is at most the level of the family.
     """
     order = sorted(range(len(p)), key=p.__getitem__)
     adjusted, largest = [0.0] * len(p), 0.0

@@ -1,4 +1,4 @@
-"""Compare every named site alone and together, with a paired interval of the difference."""
+"""Comparison of every named site alone and together, with a paired interval of the difference."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, tabular, tex
 
 MAX_LISTED_SITES = 20
-"""Up to so many sites are listed one by one."""
+"""Largest number of sites that are listed one by one."""
 BY_SITE = ("by-column", "natural")
-"""Kinds of partition whose clients are sites, even where their names are numbers."""
+"""Kinds of partition whose clients are sites, even if their names are numbers."""
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
 GAINS_TEXT = (
@@ -44,16 +44,16 @@ GAINS_TEXT = (
 
 
 class Gain(NamedTuple):
-    """A line of the table: a site, or a mean over sites.
+    """Line of the table: a site, or a mean over sites.
 
     Attributes:
         site: name of the site or of the mean.
-        samples: training samples with each seed. Empty where none are recorded.
-        events: training samples of the second class with each seed. Empty unless the task is binary.
-        alone: result of the site's own model by seed.
+        samples: number of training samples with each seed. Empty if no numbers are recorded.
+        events: number of training samples of the second class with each seed. Empty unless the task is binary.
+        alone: result of the site's local model by seed.
         together: result of the federated method by seed.
-        comparison: together minus alone, positive where together is better, one of the family of all lines.
-        reason: why there is no gain, as a sentence. Empty where there is one.
+        comparison: together minus alone, positive if together is better, a member of the family of all lines.
+        reason: sentence that says why there is no gain. Empty if there is a gain.
     """
 
     site: str
@@ -66,23 +66,23 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """The verdict on together against alone."""
+        """Verdict on together against alone."""
         return pair_verdict(self.comparison, higher=True)
 
     @property
     def words(self) -> str:
-        """The verdict, with the reason where it is not tested."""
+        """Verdict, with the reason if it is not tested."""
         reason = untested_reason(self.comparison) if self.comparison.seeds else "no result"
         return f"{self.verdict} ({reason})" if reason else str(self.verdict)
 
 
 class SiteGains(NamedTuple):
-    """The gains of one run.
+    """Gains of a run.
 
     Attributes:
-        run: label, empty where there is but one run.
-        metric: the leading metric.
-        alone: row of training alone.
+        run: label of the run, empty if there is only one run.
+        metric: name of the leading metric.
+        alone: row of the method that trains alone.
         together: row of the federated method with the best mean.
         lines: a gain per site, then the means over sites.
     """
@@ -95,10 +95,10 @@ class SiteGains(NamedTuple):
 
 
 def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
-    """Return a table for every run of few sites with training alone and a federated method.
+    """Return a table for every run with few sites, a method that trains alone, and a federated method.
 
     Args:
-        runs: of the rows.
+        runs: runs of the rows.
         rows: every model of every method.
         lead: metric that is compared.
     """
@@ -138,22 +138,22 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the row of the federated method with the best mean (`best_row`), or None without one.
+    """Return the row of the federated method with the best mean (`best_row`), or None without a federated method.
 
     Args:
-        rows: one of each method.
+        rows: one row of each method.
         lead: metric that is compared.
     """
     return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
-    """Return a run's federated method with the best mean, or None without one."""
+    """Return a run's federated method with the best mean, or None without a federated method."""
     return federated_leader(contenders_of(run, runs, rows, lead), lead)
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
-    """Return values ``[n]`` of the clients at the last round of every seed, or nan if missing."""
+    """Return the values ``[n]`` of the clients at the last round of every seed, nan if a value is missing."""
     values, count = {}, run.clients
     for record in row.records:
         points = None if record.lost else last_points(run, row, record.seed, "test", name)
@@ -164,14 +164,14 @@ def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
 
 
 def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
-    """Value of the client at a place with every seed."""
+    """Return the value of the client at a place with every seed."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
 def _means(
     run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
 ) -> tuple[Estimate, Estimate]:
-    """Means over the sites that have both results with a seed, plain or by training samples."""
+    """Return means over the sites with both results for a seed, unweighted or weighted by training samples."""
     means: tuple[dict[int, float], dict[int, float]] = {}, {}
     for seed in alone.keys() & together.keys():
         both = np.isfinite(alone[seed]) & np.isfinite(together[seed])
@@ -184,7 +184,7 @@ def _means(
 
 
 def _counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Training samples and events of a site, or of all sites, with each seed."""
+    """Return the training samples and events of a site, or of all sites, with each seed."""
     parts = [*run.partitions.values()]
     chosen = slice(None) if place is None else slice(place, place + 1)
     binary = lead == "auroc" and all(part.counts.shape[1] == 2 for part in parts)
@@ -216,7 +216,7 @@ def _reason(
 
 
 def _span(values: tuple[int, ...]) -> str:
-    """Render the smallest and the largest of some counts.
+    """Render the smallest and the largest of several counts.
 
     >>> _span((16, 17, 16)), _span((1, 1)), _span(())
     ('16 to 17', '1', '–')
@@ -267,7 +267,7 @@ def _heads(table: SiteGains) -> list[str]:
 
 
 def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
-    """Alone, together and gain, each with the half width of its interval."""
+    """Render alone, together and gain, each with the half width of its interval."""
     scale = figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
     gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (UNKNOWN_DASH, "")

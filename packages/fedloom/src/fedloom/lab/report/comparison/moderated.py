@@ -1,11 +1,11 @@
-"""Moderated t tests: few seeds but many comparisons, whose variances are shrunk to what they have in common.
+"""Moderated t tests for few seeds and many comparisons. Their variances are shrunk towards a common variance.
 
 With five seeds a variance has four degrees of freedom, and Holm's first step over 56 methods needs a t of 12. The
-variances of all methods of a setup together say how large such a variance is: s0^2, worth d0 degrees of freedom. The
-variance of a comparison becomes (d0 s0^2 + d s^2) / (d0 + d), and its t has d0 + d degrees of freedom.
+variances of all methods of a setup together show how large such a variance is: s0^2, worth d0 degrees of freedom. The
+variance of a comparison becomes (d0 s0^2 + d s^2) / (d0 + d), and its t test uses d0 + d degrees of freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
-Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as limma's ``squeezeVar`` has it.
+Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARE = 1e-5
-"""Variances count as this share of their median at least, as in limma: a logarithm of 0 would rule the fit."""
+"""Smallest variance in the fit, as a share of the median variance, as in limma. Otherwise a logarithm of 0 would
+dominate the fit."""
 MOST_SEEDS = 10_000
-"""Plans stop here."""
+"""Largest number of seeds in a plan."""
 
 
 class Prior(NamedTuple):
@@ -27,8 +28,8 @@ class Prior(NamedTuple):
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
-        degrees: d0, 0 to infinity: how many degrees of freedom it is worth.
-        most: residual degrees of freedom of all variances together. None can have more.
+        degrees: d0, 0 to infinity: number of degrees of freedom that the prior is worth.
+        most: residual degrees of freedom of all variances together. No variance can exceed it.
     """
 
     variance: float
@@ -44,11 +45,13 @@ class Prior(NamedTuple):
 
 
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
-    """Return the prior of variances by the moments of their logarithms (Smyth, Section 6.2). None for fewer than three.
+    """Return the prior of variances by the moments of their logarithms (Smyth, Section 6.2).
+
+    None for fewer than three variances.
 
     Args:
         variances: s^2 of every comparison, at least one above 0.
-        degrees: d of each.
+        degrees: d of each comparison.
     """
     if len(variances) < 3 or not any(variances):  # the spread of two logarithms is no estimate
         return None
@@ -65,7 +68,7 @@ def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | Non
 
 
 def _inverse_trigamma(y: float) -> float:
-    """Return x with trigamma(x) = y > 0, by Newton's method on 1 / trigamma (Smyth, Appendix)."""
+    """Return x with trigamma(x) = y > 0, computed by Newton's method on 1 / trigamma (Smyth, Appendix)."""
     from scipy.special import polygamma
 
     x = 0.5 + 1 / y
@@ -79,12 +82,14 @@ def _inverse_trigamma(y: float) -> float:
 
 
 def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
-    """Return how many seeds show a difference with a probability, at the common spread, at most `MOST_SEEDS`.
+    """Return the number of seeds needed to show a difference with a given probability.
+
+    The spread is the common spread. The number is at most `MOST_SEEDS`.
 
     Args:
-        difference: that is to be shown, above 0.
-        prior: of the variances. An observed difference is no part of the plan.
-        level: of the two-sided test.
+        difference: difference to show, above 0.
+        prior: prior of the variances. An observed difference does not enter the plan.
+        level: level of the two-sided test.
         power: the probability, below 1.
     """
     low, high = 2, MOST_SEEDS

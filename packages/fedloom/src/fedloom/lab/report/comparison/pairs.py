@@ -1,4 +1,4 @@
-"""Every method against one of them: differences, intervals and p values, as CSV, as LaTeX and as HTML."""
+"""Comparison of every method with a reference: differences, intervals and p values, as CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ PAIR_HEADINGS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm 
 
 
 class Pair(NamedTuple):
-    """A method beside the reference.
+    """Method and its reference.
 
     Attributes:
-        row: of the method.
-        reference: the row that it is compared with.
-        figure: name in ``Row.figures`` of what is compared.
-        comparison: method minus reference, one of the family of all methods, or the logarithm of their ratio where
-            `is_ratio`. None where both are the same models.
-        margin: differences up to it do not matter, in the units of the comparison. None: none is stated.
+        row: row of the method.
+        reference: row that the method is compared with.
+        figure: name of the compared figure in ``Row.figures``.
+        comparison: method minus reference, a member of the family of all methods, or the logarithm of their ratio if
+            `is_ratio` is true. None if both show the same models.
+        margin: largest difference that does not matter, in the units of the comparison. None: no margin is stated.
         ratio: test samples per training sample by which the test is corrected, see `family`.
     """
 
@@ -53,22 +53,22 @@ class Pair(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """The verdict on the method."""
+        """Verdict on the method."""
         return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
 
     @property
     def reason(self) -> str:
-        """Why the pair is not tested. Empty where it is."""
+        """Reason why the pair is not tested. Empty if it is tested."""
         return untested_reason(self.comparison)
 
     @property
     def words(self) -> str:
-        """The verdict with the reason of a pair that is not tested, and a remark on runs without a result."""
+        """Verdict with the reason if the pair is not tested, and a remark on runs without a result."""
         reason = f" ({self.reason})" if self.reason else ""
         return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
     def record(self) -> dict[str, Any]:
-        """Return the pair as plain values, unrounded and unscaled, or None for missing values."""
+        """Return the pair as plain values, unrounded and unscaled, with None for missing values."""
         comparison = self.comparison
         half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
@@ -90,20 +90,22 @@ def pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Every method against a reference, the best first. Runs of other data or attacks are families of their own.
+    """Return a pair of every method and a reference, the best method first.
+
+    Runs with other data or attacks form separate families.
 
     Args:
-        runs: of the rows.
+        runs: runs of the rows.
         rows: every model of every method.
-        baseline: label of the reference, such as ``local``, of several runs it may be that of one, as ``local · run``.
-            None: that of `reference` for each family, of which some may have none.
+        baseline: label of the reference, such as ``local``. With several runs it may name the method of a run, as
+            ``local · run``. None: `reference` is used for each family, and families without a reference are left out.
         models: which rows of a method are compared.
-        name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
-        margin: differences up to it do not matter, in the figure's units (0.01 of an accuracy is a point; of a ratio
-            its logarithm). None: none is stated.
+        name: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
+        margin: largest difference that does not matter, in the figure's units (0.01 of an accuracy is a point). For a
+            ratio it is the logarithm. None: no margin is stated.
 
     Raises:
-        ConfigError: there is no such method, or it has no such figure.
+        ConfigError: the method does not exist, or lacks the figure.
     """
     lead = name or leading_metric(runs)
     comparisons: list[Pair] = []
@@ -135,10 +137,10 @@ def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: flo
 
 
 def checked_margin(margin: object) -> float | None:
-    """Return a margin that can be one.
+    """Return a margin after a check, or None without a margin.
 
     Raises:
-        ConfigError: it is no number above 0.
+        ConfigError: the margin is not a number above 0.
     """
     if margin is None:
         return None
@@ -192,7 +194,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
 
 
 def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
-    """Mean and difference, each with the half width of its interval, p, and p by Holm."""
+    """Render mean and difference, each with the half width of its interval, p, and p by Holm."""
     one = pair.comparison
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:

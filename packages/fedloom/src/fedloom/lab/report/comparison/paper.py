@@ -1,4 +1,4 @@
-"""The result table for a paper: at most one row per method, marked where it is the best or not significantly worse."""
+"""Result table for a paper: at most one row per method, marked if it is the best or not significantly worse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fedloom.lab.report.tables import latex, printed
 def results_latex(
     runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "best-on-validation"
 ) -> str:
-    """Render the result table as LaTeX, at most one row per method unless all models are asked for, see `latex`."""
+    """Render the result table as LaTeX, see `latex`.
+
+    It contains at most one row per method unless all models are requested.
+    """
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}
     for _, own_runs, task_rows in tasks(runs, rows):

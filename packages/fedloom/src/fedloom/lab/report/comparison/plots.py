@@ -1,4 +1,4 @@
-"""Figures of a comparison as Altair charts, for papers: learning curves, single clients, critical differences."""
+"""Figures of a comparison as Altair charts for papers: learning curves, single clients, critical differences."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RANK_LEVEL = 0.05
 
 
 class MethodNames:
-    """Names of methods in a figure.
+    """Return the names of methods in a figure.
 
     Args:
-        rows: the methods.
-        labels: the name of a method by its label. Only these methods are drawn, in this order. None: all.
+        rows: rows of the methods.
+        labels: name of a method by its label. Only these methods are drawn, in this order. None: all.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: a method does not exist.
     """
 
     def __init__(self, rows: Sequence[Row], labels: Mapping[str, str] | None) -> None:
@@ -59,7 +59,7 @@ class MethodNames:
 
     @property
     def order(self) -> list[str]:
-        """The names in order, each once."""
+        """Return the names in order, each once."""
         return list(dict.fromkeys(self._names.values()))
 
 
@@ -71,7 +71,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
     """Build the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
-        ConfigError: an unknown axis, or no method has the metric on it.
+        ConfigError: the axis is unknown, or all methods lack the metric on it.
     """
     if x not in CURVE_AXES:
         raise unknown("axis", x, CURVE_AXES, "curves: x")
@@ -92,10 +92,10 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
 
 
 def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, height: int | None) -> Spec:
-    """Build one dot per client and method: the client's mean over seeds with its 95 % interval.
+    """Build a chart with a dot per client and method: the client's mean over seeds with its 95 % interval.
 
     Raises:
-        ConfigError: no client has the metric.
+        ConfigError: all clients lack the metric.
     """
     rows: Rows = []
     sites: dict[int, str] = {}
@@ -122,10 +122,12 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
 
 
 def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
-    """Rank the methods in every block that has all of them, ``[blocks, methods]``. The best has rank 1.
+    """Rank the methods in every block that contains all of them, and return the ranks ``[blocks, methods]``.
+
+    The best method has rank 1.
 
     Raises:
-        ConfigError: fewer than three methods, or than five blocks.
+        ConfigError: there are fewer than three methods, or fewer than five blocks.
     """
     from scipy.stats import rankdata  # slow to import
 

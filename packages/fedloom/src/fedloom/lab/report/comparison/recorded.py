@@ -1,4 +1,4 @@
-"""A comparison that was recorded: its tables, tests, LaTeX, chart and report, read from a run directory."""
+"""Recorded comparison: its tables, tests, LaTeX, charts and report, read from a run directory."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 
 
 class RecordedComparison:
-    """A recorded comparison.
+    """Recorded comparison.
 
     Args:
         folder: the run directory.
-        baseline: label of the method that every other one is compared with. None: of those that are there the first of
-            local and FedAvg, else the first method.
+        baseline: label of the method that every other method is compared with. None: the first method that trains
+            alone, else FedAvg, else the first method.
         compare_model: which model of a method is compared, see `fedloom.lab.report.comparison.contenders.Models`.
-        margin: differences of the leading metric up to it do not matter, in its own units (0.01 of an accuracy is one
-            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
+        margin: largest difference of the leading metric that does not matter, in the units of the metric (0.01 of an
+            accuracy is one point). Methods within it are equivalent. None: no margin is stated, and no methods are
+            called equivalent.
 
     Raises:
         RunDirError: the folder is not a readable run directory.
-        ConfigError: there is no such method, or the margin is no number above 0.
+        ConfigError: the method does not exist, or the margin is not a number above 0.
     """
 
     def __init__(
@@ -62,31 +63,32 @@ class RecordedComparison:
     def table(self) -> pa.Table:
         """Return a row per method: means over seeds, half widths of the 95 % intervals (``_ci95``), status.
 
-        Its columns are those of ``results.csv`` (`fedloom.lab.report.result_table`). Beside hybrid models stands their
-        rival, for each client the better of training alone and FedAvg on validation.
+        Its columns are the columns of ``results.csv`` (`fedloom.lab.report.result_table`). Hybrid models are shown with
+        their rival, for each client the better of local training and FedAvg on validation.
         """
         return arrow(contenders(self._runs, self._rows, self.compare_model))
 
     def significance(
         self, baseline: str | None = None, figure: str | None = None, margin: float | None = None
     ) -> pa.Table:
-        """Every method against one, the best first, as one family of paired tests over seeds.
+        """Return every method against a reference, the best method first, as one family of paired tests over seeds.
 
         Args:
-            baseline: label of the reference, that of the comparison when None.
-            figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``. The leading metric when None.
-            margin: as of the comparison, for this figure, of a figure that is compared by ratios, the logarithm of the
-                largest ratio that does not matter.
+            baseline: label of the reference. None: the baseline of the comparison.
+            figure: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
+            margin: largest difference of the figure that does not matter. For a figure that is compared by ratios, the
+                logarithm of the largest ratio that does not matter.
 
         Returns:
-            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; of costs
-            and variances the logarithm of their ratio, by the column scale), half_width (of the interval that decides:
-            it leaves out 0 exactly where the difference is significant), p (paired t test), p_holm (Holm's correction),
-            scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason where it is
-            not tested: same models, or fewer than five seeds.
+            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
+            and variances the logarithm of their ratio, see the column scale), half_width (of the interval that decides:
+            it excludes 0 exactly if the difference is significant), p (paired t test), p_holm (Holm's correction),
+            scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason if it is not
+            tested: same models, or fewer than five seeds.
 
         Raises:
-            ConfigError: there is no such method or figure, or no second method, or the margin is no number above 0.
+            ConfigError: the method or figure does not exist, or there is no second method, or the margin is not a
+                number above 0.
         """
         compared = self._tests(baseline, figure, checked_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
@@ -96,23 +98,25 @@ class RecordedComparison:
         """Render the result table for a paper, a row per method: the best in bold, a dagger if not significantly worse.
 
         Args:
-            columns: by their names in `table`. Up to six that fit the task when None.
+            columns: names of the columns in `table`. None: up to six columns that fit the task.
         """
         return results_latex(self._runs, self._rows, columns, self.compare_model)
 
     def significance_latex(self, baseline: str | None = None) -> str:
-        """`significance` for a paper.
+        """Render `significance` for a paper.
 
         Raises:
-            ConfigError: there is no such method, or no second one.
+            ConfigError: the method does not exist, or there is no second method.
         """
         return pairs_latex(self._tests(baseline), title(self._runs))
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
+        """Write the offline HTML report and return its path.
+
+        A folder beside it contains ``results`` and ``pairs`` as CSV and LaTeX.
 
         Args:
-            out: the HTML file. ``report.html`` in the comparison's folder when None.
+            out: path of the HTML file. None: ``report.html`` in the comparison's folder.
 
         Returns:
             The HTML file.
@@ -131,10 +135,10 @@ class RecordedComparison:
         """Draw the mean of every method with its 95 % interval over seeds, and every seed as a dot.
 
         Args:
-            name: the figure. The leading metric when None.
+            name: name of the figure. None: the leading metric.
 
         Raises:
-            ConfigError: there is no such figure.
+            ConfigError: the figure does not exist.
         """
         chosen = name or self._lead
         estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.compare_model)
@@ -157,14 +161,15 @@ class RecordedComparison:
         Altair's ``save`` writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
 
         Args:
-            name: the metric. None: the leading metric.
+            name: name of the metric. None: the leading metric.
             x: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
-            width: of the panel, in pixels.
-            height: of the panel, in pixels.
-            labels: the name of a method in the figure, by its label: only these methods, in this order. None: all.
+            width: width of the panel, in pixels.
+            height: height of the panel, in pixels.
+            labels: name of a method in the figure, by its label. Only these methods are drawn, in this order. None:
+                all.
 
         Raises:
-            ConfigError: there is no such metric, axis or method.
+            ConfigError: the metric, axis or method does not exist.
         """
         chart = curve_chart(self._runs, self._labels(labels), name or self._lead, x, width, height)
         return cast("LayerChart", look.notebook(chart))
@@ -180,13 +185,13 @@ class RecordedComparison:
         """Draw every client's mean over seeds with its 95 % interval, a dot per method.
 
         Args:
-            name: the metric. None: the leading metric.
-            width: of the panel, in pixels.
-            height: of the panel, in pixels. None: by the number of clients and methods.
-            labels: as in `curves`.
+            name: name of the metric. None: the leading metric.
+            width: width of the panel, in pixels.
+            height: height of the panel, in pixels. None: a height for the number of clients and methods.
+            labels: names of methods as in `curves`.
 
         Raises:
-            ConfigError: there is no such metric or method.
+            ConfigError: the metric or method does not exist.
         """
         chart = client_chart(self._runs, self._labels(labels), name or self._lead, width, height)
         return cast("LayerChart", look.notebook(chart))
@@ -203,15 +208,15 @@ class RecordedComparison:
         """Draw mean ranks of the methods, with a bar over methods that Nemenyi's test at level 0.05 does not separate.
 
         Args:
-            name: the metric. None: the leading metric.
-            over: rank the methods in every seed, or in every client (its mean over seeds). Clients of one run are not
-                independent, so their differences are too sharp.
-            width: of the panel, in pixels.
-            height: of the panel, in pixels. None: by the number of methods.
-            labels: as in `curves`.
+            name: name of the metric. None: the leading metric.
+            over: blocks in which the methods are ranked: every seed, or every client (its mean over seeds). Clients of
+                one run are not independent, so their differences look too certain.
+            width: width of the panel, in pixels.
+            height: height of the panel, in pixels. None: a height for the number of methods.
+            labels: names of methods as in `curves`.
 
         Raises:
-            ConfigError: fewer than three methods or five blocks, or no such metric or method.
+            ConfigError: there are fewer than three methods or five blocks, or the metric or method does not exist.
         """
         if over not in get_args(Blocks):
             raise unknown("choice", over, get_args(Blocks), "critical_difference: over")
@@ -224,7 +229,7 @@ class RecordedComparison:
         )
 
     def to_pandas(self) -> Any:
-        """`table` as a pandas DataFrame.
+        """Return `table` as a pandas DataFrame.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -248,7 +253,7 @@ class RecordedComparison:
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
-        """Return method, model, mean, difference, Holm's p and verdict as texts."""
+        """Return the method, model, mean, difference, Holm's p and verdict as texts."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.baseline)}
         lines = []
         for row in contenders(self._runs, self._rows, self.compare_model):
