@@ -132,8 +132,8 @@ def check_deployable(
         clients: number of sites in the experiment. None if the number is not known yet.
 
     Raises:
-        ConfigError: the run makes no sense. The message states the reason.
-        ConfigError: the schedule needs more sites than the experiment has.
+        ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
+            states the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):

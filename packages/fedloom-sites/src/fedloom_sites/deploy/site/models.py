@@ -165,7 +165,7 @@ def new_rows(folder: Path) -> NewData:
 
 
 def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
-    """Return a note on a model if a simulation would compute other batch statistics for it, or [] for other models.
+    """Return a list with a note if a simulation would compute other batch statistics for a model, otherwise [].
 
     Args:
         folder: folder of the site.
@@ -196,8 +196,7 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
         kind: as in `used`.
 
     Raises:
-        ConfigError: no such model exists, or the site has too few test samples.
-        ConfigError: the samples are not rows of a table.
+        ConfigError: no such model exists, the site has too few test samples, or the samples are not rows of a table.
         DataError: the data cannot be read.
     """
     one = _chosen(folder, kind)
