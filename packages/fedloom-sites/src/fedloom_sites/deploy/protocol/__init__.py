@@ -1,1 +1,1 @@
-"""Messages between the server and the sites: their form, their signatures, and the checks that a reply must pass."""
+"""Messages between the server and the sites: their form, their signatures, and the checks of replies."""

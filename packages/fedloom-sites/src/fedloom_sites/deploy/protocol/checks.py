@@ -1,7 +1,7 @@
-"""Checks that a reply must pass. A reply that fails one is discarded and logged, and has no other effect.
+"""Checks of a reply. A reply that fails a check is discarded and logged, and has no other effect.
 
-`Checks.STEPS` has them in order, with the number that the audit log gives to each. The names of arrays, their sizes and
-headers, and types and order of their numbers (5 to 7) are the codec's: it looks at them before anything is allocated.
+`Checks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the names of
+arrays, their sizes and headers, and the types and order of their numbers (5 to 7) before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 
 MAX_WORK_COUNT = 10**15
-"""Largest count of work that is believed."""
+"""Largest plausible count of work."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Form in which Flower wraps the error of a site's process."""
 
 
 class _Draft(NamedTuple):
-    """Reply during its checks: the message, its request, and everything that has passed so far."""
+    """Reply during its checks: the message, its request, and all parts that have passed so far."""
 
     message: Message
     pending: Pending
@@ -70,23 +70,24 @@ class _Draft(NamedTuple):
 
     @property
     def is_round(self) -> bool:
-        """True if it is of a round, and neither a greeting nor a step of a secure session."""
+        """True if the reply belongs to a round, and not to a greeting or a step of a secure session."""
         return self.pending.kind != "hello" and self.pending.read is None
 
 
 class Checks:
-    """The checks of replies to a server.
+    """Checks of replies to a server.
 
     Args:
-        settings: of the server.
-        job: the run. None before the sites have sent their sizes.
-        forms: of its messages.
-        keys: of the sites, by client.
-        sizes: ``[n, 3]`` samples that the sites declared.
-        names: of numbers that come with the scores of the last round, beside the scores.
+        settings: settings of the server.
+        job: run. None before the sites have sent their sizes.
+        forms: forms of the run's messages.
+        keys: keys of the sites, by client.
+        sizes: ``[n, 3]`` numbers of samples that the sites declared.
+        names: names of numbers that arrive with the scores of the last round, besides the scores.
 
     Attributes:
-        STEPS: number, condition and function of every check but the quorum (13), which is of a round, in order.
+        STEPS: number, condition and function of every check in order, except the quorum (13), which is a check of a
+            round.
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class Checks:
     def check(
         self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
     ) -> Reply:
-        """Check a message and return the reply in it.
+        """Check a message and return the reply in the message.
 
         Args:
-            message: from a node.
-            pending: the message that it answers. None: none that is open.
-            is_late: whether that message is not waited for any more.
-            answered: clients of which a reply counts already.
+            message: message from a node.
+            pending: message that the reply answers. None if no open message matches.
+            is_late: True if the server no longer waits for a reply to that message.
+            answered: clients with a reply that already counts.
 
         Raises:
-            LateReply: all holds, but for the time.
-            Rejected: what does not. No other error is possible.
+            LateReply: the reply is valid, but late.
+            Rejected: a check fails. The message names the failure. No other error is possible.
         """
         if pending is None:
             raise Rejected(1, "answers no open message")
@@ -130,7 +131,7 @@ class Checks:
         return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
     def longest(self, kind: Kind, array: int = 0) -> int:
-        """Return the most bytes of a reply of a kind, with the array of a session's step."""
+        """Return the largest number of bytes of a reply of a kind, including the array of a session's step."""
         if kind in ("train", "ask"):
             assert self._forms is not None
             array = self._forms.longest
@@ -139,10 +140,10 @@ class Checks:
 
     @staticmethod
     def quorum(round: int, count: int, wanted: int, need: int) -> None:
-        """Step 13: enough replies of a round count.
+        """Raise if too few replies of a round count (step 13).
 
         Raises:
-            RunStopped: there are fewer. The state before the round is kept.
+            RunStopped: too few replies count. The state before the round is kept.
         """
         if count < need:
             raise RunStopped(
@@ -159,7 +160,10 @@ class Checks:
         return draft
 
     def _read(self, draft: _Draft) -> _Draft:
-        """Step 3. Another release is named before its other fields are looked at."""
+        """Read the envelope of a reply (step 3), and return the reply.
+
+        Another release is reported before the other fields are checked.
+        """
         content, most = draft.message.content, draft.pending.most
         record = content.get(HEAD_RECORD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
@@ -209,7 +213,7 @@ class Checks:
         """Check the data that a site describes when it is greeted.
 
         Raises:
-            Rejected: they are not the experiment's, or more than a site may claim.
+            Rejected: the data do not match the experiment, or are larger than a site may claim.
         """
         for name, want in compared(self._settings.samples).items():
             if (got := head[name]) != want:
@@ -258,7 +262,7 @@ class Checks:
         return draft
 
     def _metrics(self, draft: _Draft) -> _Draft:
-        """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
+        """Remove numbers that are not finite, out of range or no metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
         assert self._job is not None
@@ -275,7 +279,7 @@ class Checks:
         return draft._replace(metrics=metrics)
 
     def _length(self, draft: _Draft) -> _Draft:
-        """Step 11: the length of the upload, the model as a difference to what the client received."""
+        """Check the length of the upload, and of the model as a difference from the download (step 11)."""
         if not isinstance(draft.value, Upload):
             return draft
         job, up, pending = self._job, draft.value.up, draft.pending
@@ -293,7 +297,10 @@ class Checks:
         return draft._replace(norm=math.hypot(*norms.values()))
 
     def _check_ranges(self, up: object, pending: Pending) -> None:
-        """Step 11: what a client does not choose is what it must be. A channel changes it, so nothing is known then."""
+        """Check that numbers that a client cannot choose are in their range (step 11).
+
+        If a channel changes the upload, the ranges are unknown and nothing is checked.
+        """
         job = self._job
         assert job is not None
         if job.setting.upload_transform is not None or not up:

@@ -1,7 +1,8 @@
-"""Envelope: a message of Flower with a head of plain values and its arrays, each a message of `fedloom.rows.wire`.
+"""Envelope: a Flower message that contains a head of plain values and arrays, each a message of `fedloom.rows.wire`.
 
-Both ways the head names protocol, release, experiment, kind, round and client, the nonce, and the SHA-256 of the
-arrays. A reply also has a signature over all of it. Nothing here is ever unpickled: the arrays are bytes for the codec.
+In both directions, the head contains protocol, release, experiment, kind, round and client, the nonce, and the SHA-256
+of the arrays. A reply also contains a signature over all of these fields. Nothing in a message is ever unpickled: the
+arrays are bytes for the codec.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ MESSAGE_TYPES: dict[Kind, str] = {
 """Flower's message types."""
 
 MAX_FLAG_DIGITS = 9000
-"""Most hexadecimal digits in which a site lists figures, groups and cells. A field of a head has 10,000 characters."""
+"""Largest number of hexadecimal digits in which a site lists figures, groups and cells.
+
+The limit for a field of a head is 10,000 characters.
+"""
 MAX_FIGURES = 5000
-"""Most numbers of a message: figures of every class, part and model."""
+"""Largest count of numbers in a message: figures of every class, part and model."""
 MAX_ARRAYS = 5
-"""Most arrays of a message."""
+"""Largest number of arrays in a message."""
 HEAD_LIMIT = 1 << 20
-"""Most bytes of the head of a message."""
+"""Largest number of bytes in the head of a message."""
 HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
 ARRAY_STYPE, ARRAY_DTYPE = "fedloom.wire", "uint8"
 
@@ -62,14 +66,14 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 }
 """Further fields of a message from the server.
 
-``weight`` is alpha_i. ``scored`` is the round whose models are scored first, -1 for none.
+``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for no round.
 """
 
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in their order.
 
-A session has ``masked`` or, of scores alone, ``tally``. ``open`` where a site is accused, ``agree`` where one is lost,
-``count`` where sites send counters before their sum is opened.
+A session contains ``masked`` or, for scores alone, ``tally``. A session contains ``open`` if a site is accused,
+``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
 """
 
 REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
@@ -96,7 +100,7 @@ STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
 
 MAX_REASON_CHARACTERS = 500
-"""Most characters of a reason."""
+"""Largest number of characters in a reason."""
 
 
 class Envelope(NamedTuple):
@@ -104,7 +108,7 @@ class Envelope(NamedTuple):
 
     Attributes:
         head: plain values.
-        arrays: messages of the codec.
+        arrays: messages for the codec.
         metrics: numbers by name.
     """
 
@@ -117,13 +121,13 @@ class Request(NamedTuple):
     """Message to one node.
 
     Attributes:
-        kind: of the message.
-        client: number of the site. None in a greeting, which is to find it out.
-        arrays: messages of the codec.
+        kind: kind of the message.
+        client: number of the site. None in a greeting, which asks for this number.
+        arrays: messages for the codec.
         more: further fields of the head.
-        down: what the client receives, for the length of the difference.
-        node: Flower's number of the node. Filled in when it is sent.
-        round: where it is not that of the other messages that are sent with it.
+        down: message that the client receives, for the length of the difference.
+        node: Flower's number of the node. The number is set when the message is sent.
+        round: round of the message, if it differs from the round of the other messages that are sent together.
         read, most: see `Pending`.
     """
 
@@ -139,17 +143,17 @@ class Request(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A message to a site, as long as its reply is awaited.
+    """Sent message to a site whose reply is still expected.
 
     Attributes:
-        kind: of the message.
-        round: of the run.
-        client: number of the site. None in a greeting, which is to find it out.
+        kind: kind of the message.
+        round: round of the run.
+        client: number of the site. None in a greeting, which asks for this number.
         node: Flower's number of the node.
-        nonce: of this message.
-        down: what a client received, for the length of the difference.
-        read: reads the array of a step of secure aggregation, which only the caller can judge.
-        most: most bytes of the whole reply.
+        nonce: nonce of this message.
+        down: message that a client received, for the length of the difference.
+        read: function that reads the array of a step of secure aggregation, which only the caller can check.
+        most: largest number of bytes of the whole reply.
     """
 
     kind: Kind
@@ -163,13 +167,13 @@ class Pending(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply that counts.
+    """Valid reply.
 
     Attributes:
         client: number of the site.
         head: plain values.
         value: an upload (`Upload`), an answer ``[1, k]``, or None.
-        metrics: numbers that were believed.
+        metrics: accepted numbers.
         norm: length of the difference of an upload.
         digest: SHA-256 of the arrays.
     """
@@ -183,7 +187,7 @@ class Reply(NamedTuple):
 
 
 def digest_of(arrays: Sequence[bytes]) -> str:
-    """SHA-256 of the arrays, each with its length, as hexadecimal digits."""
+    """Return the SHA-256 of the arrays, each with its length, as hexadecimal digits."""
     digest = hashlib.sha256()
     for part in arrays:
         digest.update(len(part).to_bytes(8, "little"))
@@ -194,7 +198,7 @@ def digest_of(arrays: Sequence[bytes]) -> str:
 def seal(
     head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
-    """Pack the records of a message."""
+    """Return the records of a message."""
     packed = {
         f"{k}": Array(dtype=ARRAY_DTYPE, shape=(len(part),), stype=ARRAY_STYPE, data=bytes(part))
         for k, part in enumerate(arrays)
@@ -206,14 +210,14 @@ def seal(
 
 
 def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
-    """Build the fields that every message and every reply has, see `COMMON_FIELDS`."""
+    """Return the fields that every message and every reply contain, see `COMMON_FIELDS`."""
     return dict(
         zip(COMMON_FIELDS, (PROTOCOL_VERSION, __version__, experiment, kind, round, client, nonce, digest), strict=True)
     )
 
 
 def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
-    """Build a Flower message to a site with a fresh nonce, and the note that is kept until the reply arrives."""
+    """Return a Flower message to a site with a fresh nonce, and the note to keep until the reply arrives."""
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
     head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
@@ -230,17 +234,17 @@ def unseal(
     limit: int,
     head_limit: int = HEAD_LIMIT,
 ) -> Envelope:
-    """Unpack a message and check its fields. No array is parsed.
+    """Return the content of a message after checking its fields. No array is parsed.
 
     Args:
-        content: of any message.
-        fields: the further fields of its head, by kind.
-        status: fields of every head beside the common ones.
-        limit: most bytes of arrays.
-        head_limit: most bytes of the head.
+        content: content of any message.
+        fields: further fields of its head, by kind.
+        status: fields of every head besides the common fields.
+        limit: largest number of bytes of arrays.
+        head_limit: largest number of bytes of the head.
 
     Raises:
-        WireError: records, fields, types or sizes are others. No other error is possible.
+        WireError: records, fields, types or sizes are not as expected. No other error is possible.
     """
     head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
     names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())
@@ -285,7 +289,10 @@ def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """At most `MAX_FIGURES` numbers, each with a name of a fair length. They may be anything but lists."""
+    """Return at most `MAX_FIGURES` numbers, each with a name of reasonable length.
+
+    The values may be anything except lists.
+    """
     record = content.get(METRICS_RECORD)
     if record is None:
         return {}
@@ -298,7 +305,7 @@ def _metrics(content: RecordDict) -> dict[str, float]:
 
 
 def _size(value: object) -> int:
-    """Bytes of a value of a head, a character as one."""
+    """Return the size of a value of a head in bytes, with one byte for each character."""
     if isinstance(value, list):
         return sum(map(_size, value)) + len(value)
     return len(value) if isinstance(value, str | bytes) else 8

@@ -1,7 +1,9 @@
-"""Forms: how every message of a run is written. Both ends make them from the experiment alone, so they are the same.
+"""Forms: the encodings of all messages of a run.
 
-A form is a codec of `fedloom.rows.wire`: names, types, shapes and encodings are agreed on before a byte is read, so a
-message is checked against its form before anything is allocated for it.
+The server and the sites build the forms from the experiment alone, so the forms are the same.
+
+A form is a codec of `fedloom.rows.wire`: names, types, shapes and encodings are agreed before a byte is read, so a
+message is checked against its form before any memory is allocated for the message.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 
 HEADER_BYTES = 1 << 16
-"""Bytes of a message of the codec beside its numbers, at most."""
+"""Largest number of bytes in a message of the codec besides its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
-"""Names of what is no field of the method."""
+"""Names that are not fields of the method."""
 
 
 class Forms:
-    """The messages of a run.
+    """Messages of a run.
 
     Args:
-        job: the run, as either end has it.
-        server: the server's state before the first round.
-        client: the number of a client, any.
+        job: run, at the server or at a site.
+        server: state of the server before the first round.
+        client: number of any client.
 
     Attributes:
-        idle: the upload of a client that takes no step.
+        idle: upload of a client that takes no step.
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0) -> None:
@@ -47,7 +49,10 @@ class Forms:
 
     @cached_property
     def longest(self) -> int:
-        """Most bytes of an upload or of an answer. Every encoding is at most as long as the dense one."""
+        """Largest number of bytes of an upload or an answer.
+
+        Every encoding is at most as long as the dense encoding.
+        """
         parts = [*self._upload.values.values()]
         if self._job.setting.sampler.probes:
             parts.append(self._answer)
@@ -56,14 +61,17 @@ class Forms:
     # ------------------------------------------------------------------------------------------------- training
 
     def write_down(self, down: Any, server: Any = None) -> bytes:
-        """Encode the download of one client (fields ``[1, .]`` or ``[.]``). ``server`` has the ranks of matrices."""
+        """Encode the download of one client (fields ``[1, .]`` or ``[.]``).
+
+        ``server`` contains the ranks of matrices.
+        """
         return self._messages.down(down, server).encode()
 
     def read_down(self, message: bytes) -> Any:
         """Decode the download of one client.
 
         Raises:
-            WireError: the bytes are not one.
+            WireError: the bytes are not a download.
         """
         return type(self._down)(**self._messages.down(self._down, self._server).decode(message))
 
@@ -73,7 +81,7 @@ class Forms:
         return self._messages.up(output.upload if output.sent is None else output.sent, answers).encode()
 
     def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
-        """Decode the upload of one client after its download, without one, a compressed change stays compressed.
+        """Decode the upload of one client after its download. Without a download, a compressed change stays compressed.
 
         Raises:
             WireError: the bytes are not an upload of this run.
@@ -96,7 +104,7 @@ class Forms:
         """Decode the global model.
 
         Raises:
-            WireError: the bytes are not one.
+            WireError: the bytes are not a global model.
         """
         return self._messages.vector(MODEL_FIELD, self._model).decode(message)[MODEL_FIELD]
 
@@ -108,7 +116,7 @@ class Forms:
         """Decode a candidate's answer ``[1, k]``.
 
         Raises:
-            WireError: the bytes are not one.
+            WireError: the bytes are not an answer.
         """
         return self._messages.vector(SAMPLER_REPORT, self._answer).decode(message)[SAMPLER_REPORT]
 
@@ -117,7 +125,7 @@ class Forms:
     def write_models(self, down: Any, shared: Tensor | None) -> list[bytes]:
         """Encode the models that one client scores: the download, and the global model if it differs.
 
-        A method without personal models sends the global model alone.
+        A method without personal models sends only the global model.
         """
         parts = [self.write_down(down)] if self._job.has_personal else []
         if shared is not None and not (parts and self._is_received(down, shared)):
@@ -125,10 +133,10 @@ class Forms:
         return parts
 
     def read_models(self, parts: list[bytes], *, global_there: bool) -> tuple[Any, Tensor | None]:
-        """Decode the download and the global model ``[d]``. Either may be None.
+        """Decode the download and the global model ``[d]``. Each may be None.
 
         Raises:
-            WireError: the bytes are not that.
+            WireError: the bytes are not these models.
         """
         rest = list(parts)
         down = self.read_down(rest.pop(0)) if self._job.has_personal and rest else None
@@ -137,7 +145,7 @@ class Forms:
         return down, self.read_model(rest[0]) if rest or down is None else down[0].reshape(-1)
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
-        """Return whether a client that reads the download has the global model with it, bit for bit."""
+        """Return whether a client that reads the download also receives the global model, bit for bit."""
         return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside
@@ -167,7 +175,7 @@ def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Te
 
 
 def score_names(job: Job) -> list[tuple[str, str, str]]:
-    """Model, part and metric of every score that a site of the run can have, in one order for both ends."""
+    """Return model, part and metric of every score that a site of the run can have, in the same order everywhere."""
     task, index = job.oracle.task, torch.zeros(0, dtype=torch.long)
     blank = task.metrics(torch.zeros(0, task.outputs, dtype=job.oracle.dtype), job.fed.targets(index), index, 1)
     names = sorted({*blank, "nonzeros", "rank", "factorised"})
@@ -184,15 +192,15 @@ class Upload(NamedTuple):
 
 
 def is_common(down: Any) -> bool:
-    """Return whether all clients receive the same."""
+    """Return whether all clients receive the same message."""
     return all(field.dim() == 1 for field in down)
 
 
 def for_client(down: Any, place: int) -> Any:
-    """Select the download of the client at one position of a cohort."""
+    """Return the download of the client at one position of a cohort."""
     return rows_of(down, slice(place, place + 1))
 
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:
-    """Rebuild a client's output on the server's side. The client's state stays at the client."""
+    """Return a client's output on the server's side. The client's state stays at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

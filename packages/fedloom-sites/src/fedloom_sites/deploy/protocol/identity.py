@@ -1,4 +1,4 @@
-"""Signatures of replies: a nonce that only the asked site has, and the site's own key."""
+"""Signatures of replies: a nonce that only the asked site knows, and the site's key."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
 NONCE_BYTES = 16
-"""Bytes of a nonce."""
+"""Number of bytes of a nonce."""
 
 
 def new_nonce() -> bytes:
-    """Random bytes from the operating system."""
+    """Return random bytes from the operating system."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Load the private key of a site.
+    """Return the private key of a site from its file.
 
     Raises:
-        ConfigError: the file is missing, or not an Ed25519 key in OpenSSH form.
+        ConfigError: the file is missing, or is not an Ed25519 key in OpenSSH form.
     """
     content = content_of(path, "the signing key")
     try:
@@ -40,7 +40,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:
-    """Parse the public key of a site from its OpenSSH line.
+    """Return the public key of a site from its OpenSSH line.
 
     Raises:
         ConfigError: the line is not an Ed25519 key.
@@ -55,7 +55,7 @@ def verifying_key(line: str, site: str) -> Ed25519PublicKey:
 
 
 def signed_text(fields: Mapping[str, object]) -> bytes:
-    """Encode fields in one canonical form, for a signature."""
+    """Return fields in one canonical form, for a signature."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 

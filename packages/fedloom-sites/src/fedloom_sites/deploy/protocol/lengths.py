@@ -1,4 +1,4 @@
-"""Lengths of the fields of an upload, for which both ends have bounds, and ranges of its single numbers."""
+"""Bounds on the lengths of an upload's fields, at the server and the sites, and ranges of its single numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from fedloom.engine.job import Job
 
 ABSOLUTE_SLACK = 1e-6
-"""Absolute error allowed beside a number's relative error."""
+"""Allowed absolute error of a number, in addition to its relative error."""
 RELATIVE_SLACK = 1 + 1e-4
-"""Relative error allowed in a number."""
+"""Allowed relative error of a number."""
 
 
 def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     """Compute the lengths ``[m]`` of the fields of uploads, the model as a difference from the download.
 
-    Fields of one number beside the model have ranges instead (`Algorithm.ranges`).
+    Fields of one number, except the model, have ranges instead (`Algorithm.ranges`).
     """
     norms = {}
     for name, field in up._asdict().items():
@@ -33,18 +33,18 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
 
 
 def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
-    """Project the fields of one client's upload onto their bounds.
+    """Return the fields of one client's upload, projected onto their bounds, and whether any field was too long.
 
-    Two bounds hold: the agreed length of a field's difference, and ``engine.norm_bound`` for the field itself.
+    Two bounds apply: the agreed length of a field's difference, and ``engine.norm_bound`` for the field itself.
 
     Args:
-        job: the run.
-        up: the upload, finite fields ``[1, .]``.
-        down: what the client received.
-        bounds: the longest difference of fields, by name. Fields without one have none.
+        job: run.
+        up: upload with finite fields ``[1, .]``.
+        down: message that the client received.
+        bounds: largest length of the difference of a field, by name. A field that is not listed has no bound.
 
     Returns:
-        The upload, and whether any field was too long.
+        The upload, and True if any field was too long.
     """
     fields, is_cut = up._asdict(), False
     for name, norm in lengths(job, up, down).items():
@@ -63,18 +63,21 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
 
 
 def _cut(row: Tensor, most: float) -> Tensor:
-    """Shorten a finite row to a maximal length. Dividing by its largest number first prevents overflow."""
+    """Return a finite row, shortened to a maximal length.
+
+    The row is first divided by its largest number to prevent overflow.
+    """
     largest = row.abs().max().double()
     unit = row.double() / largest
     return (unit * (most / float(unit.square().sum().sqrt()))).to(row)
 
 
 def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:
-    """Field, number, least and largest of every number of an upload that is not within its range.
+    """Yield field, number, smallest and largest value of every number of an upload outside its range.
 
     Args:
-        up: the upload of one client, fields ``[1, .]``.
-        ranges: least and largest number of fields, each one number or as many as the field has.
+        up: upload of one client, with fields ``[1, .]``.
+        ranges: smallest and largest number of fields, each one number or as many numbers as the field contains.
     """
     for name, limits in ranges.items():
         numbers = getattr(up, name).double().flatten()
@@ -88,5 +91,5 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:
-    """Whether a field of an upload is the model itself, whose difference to the ``received`` numbers is bounded."""
+    """Return whether an upload's field is the model itself, with a bounded difference to ``received`` numbers."""
     return bool(kind.primary and kind.base == "zero" and width == received)

@@ -1,8 +1,9 @@
-"""Sentences that may leave a site.
+"""Messages that may leave a site.
 
-A server can craft a message whose answer depends on one sample. If the site then refuses, the refusal answers a
-question about that sample, and so does the choice of the sentence. A sentence therefore leaves a site only if it was
-made where no sample can be read. `publish_reasons` marks such places. Any other error goes to the site's own log.
+A server can craft a message whose answer depends on one sample. If the site then rejects the message, the rejection
+answers a question about that sample, and so does the choice of the text. An error message therefore leaves a site only
+if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written to
+the site's log.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _is_public = ContextVar("is_public", default=False)
 
 
 class PublicReason(FedloomError):
-    """A refusal whose sentence may leave the site. Only `publish_reasons` raises it."""
+    """Error: a rejection whose message may leave the site. Only `publish_reasons` raises it."""
 
 
 @contextmanager
 def publish_reasons() -> Iterator[None]:
-    """Mark a place that reads no samples, so that the sentences of its errors may leave the site.
+    """Mark code that reads no samples, so that the messages of its errors may leave the site.
 
     Raises:
-        PublicReason: in place of any of fedloom's errors.
+        PublicReason: replaces any error of fedloom.
     """
     token = _is_public.set(True)
     try:
@@ -37,10 +38,12 @@ def publish_reasons() -> Iterator[None]:
 
 
 def check_private() -> None:
-    """Forbid samples where sentences may leave. Every access to the samples of a site begins with this call.
+    """Raise if samples are accessed in code whose error messages may leave the site.
+
+    Every access to the samples of a site begins with this call.
 
     Raises:
-        RuntimeError: the call comes from a place that `publish_reasons` marks.
+        RuntimeError: the call comes from code that `publish_reasons` marks.
     """
     if _is_public.get():
         raise RuntimeError("samples were read in a place whose errors leave the site; read them before it")

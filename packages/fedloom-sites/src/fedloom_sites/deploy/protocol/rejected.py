@@ -1,4 +1,4 @@
-"""Rejected replies, and the text that a log or a terminal may show of them."""
+"""Rejected replies, and the parts of their text that a log or a terminal may show."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedloom_sites.deploy.protocol.envelope import MAX_REASON_CHARACTERS
 
 
 class Rejected(FedloomError):
-    """A reply that does not count.
+    """Error: a reply does not count.
 
     Args:
         step: number of the check.
-        reason: a sentence.
+        reason: sentence with the reason.
     """
 
     def __init__(self, step: int, reason: str) -> None:
@@ -22,12 +22,12 @@ class Rejected(FedloomError):
 
 
 class LateReply(Rejected):
-    """A sound reply to a message that is not waited for any more."""
+    """Error: a valid reply to a message for which the server no longer waits."""
 
     def __init__(self) -> None:
         super().__init__(1, "too late, its round continues without it")
 
 
 def plain(text: str) -> str:
-    """Make a foreign sentence safe to print and to log."""
+    """Return a foreign text in a form that is safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

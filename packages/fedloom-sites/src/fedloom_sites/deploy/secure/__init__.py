@@ -1,1 +1,1 @@
-"""Secure aggregation: sums of the sites' uploads and scores under masks, at both ends."""
+"""Secure aggregation at the server and the sites: sums of uploads and scores under masks."""

@@ -16,16 +16,17 @@ from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, SIGNATURE_BY
 
 
 def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, Ed25519PublicKey]) -> secure.Advert:
-    """Read the one advertisement of a message.
+    """Return the only advertisement in a message.
 
     Args:
-        message: of the site.
-        name: of the session.
+        message: message of the site.
+        name: name of the session.
         client: number of the site.
         public: signing keys of all sites.
 
     Raises:
-        WireError: the bytes are not that, or not this client's keys in this session: the agreements may differ.
+        WireError: the bytes are not an advertisement, or the keys are not this client's keys in this session. In that
+            case, the agreements may differ.
     """
     adverts = secure.read_adverts(message)
     if [a.client for a in adverts] != [client]:
@@ -41,7 +42,7 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
     """Read the sealed shares of a site for all other sites, each with the site's signature.
 
     Raises:
-        WireError: the bytes are not that.
+        WireError: the bytes are not sealed shares, or a share is not signed by the site.
     """
     parts, receivers = secure.split_parts(message, shares.SEALED_SHARE_BYTES), {*session.adverts} - {client}
     if set(parts) != receivers:
@@ -55,17 +56,17 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 def read_vector(
     message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
 ) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
-    """Read a masked vector with its site's signature and masked counters, or accusations by the accused site.
+    """Read a masked vector with its signature and masked counters, or accusations by accused site.
 
     Args:
-        message: of the site.
-        length: of a vector.
-        text: statement that is signed.
+        message: message of the site.
+        length: length of a vector.
+        text: statement that the site signs.
         public: signing key of the site.
-        bound: what the counters are signed for (`counters`). None where there are none.
+        bound: bytes to which the signature of the counters is bound (`counters`). None if the session has no counters.
 
     Raises:
-        WireError: the bytes are neither.
+        WireError: the bytes are neither a vector nor accusations.
     """
     end, counted = SIGNATURE_BYTES + 8 * length, 0 if bound is None else COUNTERS_BYTES
     if len(message) == end + counted:
@@ -78,10 +79,10 @@ def read_vector(
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """Read a signature of the sites of a sum.
+    """Read a site's signature about the sites of a sum.
 
     Raises:
-        WireError: it is not of this sum.
+        WireError: the signature is not about this sum.
     """
     try:
         public.verify(message, text)
@@ -91,7 +92,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """Read the shares of a site, by owner.
+    """Read the shares that a site sends, by owner.
 
     Raises:
         WireError: the bytes are not shares of these owners.

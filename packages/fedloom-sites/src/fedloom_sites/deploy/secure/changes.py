@@ -1,13 +1,14 @@
-"""Changes: which sites sums are of, and how often each has left or returned.
+"""Changes: the sites of the sums, and how often each site has left or returned.
 
-Models of neighboring rounds hardly differ, and a server can make them differ by nothing. So two sums of which one lacks
-a site reveal what this site sends. Sums are therefore of the same sites. If one stays away, the others sign a sum
-without it (`protocol.statement`), and later a sum with it again. Each such change exposes one difference of that site,
-and each site counts the changes of all others: beyond the agreed number it signs no sum of these sites, and with fewer
-signatures than the threshold no site opens one. What sites have sent that have changed is taken to be known, so every
-sum has enough sites that never have: whatever combination of sums a server makes, it is of all of these or of none. A
-site whose weight changes against the weights of the others counts as
-changed too: two sums of the same sites with different weights are as revealing.
+Models of neighboring rounds hardly differ, and a malicious server can send identical models. Two sums that differ only
+in one site therefore reveal the upload of this site. For this reason, all sums are sums over the same sites. If a site
+is absent, the other sites sign a sum without this site (`protocol.statement`), and later a sum that includes the site
+again. Each such change exposes one difference of that site. Every site therefore counts the changes of all other sites.
+Beyond the agreed number of changes, a site signs no sum of these sites, and no site opens a sum with fewer signatures
+than the threshold. The uploads of sites that have changed are assumed to be known. Every sum therefore contains enough
+sites that have never changed: any combination of sums that a server computes contains either all or none of these
+sites. A site also counts as changed if its weight changes relative to the weights of the other sites: two sums of the
+same sites with different weights reveal just as much.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ from typing import Any, NamedTuple
 from fedloom_sites.deploy.secure.protocol import Broken
 
 MAX_CHANGES = 4
-"""Changes of one site: it may be away twice in the sums over its data. A difference of rows of one site is what secure
-aggregation hides, so the number is small. A site that is away more often has to be waited for."""
+"""Largest number of changes of one site: the site may be absent twice from the sums over its data.
+
+Secure aggregation hides the differences between the rows of one site, so the number is small. The run has to wait for a
+site that is absent more often.
+"""
 SAME_WEIGHT = 1e-6
-"""Relative difference below which two weights are the same number, computed for other sites in float32."""
+"""Relative difference below which two weights count as equal, because other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""The record of a site that does not know the sites of its newest sum any more."""
+"""Record of a site that no longer knows the sites of its newest sum."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""What each site counts in a sum, by what is summed and by site."""
+"""Weights of each site in a sum, by kind of sum and by site."""
 
 
 class Changes(NamedTuple):
-    """The sites of the newest sum, and the changes before.
+    """Sites of the newest sum, and the changes before it.
 
     Attributes:
-        record: plain values: `sites`, their `weights` by what is summed, and the number of `changes` by site. Empty
-            before the first sum.
-        limit: most changes of a site.
-        steady: fewest sites of a sum that have never changed.
+        record: plain values: `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty before
+            the first sum.
+        limit: largest number of changes of a site.
+        steady: smallest number of sites in a sum that have never changed.
     """
 
     record: Mapping[str, Any]
@@ -46,15 +50,15 @@ class Changes(NamedTuple):
 
     @property
     def sites(self) -> list[str]:
-        """Sites of the newest sum. None before the first."""
+        """Sites of the newest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """Return the sites in which a sum differs from the newest one.
+        """Return the sites in which a sum differs from the newest sum.
 
         Args:
-            sites: of the sum.
-            weights: of these.
+            sites: sites of the sum.
+            weights: weights of these sites.
         """
         if "sites" not in self.record:
             return set()
@@ -65,7 +69,7 @@ class Changes(NamedTuple):
         return changed
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Those of some sites that may neither leave nor return any more."""
+        """Return the sites, among the given sites, that may no longer leave or return."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
@@ -73,11 +77,12 @@ class Changes(NamedTuple):
         """Return the record after a sum.
 
         Args:
-            sites: of the sum.
-            weights: of these.
+            sites: sites of the sum.
+            weights: weights of these sites.
 
         Raises:
-            Broken: it differs in a site that has changed as often as was agreed on, or too few have never changed.
+            Broken: the sum differs in a site that has already used the agreed number of changes, or too few sites have
+                never changed.
         """
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
@@ -110,11 +115,11 @@ class Changes(NamedTuple):
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Find the sites of two sums whose weight changed, unlike the weights of most of the others.
+    """Return the sites of two sums whose weight changed differently from the weights of most other sites.
 
     Args:
-        before: weights of each site in the first sum, one for every kind of field.
-        now: the same in the second.
+        before: weights of each site in the first sum, one weight for every kind of field.
+        now: weights of each site in the second sum.
     """
     common, changed = sorted({*before} & {*now}), set[str]()
     for k in range(min((len(now[c]) for c in common), default=0)):

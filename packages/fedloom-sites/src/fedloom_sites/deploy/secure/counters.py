@@ -1,9 +1,10 @@
-"""Counters: small numbers of every site whose sum each site reads before it opens the sum that they are about.
+"""Counters: small numbers of every site, whose sum each site reads before it opens the corresponding sum of vectors.
 
-A site sends its counters with its vector, under masks of their own. The server first asks for the shares that take the
-masks off the counters, and then passes the masked counters and these shares on to all sites. So each site finds the sum
-of the counters itself, and a server cannot tell a site another one. The site opens the sum of the vectors only if the
-counters allow it. Both sums are of one list of sites. As long as a threshold of the sites answers, others may drop out.
+A site sends its counters with its vector, under separate masks. The server first requests the shares that unmask the
+counters, and then sends the masked counters and these shares to all sites. Each site thus computes the sum of the
+counters itself, and a server cannot forge the sum. The site opens the sum of the vectors only if the
+counters allow it. Both sums are sums over the same list of sites. As long as a threshold of the sites answers, other
+sites may drop out.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers, Secrets, Session
 
 ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS = (1, 0), (0, 1), (0, 0)
-"""Counters of one site: it answers from its samples. It sends a neutral answer in their place. It has no samples."""
+"""Counters of one site that answers from its samples, that sends a neutral answer instead, or that has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
-"""Bytes of the message in which one site sends its counters."""
+"""Bytes of the message in which a site sends its counters."""
 
 
 class AnswerCounts(NamedTuple):
     """Sums of the counters of all sites of a sum.
 
     Attributes:
-        answered: sites that answered from their samples.
-        neutral: sites that have samples and sent a neutral answer.
+        answered: number of sites that answered from their samples.
+        neutral: number of sites that have samples and sent a neutral answer.
     """
 
     answered: int
@@ -43,16 +44,16 @@ def write_counters(
     session: Session, bound: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey, peers: Collection[int],
     counters: Sequence[int],
 ) -> bytes:  # fmt: skip
-    """Encode the masked counters of a site, with its signature in front.
+    """Encode the masked counters of a site, preceded by its signature.
 
     Args:
-        session: all agree on.
+        session: agreed session.
         bound: see `protocol.bound_to`.
         client: number of the site.
-        secrets: of the site in this session.
+        secrets: secrets of the site in this session.
         key: signing key of the site.
-        peers: sites that have masks with each other.
-        counters: of the site.
+        peers: sites that share masks.
+        counters: counters of the site.
     """
     own = secrets._replace(seed=secrets.counting)
     sent = secure.masked(session, _masks(bound), client, own, peers, np.array(counters, dtype=np.uint64))
@@ -64,7 +65,7 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
     """Check the counter message of one site.
 
     Raises:
-        WireError: it has another length, or the site has not signed it.
+        WireError: the message has another length, or the site has not signed the message.
     """
     if len(message) != COUNTERS_BYTES:
         raise WireError(f"masked counters and their signature have {COUNTERS_BYTES} bytes, got {len(message)}")
@@ -79,18 +80,18 @@ def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Open the sums of all sites' counters, and name the sites whose shares are wrong.
+    """Open the sums of the counters, and return the sums and the sites whose shares are wrong.
 
     Args:
-        session: all agree on.
+        session: agreed session.
         bound: see `protocol.bound_to`.
-        peers: sites that have masks with each other.
-        messages: of the sites of the sum, see `write_counters`.
-        answers: by the site that gives them, shares by owner (`shares.reveal_shares`).
+        peers: sites that share masks.
+        messages: messages of the sites of the sum, see `write_counters`.
+        answers: shares by owner (`shares.reveal_shares`), for each site that sends shares.
         public: signing keys of the sites.
 
     Raises:
-        Broken: messages are not the sites' own, shares are missing, or the sum cannot be one of counters.
+        Broken: messages are not from the named sites, shares are missing, or the sum cannot be a sum of counters.
     """
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
@@ -105,10 +106,10 @@ def open_counters(
 
 
 def check_enough(counts: AnswerCounts, threshold: int) -> None:
-    """Keep a sum closed that fewer sites than the threshold have a part in.
+    """Raise if fewer sites than the threshold contribute to a sum, so that the sum stays closed.
 
     Raises:
-        Broken: how many have one.
+        Broken: too few sites contribute. The message states the number.
     """
     if counts.answered < threshold:
         raise Broken(
@@ -117,7 +118,10 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """Return the label of the counters' masks. Their streams differ from the vectors' streams."""
+    """Return the label for the masks of the counters.
+
+    The streams of these masks differ from the streams of the vectors.
+    """
     return secure.derived(bound, b"", b"counters")
 
 

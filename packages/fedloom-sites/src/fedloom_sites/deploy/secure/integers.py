@@ -1,4 +1,4 @@
-"""Integers in which numbers are summed under masks: multiples of a resolution, modulo 2^64."""
+"""Integers for sums under masks: multiples of a resolution, modulo 2^64."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import numpy as np
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
 RESOLUTION_BITS = 36
-"""A number travels as a multiple of the resolution 2^-36."""
+"""A number is sent as a multiple of the resolution 2^-36."""
 MAX_NUMBER = 2.0**14
-"""A number is clipped to -2^14..2^14. A change has twice that. The sum of 100 is below 2^58 steps, so none wraps."""
+"""A number is clipped to -2^14..2^14. The range of a change is twice as large.
+
+The sum of 100 numbers or changes is below 2^58 steps, so no sum wraps.
+"""
 
 
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Clip numbers ``[D]`` to the range and round them to the grid. Count those that were clipped.
+    """Return numbers ``[D]`` as integers on the grid, and the number of clipped numbers.
 
-    A number that is not a number becomes zero and counts as clipped: an error would show the server that there was one.
+    Numbers outside the range are clipped to the range.
+
+    A NaN becomes zero and counts as clipped, because an error would show the server that a NaN occurred.
     """
     numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=MAX_NUMBER, neginf=-MAX_NUMBER)
     clipped = np.clip(numbers, -MAX_NUMBER, MAX_NUMBER)
@@ -30,7 +35,7 @@ def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]
     """Convert an integer sum of ``count`` numbers or changes to ``[D]`` float64.
 
     Raises:
-        Broken: it is out of the range that ``count`` of them have.
+        Broken: the sum is outside the range of ``count`` numbers or changes.
     """
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS

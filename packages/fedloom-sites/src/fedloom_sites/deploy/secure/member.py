@@ -1,8 +1,9 @@
-"""Masking: a site's side of secure aggregation.
+"""Masking: the site's side of secure aggregation.
 
-A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
-with the answer of the last step. A message that comes again gets the same answer. Another one in its place is refused,
-since two vectors under one mask reveal their difference. A damaged file ends its session and nothing else.
+A site keeps only the secrets of the newest session, on its own disk, in a folder that only the site can read. The site
+deletes the secrets together with the answer of the last step. A repeated message gets the same answer. A different
+message for the same step is rejected, because two vectors under one mask reveal their difference. A damaged file ends
+its session and has no other effect.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from fedloom_sites.deploy.settings import Secure, Site
 
 
 def check_maskable(setting: Setting) -> None:
-    """Refuse a run whose server needs single uploads.
+    """Raise if the server of a run needs single uploads.
 
     Raises:
-        Refused: what needs them.
+        ConfigError: a part of the run needs single uploads. The message names the part.
     """
     setting = setting.resolved()
     name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
@@ -77,12 +78,12 @@ def check_maskable(setting: Setting) -> None:
 
 
 class SessionMember:
-    """A site in a session.
+    """Member of a session: one site.
 
     Args:
-        site: its settings, with secure aggregation.
-        key: its signing key.
-        folder: of its state in this experiment.
+        site: settings of the site, with secure aggregation.
+        key: signing key of the site.
+        folder: folder of the site's state in this experiment.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, folder: Path) -> None:
@@ -95,7 +96,7 @@ class SessionMember:
         self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
-        """Step 1: this site's keys in a new session, which takes the place of the one before."""
+        """Return this site's public keys for a new session, which replaces the session before (step 1)."""
         name = secure.session_name(self._agreement, round, nonce)
         record = self._load()
         self._opened.begin(name, record.get("name"))
@@ -108,7 +109,7 @@ class SessionMember:
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Step 2: shares of this site's secrets, sealed for every other site of those that advertised."""
+        """Return shares of this site's secrets, sealed for every other site that advertised (step 2)."""
         record = self._session(round, nonce, "shares")
         self._once(record, "adverts", message.hex())
         if "shares" not in record:
@@ -123,18 +124,22 @@ class SessionMember:
         self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]], *,
         is_noisy: bool = False,
     ) -> bytes:  # fmt: skip
-        """Step 3, first half: the shares of the others, whom this site will have masks with.
+        """Read the shares of the other sites (step 3, first half), and return accusations.
+
+        This site will share masks with these sites.
 
         Args:
-            round: of the run.
-            nonce: of the session.
+            round: round of the run.
+            nonce: nonce of the session.
             message: sealed shares by sender.
-            terms: what the site is to mask.
-            weights: what every site counts in its sums, see `Terms.weights`.
-            is_noisy: whether the sum has noise that is accounted for, so that it may be of other sites than the last.
+            terms: terms that state the vector to mask.
+            weights: weights of every site in its sums, see `Terms.weights`.
+            is_noisy: True if the sum contains noise that is accounted for, so that its sites may differ from the sites
+                of the last sum.
 
         Returns:
-            Accusations by the accused, where a share does not decrypt. Then the session is over here.
+            Accusations by accused site if a share does not decrypt, otherwise no bytes. After an accusation, the
+            session is over at this site.
         """
         record = self._session(round, nonce, "masked")
         self._once(record, "inbox", message.hex())
@@ -167,14 +172,14 @@ class SessionMember:
         return self._bytes(record, "accuses") if "accuses" in record else b""
 
     def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
-        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed.
+        """Return this site's masked vector after its signature that all may be summed (step 3, second half).
 
         Args:
-            round: of the run.
-            nonce: of the session.
+            round: round of the run.
+            nonce: nonce of the session.
             vector: ``[D]``.
-            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors.
-                empty: the sum is opened without any.
+            counts: this site's counters (`counters`), whose sum the sites read before they open the sum of the vectors.
+                Empty if the sum is opened without counters.
         """
         record = self._session(round, nonce, "masked")
         progress_of(record).require_stage(Stage.RECEIVED)
@@ -191,7 +196,7 @@ class SessionMember:
         return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Reveal the one-time keys of messages to this site that others accuse of being unreadable."""
+        """Return the one-time keys of messages from this site that other sites accuse of being unreadable."""
         record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE_BYTES).items():
@@ -202,7 +207,10 @@ class SessionMember:
         return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
+        """Return this site's signature that the sum may cover the sites whose vectors arrived (step 4).
+
+        The step is needed only if other vectors are missing.
+        """
         record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
         self._check_change(record, arrived)
@@ -211,9 +219,10 @@ class SessionMember:
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Before step 5 of a session with counters: shares of the seeds of the masks on them.
+        """Return shares of the seeds of the counters' masks, before step 5 of a session with counters.
 
-        The sum is entered before: another one of the same round is opened no more, so the counters are of one list.
+        The site records the sum first. The site then opens no other sum of the same round, so the counters cover
+        exactly this list of sites.
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
@@ -228,17 +237,18 @@ class SessionMember:
         return self._bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
-        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
+        """Return shares of the seeds of arrived sites and of the masking keys of the other sites (step 5).
 
         Args:
-            round: of the run.
-            nonce: of the session.
+            round: round of the run.
+            nonce: nonce of the session.
             message: signatures of the sites of the sum.
-            counted: masked counters of all of these sites. Empty where the session has none.
-            openers: the shares that take the masks off the counters, by the site that gave them.
+            counted: masked counters of all sites of the sum. Empty if the session has no counters.
+            openers: shares that unmask the counters, by the site that sent the shares.
 
         Raises:
-            Broken: the sum may not be opened, where there are counters, as too few sites answered from their samples.
+            Broken: the sum may not be opened. With counters, this includes a sum in which too few sites answered from
+                their samples.
         """
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE_BYTES)
@@ -257,10 +267,12 @@ class SessionMember:
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
-        """Enter that a sum is opened. Its sites, each with its signature or without one.
+        """Record that a sum is opened, and return the sites of the sum.
+
+        Each site is listed with its signature, or without a signature.
 
         Raises:
-            Broken: it may not be opened.
+            Broken: the sum may not be opened.
         """
         arrived = self._arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
@@ -274,20 +286,20 @@ class SessionMember:
         return arrived
 
     def _check_change(self, record: dict[str, Any], clients: Collection[int]) -> None:
-        """Sign no sum that differs from the last one in a site that has left or returned too often.
+        """Raise if a sum differs from the last sum in a site that has left or returned too often.
 
         Raises:
-            Broken: which site has.
+            Broken: a site has left or returned too often. The message names the site.
         """
         weights = _weights_by_sum(record)
         if weights is not None:
             self._opened.check_change([str(c) for c in clients], weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
-        """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
+        """Raise if the counters of a sum are missing or show too few sites that answered from their samples.
 
         Raises:
-            Broken: what is missing.
+            Broken: counters are missing or too small. The message states the reason.
         """
         sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
@@ -303,19 +315,19 @@ class SessionMember:
 
     @property
     def agreed(self) -> Secure:
-        """The agreed settings of secure aggregation."""
+        """Agreed settings of secure aggregation."""
         return self._agreed
 
     @property
     def stays_neutral(self) -> bool:
-        """True if the site's uploads stay neutral from here on, see `OpenedSums.stays_neutral`."""
+        """True if the site's uploads stay neutral from now on, see `OpenedSums.stays_neutral`."""
         return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """Return the sites of a sum after checking that it may be opened.
 
         Raises:
-            Broken: it may not.
+            Broken: the sum may not be opened.
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
             raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
@@ -330,19 +342,19 @@ class SessionMember:
         return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
-        """Read the record of the session, which must have come to the stage at which a message is answered."""
+        """Return the record of the session after checking that its stage permits an answer to a message."""
         record = self._load()
         same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
         (progress_of(record) if same else Progress()).after(kind)
         return record
 
     def _once(self, record: dict[str, Any], name: str, value: object) -> None:
-        """Store an answer once. A session never changes an answer."""
+        """Store a value the first time, and raise if a later value differs. A session never changes a stored value."""
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
-        """Return the session of the sites that advertised, checked when their adverts first arrive."""
+        """Return the session of the sites that advertised, and check their advertisements when these first arrive."""
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
@@ -371,14 +383,15 @@ def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
 
 
 def _listed(clients: Collection[int]) -> str:
-    """Sites as hexadecimal digits."""
+    """Return sites as hexadecimal digits."""
     return secure.join_parts(dict.fromkeys(clients, b"")).hex()
 
 
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
-    """Return what every site counts in each sum of a session. None where the sum adds noise.
+    """Return the weights of every site in each sum of a session, or None if the sum contains noise.
 
-    An upload travels times its weight. All else is a sum of what the sites send.
+    An upload is multiplied by its weight before it is sent. Every other sum is an unweighted sum of the numbers that
+    the sites send.
     """
     if record["noisy"]:
         return None

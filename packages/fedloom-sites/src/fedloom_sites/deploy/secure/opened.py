@@ -1,12 +1,12 @@
-"""Opened: the sums that a site has given shares for, so that no further one reveals the difference between two.
+"""Opened: the sums for which a site has given shares, so that no later sum reveals the difference between two sums.
 
-The memory belongs to a site and to data, by the name that data have in the agreement. Another experiment, another
-snapshot of the rows or another key continues it.
+The memory belongs to a site and its data, identified by the name of the data in the agreement. Another experiment,
+another snapshot of the rows or another key continues the same memory.
 
-Of a round there is one sum: of one model, one set of sites, and one state of each. Of the same models asked for in
-another round or experiment, sites and states are the same, or so many differ that their difference is a sum of enough
-sites itself. Sums of other models may hardly differ, so they are of the same sites too, with the same weights
-(`fedloom_sites.deploy.secure.changes`).
+Each round has only one sum: of one model, one set of sites, and one state of each site. If the same models are
+requested in another round or experiment, the sites and states must be the same, or so many must differ that the
+difference is itself a sum of enough sites. Sums of other models may hardly differ, so they must also be sums over the
+same sites with the same weights (`fedloom_sites.deploy.secure.changes`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
 REMEMBERED_SUMS = 64
-"""Newest sums of an experiment that a site remembers. It has no part in one of an older round."""
+"""Number of newest sums of an experiment that a site remembers. The site takes no part in a sum of an older round."""
 EXPERIMENTS_REMEMBERED = 32
-"""Newest experiments of whose sums a site remembers the models. It remembers the sites of the newest sum of all."""
+"""Number of newest experiments whose summed models a site remembers.
+
+Across all experiments, the site remembers the sites of the newest sum.
+"""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""End of the name of a file in which a site enters the steps of an analysis before it answers them."""
+"""End of the name of a file in which a site records the steps of an analysis before it answers the steps."""
 ANALYSES = "analyses"
-"""Entry for the steps of every analysis that was not summed since the list was made."""
+"""Entry for the steps of every analysis that has not been summed since the list was created."""
 
 
 class OpenedSums:
     """The sums of one site on one set of data.
 
     Args:
-        folder: of the site's state in this experiment.
-        memory: folder of what the site remembers of these data. None: of this experiment alone.
-        names: of the sites, by number. A site without a name goes by its number.
-        changes: how often a site may leave the sums or return, see `Changes`.
-        steady: fewest sites of a sum that have never done so.
+        folder: folder of the site's state in this experiment.
+        memory: folder for facts that the site remembers about these data. None if the site remembers this experiment
+            alone.
+        names: names of the sites, by number. A site without a name is identified by its number.
+        changes: number of times that a site may leave the sums or return, see `Changes`.
+        steady: smallest number of sites in a sum that have never left or returned.
     """
 
     def __init__(
@@ -56,14 +60,14 @@ class OpenedSums:
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
-        """Enter that a session takes the place of the one before.
+        """Record that a session replaces the session before.
 
         Args:
-            name: of the new one.
-            before: the other's name, as hexadecimal digits.
+            name: name of the new session.
+            before: name of the session before, as hexadecimal digits.
 
         Raises:
-            Broken: the new one is over.
+            Broken: the new session is already over.
         """
         if before == name.hex():
             return
@@ -75,23 +79,23 @@ class OpenedSums:
                 self._write(record)
 
     def check_change(self, clients: Collection[str], weights: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Sign no sum of other sites than the last one, where one of them has left or returned too often.
+        """Raise if a sum differs from the last sum in a site that has left or returned too often.
 
         Args:
             clients: numbers of the sites.
-            weights: what each counts in the sum, by what is summed, see `reveal`.
+            weights: weights of each site in the sum, by kind of sum, see `reveal`.
 
         Raises:
-            Broken: which site has.
+            Broken: a site has left or returned too often. The message names the site.
         """
         with self._open() as record:
             self._changes(record).after(*self._counting(clients, weights))
 
     def stays_neutral(self) -> bool:
-        """Return whether the site's uploads stay neutral: one more answer, and its next neutral one, would be too many.
+        """Return whether the uploads must stay neutral, as one more answer and the next neutral one would be too many.
 
-        A neutral upload is known, so a sum with it and the sum before differ by what the site sent before. It is as if
-        the site had left the sum.
+        A neutral upload is known, so the difference between a sum with a neutral upload and the sum before reveals the
+        site's earlier upload. The effect is the same as if the site had left the sum.
         """
         with self._open() as record:
             return bool(record["neutral"]) and int(record["turns"]) >= max(1, self._limit - 1)
@@ -101,21 +105,23 @@ class OpenedSums:
         question: str = "", *, weights: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
         counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Enter a sum, and that its session is over, before a share of it is given.
+        """Record a sum and the end of its session before the site gives a share of the sum.
 
         Args:
-            name: of the session, as hexadecimal digits.
-            sums: the round of what is summed, by what that is.
-            models: digest of the models that it is of, by what it is. Empty for none.
-            bases: the round of the state that each of its sites answers from, by the site's number.
-            threshold: fewest sites of a sum.
-            question: what the sum is of beside models. A round of it is a step, and steps have the same sites.
-            weights: what each site counts in the sum, by what is summed and the site's number. All zeros: what it sends
-                is known. None: the sum has noise of its own, so that it may be of any sites.
-            counts: the site's own counters (`counters`), where the session has any.
+            name: name of the session, as hexadecimal digits.
+            sums: round of each sum, by kind of sum.
+            models: digest of the summed models, by kind of sum. Empty for none.
+            bases: round of the state from which each site of the sum answers, by the site's number.
+            threshold: smallest number of sites in a sum.
+            question: subject of the sum besides models. Each round of a question is a step, and all steps have the same
+                sites.
+            weights: weights of each site in the sum, by kind of sum and the site's number. All weights of a site are
+                zero if its contribution is known. None if the sum contains noise, so that the sum may cover any sites.
+            counts: the site's counters (`counters`), if the session has counters.
 
         Raises:
-            Broken: it would reveal a difference that is of too few sites, or of another model in the same round.
+            Broken: the sum would reveal a difference that covers too few sites, or is a sum of another model in the
+                same round.
         """
         with self._open() as record:
             experiment, bases = self._of_experiment(record), {self._name(c): t for c, t in bases.items()}
@@ -164,7 +170,7 @@ class OpenedSums:
     def _counting(
         self, clients: Iterable[str], weights: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> tuple[list[str], dict[str, dict[str, tuple[float, ...]]]]:
-        """Return the sites of a sum whose part in it is not known, and what these sites count, by name."""
+        """Return the sites of a sum whose contribution is not known, and the weights of these sites, by name."""
         listed = {self._name(c) for c in clients}
         named = {
             what: {self._name(c): tuple(values) for c, values in one.items() if self._name(c) in listed}
@@ -180,7 +186,7 @@ class OpenedSums:
 
     @staticmethod
     def _on_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
-        """Return the sums on the same models, of all experiments."""
+        """Yield the sums on the same models, of all experiments."""
         for experiment in record["experiments"].values() if models else ():
             for one in experiment["opened"].get(what, {}).values():
                 if one["models"] == models:
@@ -188,10 +194,10 @@ class OpenedSums:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """Hold the record alone: all processes of the site with experiments on the same data share it.
+        """Yield the record under a lock. All processes of the site with experiments on the same data share the record.
 
-        Where it is gone or damaged, and the site has given shares of a sum, the sites of that sum are not known: the
-        next sum tells them, and from then on no site leaves or returns.
+        If the record is missing or damaged and the site has given shares of a sum, the sites of that sum are unknown.
+        In that case, the next sum determines the sites, and from then on no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with in_turn(self._memory):
@@ -207,11 +213,14 @@ class OpenedSums:
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return this experiment's part of the record. Without one, all rounds up to the newest are summed.
+        """Return this experiment's part of the record.
 
-        The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
-        left it. So are all steps of analyses, but where whole records show that the site has answered none:
-        it enters a step before it masks a vector, and gives shares of no sum without its own.
+        Without such a part, all rounds up to the newest round count as summed.
+
+        The newest round is the round of an existing state, or of a session of which the site gave shares according to
+        its log of sent data. All steps of analyses then also count as summed, unless whole records show that the site
+        has not answered any step: a site records a step before it masks a vector, and gives no shares of a sum without
+            its own vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
         if content is not None:
@@ -229,7 +238,7 @@ class OpenedSums:
 
 @contextmanager
 def in_turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process works on the files of a folder, which is made where it is missing.
+    """Wait until no other process works on the files of a folder, and create a missing folder.
 
     Raises:
         RunDirError: the disk has no file locks.
@@ -245,7 +254,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 
 def _summed_rounds(folder: Path) -> list[int]:
-    """List the rounds for which a site gave shares of an experiment, by its log of what left it."""
+    """Return the rounds for which a site gave shares of an experiment, according to its log of sent data."""
     return [
         line["round"]
         for line in lines_of(folder / SENT_FILE)
@@ -254,7 +263,7 @@ def _summed_rounds(folder: Path) -> list[int]:
 
 
 def _ended(record: dict[str, Any], name: str) -> bool:
-    """Enter a session that is over in the record. Whether it was not there."""
+    """Record that a session is over, and return True if the session was not in the record yet."""
     new = name not in record["past"]
     if new:
         record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]
@@ -262,7 +271,7 @@ def _ended(record: dict[str, Any], name: str) -> bool:
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Read a file with a checksum. Return None if it is missing or damaged."""
+    """Return the values of a file with a checksum, or None if the file is missing or damaged."""
     try:
         text, _, digest = regular(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
@@ -274,7 +283,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def write_checked(path: Path, values: Mapping[str, object]) -> None:
-    """Make plain values last, with a checksum, in a folder that only its owner reads."""
+    """Write plain values durably, with a checksum, in a folder that only its owner can read."""
     make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()
     write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

@@ -1,7 +1,8 @@
-"""Unmasked: the sums that the server asked for, kept on its disk, so that each is revealed for one set of sites only.
+"""Unmasked: requested sums on the server's disk, so that each sum is revealed for one set of sites only.
 
-A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have
-given their shares. Then the sum itself is kept, and no site is asked any more. A damaged file is as if it were gone.
+The server repeats the request for a sum in the same session, to all connected sites of the sum, until enough sites have
+given their shares. The server then keeps the sum itself and sends no more requests. A damaged file is treated as
+missing.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from fedloom_sites.deploy.secure.protocol import Integers
 
 UNMASKED_FILE = "unmasked.json"
 BYTES_FIELDS = ("signed", "counters", "shown")
-"""Fields with bytes by client."""
+"""Fields with bytes for each client."""
 
 
 class PendingSum(NamedTuple):
-    """A sum that was asked for.
+    """Sum that the server has requested.
 
     Attributes:
-        round: of the session.
-        nonce: of the session.
-        adverts: the keys of its sites, as a message.
-        question: digest of what they were asked.
-        shared: sites that have masks with each other.
-        clients: sites whose vector arrived, which the sum is of.
-        signed: signatures of its sites that the sum is of them.
-        sums: the round of what is summed, by what that is.
-        models: digest of the models that it is of, by what is summed.
-        total: the sum, under masks until it is revealed.
-        attempts: how often it was asked for.
-        told: whether the masks are off.
-        counters: masked counters by client, where sites read their sum before they open this one.
-        shown: shares that take the masks off the counters, by the site that gave them. Empty before.
+        round: round of the session.
+        nonce: nonce of the session.
+        adverts: keys of the sites of the session, as a message.
+        question: digest of the request to the sites.
+        shared: sites that share masks.
+        clients: sites whose vectors arrived and are in the sum.
+        signed: signatures of the sites of the sum about the list of these sites.
+        sums: round of each sum, by kind of sum.
+        models: digest of the summed models, by kind of sum.
+        total: sum of the vectors, under masks until the sum is revealed.
+        attempts: number of requests for the sum so far.
+        told: True if the masks are removed.
+        counters: masked counters by client, if the sites read the sum of the counters before they open this sum.
+        shown: shares that unmask the counters, by the site that gave the shares. Empty before the sites give these
+            shares.
     """
 
     round: int
@@ -62,17 +64,17 @@ class PendingSum(NamedTuple):
 
 
 class PendingSums:
-    """The newest sum that was asked for of every kind.
+    """Newest requested sum of every kind.
 
     Args:
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """Return the most recent sum of a kind, or None if there was none, or its file is missing or damaged."""
+        """Return the newest sum of a kind, or None if no such sum exists, or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None
@@ -89,7 +91,10 @@ class PendingSums:
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def about(self, what: str) -> tuple[int, str]:
-        """Return round and models of the most recent sum of a kind without reading it. Round -1 if there was none."""
+        """Return round and models of the newest sum of a kind without reading the sum.
+
+        The round is -1 if no such sum exists.
+        """
         try:
             entry = self._read()[what]
             return entry["sums"][what], entry["models"].get(what, "")
@@ -97,12 +102,12 @@ class PendingSums:
             return -1, ""
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Find a sum by kind and round among several candidates."""
+        """Return the stored sum that matches one of the given kinds and rounds, or None if no stored sum matches."""
         matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)
 
     def keep(self, pending: PendingSum) -> None:
-        """Make it last. It takes the place of the one before of its kind."""
+        """Store a sum durably. The new sum replaces the stored sum of the same kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
         content = pending.total.astype("<u8", copy=False).data

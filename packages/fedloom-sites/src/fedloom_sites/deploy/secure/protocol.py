@@ -1,30 +1,33 @@
-"""Secure aggregation: the server learns the sum of what the sites send, and no summand.
+"""Secure aggregation: the server learns the sum of the vectors that the sites send, and no single vector.
 
-The protocol of Bonawitz et al. (CCS 2017) on the complete graph, with up to n - threshold sites that drop out, against
-a server that does as it likes and colludes with c sites, for 2 T > n + c (their Theorem 6.5). A session, one for each
-attempt at a sum, has four steps, and a fifth where a site drops out on the way.
+The module implements the protocol of Bonawitz et al. (CCS 2017) on the complete graph, with up to n - threshold sites
+that drop out, against a malicious server that colludes with c sites, for 2 T > n + c (their Theorem 6.5). Each attempt
+at a sum is a session. A session has four steps, and a fifth step if a site drops out on the way.
 
-1. Every site makes two X25519 key pairs and a seed, and signs both public keys and a commitment to the seed, with the
-   session, with its signing key.
-2. Every site cuts its seed and its masking key into Shamir shares, any ``threshold`` of which give them back, and
-   encrypts to every other site its share of each. It signs each of these, so no other site can have made a bad one.
-3. Every site adds a mask from its seed, and for every other site one from their common key, which the two add with
-   opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform whatever is in it. The
-   masks depend on all that the sites were asked and on who shared with whom (`bound_to`), so they cancel between sites
-   that got the same only. With its vector a site signs that the sum may be of all that shared (`statement`).
-4. Where a vector is missing, the sites sign the list of those that arrived. Each signs one such list.
-5. The sites say their shares of the seeds of those whose vector arrived, and of the masking keys of those whose did
-   not, never both of one site, and only for a list that ``threshold`` sites have signed. With them the server takes
-   the masks off the sum. Both secrets have a commitment, so wrong shares are found
-   (`fedloom_sites.deploy.secure.shares`).
+1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
+   and a commitment to the seed.
+2. Every site splits its seed and its masking key into Shamir shares, any ``threshold`` of which restore the secrets. It
+   encrypts one share of each secret for every other site, and signs each of these messages, so no other site can have
+   forged a bad share.
+3. Every site adds one mask from its seed, and one mask for every other site from the common key of the two sites, which
+   add this mask with opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform
+   regardless of its content. The masks depend on the whole request to the sites and on the list of sites that shared
+   secrets (`bound_to`), so masks cancel only between sites that received the same request and list. Together with its
+   vector, a site signs that the sum may cover all sites that shared (`statement`).
+4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
+   list.
+5. The sites reveal their shares of the seeds of the sites whose vectors arrived, and of the masking keys of the other
+   sites. They never reveal shares of both secrets of one site, and they reveal shares only for a list that
+   ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Both secrets have a
+   commitment, so wrong shares are detected (`fedloom_sites.deploy.secure.shares`).
 
-Two lists can be opened only if each has ``threshold`` sites behind it. A site that has signed a list of step 4 opens no
-other, so both together need T - c honest sites twice: 2 T <= n + c.
+Two lists can both be opened only if ``threshold`` sites have signed each list. A site that has signed a list in step 4
+opens no other list, so both lists together need T - c honest sites twice: 2 T <= n + c.
 
-Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256. Shares travel under AES-256-GCM with a key pair of the
-sender's for each receiver, and the digest of all advertised keys as associated data, so an answer to other keys does
-not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``, shares those of
-PyCryptodome.
+Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender uses
+one key pair for each receiver, and the associated data are the digest of all advertised keys, so an answer to other
+keys does not decrypt. All random bits come from the operating system. The ciphers are implemented by ``cryptography``,
+and the shares by PyCryptodome.
 """
 
 from __future__ import annotations
@@ -48,27 +51,28 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedloom.errors import Refused, WireError
 
 MIN_SITES, MAX_SITES = 3, 100
-"""Sites of a session, and of a sum at least `MIN_SITES`: of two, each would know the other's vector from the sum."""
+"""Smallest number of sites of a sum and largest number of sites of a session. With two sites, each would learn the
+other's vector from the sum."""
 ACCUSATION_PREFIX = b"accuses\n"
 """Prefix of a third-step answer that accuses another site of an unreadable share."""
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 MOST_STEPS = 1 << 16
-"""Steps of an analysis at most, whatever is agreed on."""
+"""Largest number of steps of an analysis, regardless of the agreement."""
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Integers modulo 2^64, ``[D]``."""
 
 
 class Broken(Refused):
-    """A step of the protocol cannot be done. The sentence holds nothing of what is summed."""
+    """Error: a step of the protocol cannot be done. The message contains nothing about the summed numbers."""
 
 
 class Secrets(NamedTuple):
-    """Secrets that a site draws for a session.
+    """Secrets that a site generates for a session.
 
     Attributes:
-        sealing, masking: private keys of its shares' encryption and of its masks.
-        seed, counting: seeds of its own mask on its vector, and on its counters, which are opened first.
+        sealing, masking: private keys for the encryption of its shares and for its masks.
+        seed, counting: seeds of the site's masks on its vector, and on its counters, which are opened first.
     """
 
     sealing: bytes
@@ -78,7 +82,7 @@ class Secrets(NamedTuple):
 
 
 class Advert(NamedTuple):
-    """The public keys of a site in a session and commitments to its seeds, signed."""
+    """Signed public keys of a site in a session, and commitments to its seeds."""
 
     client: int
     sealing: bytes
@@ -94,8 +98,9 @@ class Session:
 
     Attributes:
         name: 32 bytes. Never used twice.
-        threshold: sites without which nothing is unmasked, at least `min_threshold` of all.
-        adverts: by client, in rising order. The place of a site in it is the place of its shares.
+        threshold: number of sites without which nothing is unmasked, at least `min_threshold` of all sites.
+        adverts: advertisements by client, in ascending order. The position of a site in this order is the position of
+            its shares.
     """
 
     name: bytes
@@ -104,7 +109,7 @@ class Session:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of all of it."""
+        """SHA-256 of the whole session."""
         parts = (
             a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting for a in self.adverts.values()
         )
@@ -119,21 +124,23 @@ def min_threshold(sites: int) -> int:
 def safe_threshold(sites: int) -> int:
     """Return the threshold of Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
 
-    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This one leaves room for fewer than a third.
+    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This threshold tolerates fewer than a third of
+    the sites as colluding sites.
     """
     return max(MIN_SITES, 2 * sites // 3 + 1)
 
 
 def colluders(sites: int, threshold: int) -> int:
-    """Most sites that a server may collude with without learning the upload of another.
+    """Return the largest number of sites that can collude with a server without learning another site's upload.
 
-    2 T > n + c keeps it to one sum, and T >= c + 2 keeps two others in that sum: c sites subtract their own uploads.
+    2 T > n + c limits the server to one sum, and T >= c + 2 leaves two other sites in that sum after c sites subtract
+    their uploads.
     """
     return min(2 * threshold - sites - 1, threshold - 2)
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
-    """Build the name of a session from the agreement, the round and 16 random bytes of the server."""
+    """Return the name of a session, from the agreement, the round and 16 random bytes of the server."""
     return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
 
 
@@ -147,17 +154,17 @@ def new_secrets() -> Secrets:
 
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
-    """Sign the public keys of a site with its signing key."""
+    """Return the public keys of a site with a signature by its signing key."""
     sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
     new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
     return new._replace(signature=key.sign(_advertised(session, new)))
 
 
 def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
-    """Check that every advertisement is a site's own and belongs to this session.
+    """Check that every advertisement is from its site and belongs to this session.
 
     Raises:
-        Broken: one is forged, of another session, without an owner, or there twice.
+        Broken: an advertisement is forged, from another session, without an owner, or a duplicate.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("a site's keys are advertised twice")
@@ -178,7 +185,7 @@ def _advertised(session: bytes, a: Advert) -> bytes:
 
 
 def committed(seed: bytes) -> bytes:
-    """Commit to a random seed of 256 bits. The commitment hides the seed."""
+    """Return a commitment to a random seed of 256 bits. The commitment hides the seed."""
     return hashlib.sha256(b"fedloom seed\n" + seed).digest()
 
 
@@ -196,7 +203,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
     """Compute the secret that only the owners of two key pairs share.
 
     Raises:
-        Broken: the public key is no point with which there is a secret.
+        Broken: the public key is not a valid point, so no common secret exists.
     """
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -205,7 +212,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
-    """256 bits of a secret for one use, by HKDF-SHA256."""
+    """Return 256 bits that are derived from a secret for one use, by HKDF-SHA256."""
     return HKDF(SHA256(), KEY_BYTES, salt, b"fedloom " + use).derive(secret)
 
 
@@ -213,7 +220,7 @@ def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
 
 
 def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes:
-    """Digest of a session, of what its sites were asked, and of those that have masks with each other."""
+    """Return the digest of a session, of the request to its sites, and of the sites that share masks."""
     body = question + join_parts(dict.fromkeys(peers, b""))
     return hashlib.sha256(b"fedloom session\n" + session.digest + body).digest()
 
@@ -229,13 +236,13 @@ def check_statement(
     """Check that at least the threshold of sites signed the same set of sites for the same question.
 
     Args:
-        session: all agree on.
+        session: agreed session.
         bound: see `bound_to`.
-        signed: signatures of sites of the sum, empty where one is missing.
-        keys: of all sites.
+        signed: signatures of the sites of the sum, empty for a missing signature.
+        keys: signing keys of all sites.
 
     Raises:
-        Broken: fewer have, or a signature is of something else.
+        Broken: fewer sites have signed, or a signature is about another sum.
     """
     text, count = statement(bound, [*signed]), 0
     for client, signature in signed.items():
@@ -256,7 +263,7 @@ def check_statement(
 
 
 def stream(key: bytes, length: int) -> Integers:
-    """Uniform integers modulo 2^64 ``[length]`` of a key of 256 bits that is used once."""
+    """Return uniform integers modulo 2^64 ``[length]`` from a key of 256 bits that is used once."""
     cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8").astype(np.uint64, copy=False)
 
@@ -264,7 +271,7 @@ def stream(key: bytes, length: int) -> Integers:
 def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
-    """Mask a site's vector ``[D]`` with its own mask and the masks that it shares with the ``peers``."""
+    """Return a site's vector ``[D]`` under its own mask and the masks that it shares with the ``peers``."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     masking = private_key(secrets.masking)
     for peer in peers:
@@ -276,7 +283,7 @@ def masked(
 def _add_pair(
     total: Integers, session: Session, bound: bytes, client: int, masking: X25519PrivateKey, peer: int
 ) -> None:
-    """Add what ``client`` adds for ``peer``, who adds the opposite."""
+    """Add the mask that ``client`` shares with ``peer``, with the sign for ``client``. The peer adds the opposite."""
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
     mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), len(total))
     (np.add if client < peer else np.subtract)(total, mask, out=total)
@@ -285,14 +292,14 @@ def _add_pair(
 def unmasked(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
-    """Remove the masks from the sum of the vectors that arrived.
+    """Return the sum of the vectors that arrived, without masks.
 
     Args:
-        session: all agree on.
+        session: agreed session.
         bound: see `bound_to`.
-        arrived: sites whose vector arrived.
-        total: the sum of these vectors.
-        secrets: seeds of these sites, and masking keys of the others that have masks with them.
+        arrived: sites whose vectors arrived.
+        total: sum of these vectors, under masks.
+        secrets: seeds of these sites, and masking keys of the other sites that share masks with these sites.
     """
     total = total.copy()
     for owner, secret in secrets.items():
@@ -309,15 +316,15 @@ def unmasked(
 
 
 def join_parts(parts: Mapping[int, bytes]) -> bytes:
-    """Parts of equal length by client."""
+    """Return a message with parts of equal length by client."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 
 def split_parts(message: bytes, width: int) -> dict[int, bytes]:
-    """Parts of ``width`` bytes by client.
+    """Return the parts of a message by client, each ``width`` bytes long.
 
     Raises:
-        WireError: the bytes are not that.
+        WireError: the bytes are not a valid list of parts.
     """
     step = 4 + width
     if len(message) % step or len(message) > MAX_SITES * step:
@@ -330,15 +337,15 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
 
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
-    """Advertisements as a message."""
+    """Return advertisements as a message."""
     return join_parts({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
 
 
 def read_adverts(message: bytes) -> list[Advert]:
-    """Advertisements of a message.
+    """Return the advertisements in a message.
 
     Raises:
-        WireError: the bytes are not that.
+        WireError: the bytes are not advertisements.
     """
     parts = split_parts(message, 4 * KEY_BYTES + SIGNATURE_BYTES)
     cuts = (*(slice(k * KEY_BYTES, (k + 1) * KEY_BYTES) for k in range(4)), slice(4 * KEY_BYTES, None))

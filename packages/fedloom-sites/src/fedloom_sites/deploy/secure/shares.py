@@ -1,11 +1,12 @@
-"""Share a site's secrets, and prove who broke the protocol with them.
+"""Share a site's secrets, and prove which site broke the protocol.
 
-A share that does not decrypt is shown to be its sender's fault by the sender's own signature: the receiver accuses, and
-the sender opens what it sent by the key pair that it made for this one message, or is left out. Who opens it shows one
-share, to those who accused. Who accuses shows nothing, so neither a server nor a site gains by a false accusation.
+The sender's signature proves that an undecryptable share is the sender's fault: the receiver accuses the sender, and
+the sender opens its message by the key pair that it generated for this one message. Otherwise the sender is left out.
+A sender that opens its message reveals one share, and only to the receiver that accused. A receiver that accuses
+reveals nothing, so neither a server nor a site gains by a false accusation.
 
-A share that gives another secret is found by the commitments to the secrets: of the same fixed set of uploads, other
-subsets of the shares give the one that fits.
+The commitments to the secrets expose a share that leads to a wrong secret: for the same fixed set of uploads, other
+subsets of the shares lead to the secret that matches the commitment.
 """
 
 from __future__ import annotations
@@ -37,19 +38,25 @@ from fedloom_sites.deploy.secure.protocol import (
 SHARE_NONCE_BYTES, _HALF_KEY_BYTES = 12, KEY_BYTES // 2
 _HALF_KEY_BITS = 8 * _HALF_KEY_BYTES
 FIELD_POLYNOMIAL = (1 << 128) | 0x87
-"""x^128 + x^7 + x^2 + x + 1, by which Shamir's scheme in PyCryptodome reduces. It gives shares, and no arithmetic."""
+"""x^128 + x^7 + x^2 + x + 1, the polynomial by which Shamir's scheme in PyCryptodome reduces.
+
+PyCryptodome provides the shares, but no arithmetic.
+"""
 SEALED_SHARE_BYTES = KEY_BYTES + SHARE_NONCE_BYTES + 3 * KEY_BYTES + 16 + SIGNATURE_BYTES
-"""Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, a signature."""
+"""Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, and a signature."""
 MAX_SUBSETS = 200
-"""Most subsets of the shares of a secret that are tried."""
+"""Largest number of subsets of the shares of a secret to try."""
 
 
 class Unreadable(Broken):
-    """A share that its sender has signed and that does not decrypt."""
+    """Error: the sender has signed a share that does not decrypt."""
 
 
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
-    """For every site of the session its share of this site's seeds and masking key. Sealed, but for this site's own."""
+    """Return the share of this site's seeds and masking key for every site of the session.
+
+    All shares are sealed, except this site's own share.
+    """
     n, shares = len(session.adverts), [b""] * len(session.adverts)
     all_secrets = secrets.seed + secrets.masking + secrets.counting
     for half in (all_secrets[a : a + _HALF_KEY_BYTES] for a in range(0, 3 * KEY_BYTES, _HALF_KEY_BYTES)):
@@ -69,26 +76,26 @@ def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: byt
 
 
 def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
-    """Derive the private key with which a site seals its share for one other site. It opens that share only."""
+    """Derive the private key with which a site seals its share for one other site. The key opens only that share."""
     return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
 
 
 def open_share(
     session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes, public: Ed25519PublicKey
 ) -> bytes:
-    """Open the share that another site sent to this one.
+    """Return the plain share that another site sent to this site.
 
     Args:
-        session: all agree on.
-        client: who reads it.
-        secrets: of the reader.
-        sender: whose share it is.
-        sealed: what it sent.
-        public: its verifying key.
+        session: agreed session.
+        client: number of the receiving site.
+        secrets: secrets of the receiving site.
+        sender: number of the sending site.
+        sealed: sealed share from the sender.
+        public: verifying key of the sender.
 
     Raises:
-        Broken: the sender did not make it for this site, with the keys of this session.
-        Unreadable: it did, and it does not decrypt.
+        Broken: the sender did not make the share for this site with the keys of this session.
+        Unreadable: the sender made the share, but the share does not decrypt.
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
@@ -105,10 +112,10 @@ def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed2
 
 
 def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
-    """Decrypt the share in a message with the secret that its one-time key shares with the receiver.
+    """Decrypt the share in a message with the secret that the message's one-time key shares with the receiver.
 
     Raises:
-        Unreadable: it does not decrypt.
+        Unreadable: the share does not decrypt.
     """
     nonce, text = (
         sealed[KEY_BYTES : KEY_BYTES + SHARE_NONCE_BYTES],
@@ -132,12 +139,12 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
 def reveal_shares(
     shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
 ) -> dict[int, bytes]:
-    """Return one share per site: of its seed if its vector arrived, else of its masking key.
+    """Return one share per site: a share of its seed if its vector arrived, otherwise of its masking key.
 
     Args:
-        shares: three of every site.
-        survivors: sites whose vector arrived.
-        of_counters: the seed of the mask on a site's counters, in place of that on its vector.
+        shares: three shares of every site.
+        survivors: sites whose vectors arrived.
+        of_counters: True for the seed of the mask on a site's counters instead of the mask on its vector.
     """
     seed = slice(2 * KEY_BYTES, None) if of_counters else slice(KEY_BYTES)
     return {
@@ -148,8 +155,8 @@ def reveal_shares(
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
     """Combine the shares ``(place, share)`` of a threshold of sites into the secret, as `Shamir.combine` does.
 
-    Each half is a weighted sum of the shares times a factor. `_weights` has them, the same for all secrets of these
-    places.
+    Each half of the secret is a weighted sum of the shares, times a factor. `_weights` computes weights and factor,
+    which are the same for all secrets of these places.
     """
     (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
@@ -159,7 +166,10 @@ def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 def multiply(a: int, b: int) -> int:
-    """Multiply in GF(2^128), in as many steps as ``a`` has bits: polynomials over two elements as bits of integers."""
+    """Multiply in GF(2^128), in as many steps as ``a`` has bits.
+
+    The bits of an integer are the coefficients of a polynomial.
+    """
     product = 0
     while a:
         product ^= b if a & 1 else 0
@@ -169,7 +179,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def invert(a: int) -> int:
-    """Find the inverse of an element of GF(2^128) that is not 0: its power 2^128 - 2."""
+    """Compute the inverse of a nonzero element of GF(2^128): its power 2^128 - 2."""
     inverse = 1
     for _ in range(_HALF_KEY_BITS - 1):
         a = multiply(a, a)
@@ -179,10 +189,11 @@ def invert(a: int) -> int:
 
 @lru_cache(maxsize=2 * MAX_SUBSETS)
 def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
-    """Compute the factors of the shares at these places, and their sum.
+    """Compute the weights of the shares at these places, and the factor of the weighted sum.
 
-    These are Lagrange's polynomials at 0 and one. Or, where they have fewer bits, for each of which a product takes a
-    step, these times all differences of the places, and the inverse of that.
+    The weights are Lagrange's polynomials at 0, and the factor is one. If fewer bits result, the weights are these
+    polynomials times all differences of the places, and the factor is the inverse of this product. A product takes one
+    step per bit.
     """
     weights = []
     for k in places:
@@ -199,12 +210,12 @@ def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
-    """Sign an accusation: another site's share for this site does not decrypt."""
+    """Return a signed accusation: another site's share for this site does not decrypt."""
     return key.sign(_accusation(session, accuser, accused))
 
 
 def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
-    """Return whether a site has signed that the share of another one for it does not decrypt."""
+    """Return whether a site has signed that another site's share for it does not decrypt."""
     try:
         public.verify(signature, _accusation(session, accuser, accused))
     except InvalidSignature:
@@ -213,14 +224,16 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 
 
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
-    """Whether a sealed share decrypts, by the one-time key that its sender opens it with. Anybody can find that out.
+    """Return whether a sealed share decrypts with the one-time key by which its sender opens it.
+
+    Any party can check this.
 
     Args:
-        session: all agree on.
-        sender: who sealed it.
-        to: whom it is for.
-        sealed: the message, whose signature has been checked.
-        private: the sender's private key of this message (`one_time_key`).
+        session: agreed session.
+        sender: number of the site that sealed the share.
+        to: number of the receiving site.
+        sealed: sealed share, whose signature has been checked.
+        private: sender's private key for this message (`one_time_key`).
     """
     if public_of(private) != sealed[:KEY_BYTES]:
         return False
@@ -239,10 +252,10 @@ def _accusation(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class Undecided(Broken):
-    """Shares of which no tried subset gives their owner's secret.
+    """Error: no tried subset of the shares gives the owner's secret.
 
     Args:
-        owner: whose secret it is.
+        owner: number of the site that owns the secret.
         count: answers.
     """
 
@@ -255,18 +268,19 @@ def restored(
     session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
     of_counters: bool = False,
 ) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
-    """Restore the secrets that unmask a sum, by owner, and name the sites whose shares are wrong.
+    """Restore the secrets that unmask a sum, and return the secrets by owner and the sites whose shares are wrong.
 
     Args:
-        session: all agree on.
-        peers: sites that have masks with each other.
-        arrived: those of them whose vector arrived, whose seeds are restored, of the others it is the masking key.
-        answers: by the site that gives them, shares by owner (`reveal_shares`).
+        session: agreed session.
+        peers: sites that share masks.
+        arrived: sites among these whose vectors arrived. Their seeds are restored, and the masking keys of the other
+            sites.
+        answers: shares by owner (`reveal_shares`), for each site that sends shares.
         of_counters: see `reveal_shares`.
 
     Raises:
-        Broken: there are fewer than ``threshold`` answers.
-        Undecided: shares do not give a secret that its owner is committed to.
+        Broken: fewer than ``threshold`` sites answered.
+        Undecided: the shares do not give a secret that matches its owner's commitment.
     """
     if len(answers) < session.threshold:
         raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
@@ -296,7 +310,7 @@ def restored(
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
-    """Subsets of a size: the first, windows around the circle, then any, at most `MAX_SUBSETS`."""
+    """Yield subsets of a size: the first, windows around the circle, then random subsets, at most `MAX_SUBSETS`."""
     m = len(clients)
     if m < size:
         return

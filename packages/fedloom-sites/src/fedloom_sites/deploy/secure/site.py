@@ -1,4 +1,4 @@
-"""Answers of a site under secure aggregation: its steps of a session, in which it trains and scores under masks."""
+"""Answers of a site under secure aggregation: steps of a session, with training results and scores under masks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 
 class MaskedAnswers:
-    """The answers of a site with secure aggregation.
+    """Answers of a site with secure aggregation.
 
     Args:
-        site: its settings.
-        key: its signing key.
-        trainer: its training and its scores.
-        folder: of its state in this experiment.
-        budget: models that it has answered.
+        site: settings of the site.
+        key: signing key of the site.
+        trainer: training and scores of the site.
+        folder: folder of the site's state in this experiment.
+        budget: models that the site has answered.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
@@ -54,12 +54,12 @@ class MaskedAnswers:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of messages that are answered."""
+        """Kinds of messages that the site answers."""
         return (*SESSION_STEPS, "result") if self._trainer.scoring == "masked" else (*SESSION_STEPS, "score", "result")
 
     @cached_property
     def figures(self) -> str:
-        """The figures and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
+        """Figures and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
             return ""
@@ -70,10 +70,10 @@ class MaskedAnswers:
         return f"{bits:x}" if bits else ""
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Answer a step of a session, or a request for the site's own scores.
+        """Return the answer to a step of a session, or to a request for the site's scores.
 
         Raises:
-            FedloomError: there is none. The sentence has the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -96,11 +96,11 @@ class MaskedAnswers:
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """How many masked numbers are in the arrays of the newest answer, its counters among them.
+        """Return the number of masked numbers in the arrays of the newest answer, including its counters.
 
         Args:
-            kind: of the message.
-            arrays: of the answer.
+            kind: kind of the message.
+            arrays: arrays of the answer.
         """
         return self._numbers if arrays and kind in ("masked", "tally") else 0
 
@@ -111,7 +111,7 @@ class MaskedAnswers:
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
 
     def _masked(self, envelope: Envelope) -> bytes:
-        """Mask the site's training result, its scores of the received models, or both."""
+        """Return the site's training result, its scores of the received models, or both, under masks."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
@@ -180,16 +180,19 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares of these terms. The shares last while the numbers of samples stay the same."""
+        """Return the run with the shares of these terms.
+
+        The shares are cached while the numbers of samples stay the same.
+        """
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
         return self._last[1]
 
     def _send(self, weights: tuple[float, float]) -> Callable[..., dict[str, Tensor]]:
-        """Write an upload as the integers that are masked.
+        """Return a function that writes an upload as the integers to mask.
 
         Args:
-            weights: the site's in the mean of the cohort, and in what is kept or added up over rounds.
+            weights: the site's weights in the mean of the cohort, and in sums that are kept or accumulated over rounds.
         """
 
         def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Run sites under secure aggregation. The server gets sums only (`sums`)."""
+"""Run sites under secure aggregation. The server receives sums only (`sums`)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
 
 Figure = tuple[float, float, int]
-"""A score's mean over sites, over samples, and of how many sites."""
+"""Mean of a score over sites, mean over samples, and number of sites."""
 
 
 class MaskedSites(Sites):
-    """The sites of a run whose uploads, and scores, are summed under masks, see `Sites`."""
+    """Sites of a run whose uploads and scores are summed under masks, see `Sites`."""
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
@@ -57,11 +57,11 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites and sum their uploads. Single uploads stay unknown.
+        """Train at the sites, and yield the sum of their uploads. Single uploads remain unknown.
 
         Raises:
-            RunStopped: fewer sites than the threshold take part.
-            GivenUp: the sum is never revealed, or is out of range.
+            RunStopped: fewer sites than the threshold participate.
+            GivenUp: the sum is never revealed, or the sum is out of range.
         """
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
@@ -107,10 +107,10 @@ class MaskedSites(Sites):
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
-        """Tell and log how many sites have answered a round without their samples.
+        """Log how many sites have answered a round without their samples.
 
         Raises:
-            RunStopped: so many have that the sites do not open the sum.
+            RunStopped: too many sites answered without their samples, so the sites do not open the sum.
         """
         if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
             return
@@ -126,10 +126,10 @@ class MaskedSites(Sites):
         self._transport.note("neutral uploads", t, clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
-        """Return the round to score with the training, and its request, if all sites train.
+        """Return the round to score with the training, and the requests for its scores, if all sites train.
 
-        Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
-        sum of the training that was asked for already has the scores or has them not.
+        Otherwise, or if these scores were already requested, the scores are summed first, in a separate session. A sum
+        of the training that was already requested keeps its form, with or without the scores.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -149,7 +149,10 @@ class MaskedSites(Sites):
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Request the sums of all sites' scores, which `sums` then returns. Scores of single clients stay unknown."""
+        """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
+
+        Scores of single clients remain unknown.
+        """
         if not self._tallies:
             yield from super().score(request)
             return
@@ -176,7 +179,7 @@ class MaskedSites(Sites):
         return AnalysisSum(session.value, session.clients, session.counts)
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all sites that are there, in a session of its own, without a sum the run continues."""
+        """Sum the scores of all connected sites in a separate session. If no sum results, the run continues."""
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
@@ -217,14 +220,14 @@ class MaskedSites(Sites):
         )
 
     def _weights(self, terms: Terms) -> Weights:
-        """Return the weights of every site in the sums of a session, as the sites compute them."""
+        """Return the weights of every site in the sums of a session, computed in the same way as at the sites."""
         return terms.weights(terms.weighed(self._job, self._settings.samples))
 
     def _check_cohort(self, terms: Terms) -> Weights:
-        """Check the terms of a drawn cohort. A failure leads to another cohort.
+        """Return the weights of a drawn cohort after checking the terms. A failure leads to another cohort.
 
         Raises:
-            GivenUp: the sites would open no sum of this cohort, but may open that of another.
+            GivenUp: the sites would open no sum of this cohort, but may open a sum of another cohort.
         """
         weights, agreed = self._weights(terms), self._agreed
         try:
@@ -238,10 +241,10 @@ class MaskedSites(Sites):
         return {"accepted": int(self.accepted[client])}
 
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
-        """Check that summed differences are no longer than they can be. A change of a kept row counts twice.
+        """Check that summed differences are no longer than their bounds allow. A change of a kept row counts twice.
 
         Raises:
-            Broken: they are.
+            Broken: a summed difference is longer.
         """
         if isinstance(self._job.setting.aggregator, SharedMean):
             return

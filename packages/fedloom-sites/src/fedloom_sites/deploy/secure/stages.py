@@ -1,4 +1,6 @@
-"""Stages of a session of secure aggregation, and the message that leads from one to the next. Both ends go by them.
+"""Stages of a session of secure aggregation, and the message that leads from each stage to the next.
+
+The server and the sites follow the same stages.
 
     kind             answered from    leads to    carries to the site, and back
     keys             (any)            ADVERTISED  nothing. Public keys and a commitment
@@ -9,8 +11,8 @@
     count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
     unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
-Between SHARED and MASKED a site is at RECEIVED, once it has read the others' shares. A message that comes again gets
-the same answer. At REVEALED a site's secrets are gone, and `unmask` alone is still answered.
+Between SHARED and MASKED, a site is at RECEIVED after it has read the shares of the other sites. A repeated message
+gets the same answer. At REVEALED, a site's secrets are deleted, and the site answers only `unmask`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fedloom_sites.deploy.secure.protocol import Broken
 
 
 class Stage(IntEnum):
-    """Progress of a session, at either end."""
+    """Progress of a session, at the server or at a site."""
 
     NEW = 0
     ADVERTISED = 1
@@ -46,27 +48,27 @@ STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "count": (Stage.MASKED, Stage.COUNTED),
     "unmask": (Stage.MASKED, Stage.REVEALED),
 }
-"""The earliest stage from which a message is answered, and the stage that it leads to."""
+"""Earliest stage from which a message is answered, and the stage to which the message leads."""
 
 REVEALED_ENTRY = "told"
-"""Entry of a site's record of a session: the shares that it has revealed."""
+"""Entry in a site's record of a session: the shares that the site has revealed."""
 ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
     "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
 }  # fmt: skip
-"""The stage that each entry of a site's record shows."""
+"""Stage that each entry in a site's record shows."""
 
 
 class Progress(NamedTuple):
-    """The stage of one session."""
+    """Stage of one session."""
 
     stage: Stage = Stage.NEW
 
     def require_stage(self, stage: Stage) -> Progress:
-        """Require that the session has reached a stage and still has its secrets.
+        """Return this progress after checking that the session has reached a stage and still stores its secrets.
 
         Raises:
-            Broken: it has not, or is over.
+            Broken: the session has not reached the stage, or the session is over.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
             raise Broken("the session is another one, is over, or has not come to this step")
@@ -76,7 +78,7 @@ class Progress(NamedTuple):
         """Return the stage after a message of a kind.
 
         Raises:
-            Broken: the session has not come to it, or is over.
+            Broken: the session has not reached the stage for this message, or the session is over.
         """
         earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:

@@ -1,8 +1,8 @@
-"""Sessions: the server's side of secure aggregation, from the sites' keys to a sum that makes sense.
+"""Sessions: the server's side of secure aggregation, from the sites' keys to a plausible sum.
 
-A site that is shown to have broken the protocol is named, and left out of sessions until the server is started again. A
-round's uploads are asked for in a new session only as long as no share of the session before has been asked for.
-After that the sum is of these sites, or the round is lost.
+A site that has provably broken the protocol is named, and left out of sessions until the server is restarted. The
+server requests a round's uploads in a new session only as long as it has not requested a share of the session before.
+After such a request, the sum covers exactly these sites, or the round is lost.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
-"""Number of requests for the shares of a sum before it is given up."""
+"""Number of requests for the shares of a sum before the server gives up."""
 
 Ask = Callable[[int, bytes], Request]
-"""(client, sealed shares of the others) -> the request for the client's vector."""
+"""(client, sealed shares of the others) -> request for the client's vector."""
 
 
 Weights = Mapping[int, Sequence[float]]
@@ -40,13 +40,13 @@ Weights = Mapping[int, Sequence[float]]
 
 
 class Sum(NamedTuple):
-    """A sum of a session.
+    """Sum that a session produces.
 
     Attributes:
-        value: what it was read as. None where the counters kept it closed.
-        clients: sites that it is of.
-        traffic: bytes per site up and down.
-        counts: sums of the sites' counters (`counters`). None in a session without any.
+        value: decoded sum. None if the counters kept the sum closed.
+        clients: sites of the sum.
+        traffic: bytes per site, up and down.
+        counts: sums of the sites' counters (`counters`). None in a session without counters.
     """
 
     value: Any
@@ -56,7 +56,7 @@ class Sum(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """A session in progress: its round, its nonce, and how far it has come."""
+    """Session in progress: its round, its nonce, and its stage."""
 
     round: int
     nonce: bytes
@@ -64,12 +64,13 @@ class _Course(NamedTuple):
 
 
 class SecureSums:
-    """The sessions of a run.
+    """Sessions of a run.
 
     Args:
-        transport: the way to the sites.
-        settings: of the server, with secure aggregation.
-        is_noisy: whether the sums have noise that is accounted for, so that they may be of other sites each time.
+        transport: connection to the sites.
+        settings: settings of the server, with secure aggregation.
+        is_noisy: True if the sums contain noise that is accounted for, so that the sites of the sums may differ each
+            time.
     """
 
     def __init__(self, transport: Transport, settings: Server, *, is_noisy: bool = False) -> None:
@@ -84,27 +85,31 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Find a sum by kind and round that was requested before."""
+        """Return the earlier requested sum that matches a kind and a round, or None if no such sum exists."""
         return self._unmasked.of(sums)
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
         counted: bool = False, all_answer: bool = False,
     ) -> Sum:  # fmt: skip
-        """Sum the sites' vectors. A sum that was requested before a stop is revealed now.
+        """Compute and return the sum of the sites' vectors.
+
+        If the sum was requested before a stop, the sum is revealed now.
 
         Args:
-            terms: what the sites are asked.
-            weights: what every site counts in the sum, see `Terms.weights`.
-            request: makes the request for a client's vector. Takes the shares of the others too.
-            length: of a vector.
-            read: what a sum of so many vectors is. Refused where it makes no sense.
-            counted: whether the sites read the sum of their counters before they open that of their vectors.
-            all_answer: whether a sum with a neutral answer in it is of no use, so that it stays closed.
+            terms: terms that state the request to the sites.
+            weights: weights of every site in the sum, see `Terms.weights`.
+            request: function that creates the request for a client's vector. Its arguments include the shares of the
+                other sites.
+            length: length of a vector.
+            read: function that decodes a sum of a number of vectors. The function raises Refused for an implausible
+                sum.
+            counted: True if the sites read the sum of their counters before they open the sum of their vectors.
+            all_answer: True if a sum that contains a neutral answer is useless, so that the sum stays closed.
 
         Raises:
-            RunStopped: fewer than the threshold take part.
-            GivenUp: it was asked for too often, or one of the vectors is wrong.
+            RunStopped: fewer sites than the threshold participate.
+            GivenUp: the sum was requested too often, or a vector is wrong.
         """
         pending = self._unmasked.of(terms.sums)
         if pending is None:
@@ -124,7 +129,7 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """Run all steps but the last and return the masked sum. Nothing is revealed yet."""
+        """Run all steps except the last, and return the masked sum. Nothing is revealed at this point."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._same_sites(terms, weights, cohort)
@@ -198,13 +203,15 @@ class SecureSums:
         accusations: Mapping[int, Mapping[int, bytes]],
         sealed: Mapping[int, Mapping[int, bytes]],
     ) -> bool:
-        """Leave out whoever is shown to have broken the session. Whether anybody is.
+        """Leave out the sites that have provably broken the session, and return whether any site was left out.
+
+        The sites stay out until the server is restarted.
 
         Args:
-            course: of the session.
-            session: the same, as all agree on it.
-            accusations: signatures by accuser and accused.
-            sealed: shares by sender and receiver.
+            course: progress of the session.
+            session: session on which all sites agree.
+            accusations: signatures by accuser and accused site.
+            sealed: sealed shares by sender and receiver.
         """
         against: dict[int, dict[int, bytes]] = {}
         for accuser, signed in accusations.items():
@@ -237,12 +244,15 @@ class SecureSums:
         return len(self._out) > before
 
     def _apart(self, terms: Terms, clients: Collection[int]) -> list[int]:
-        """Return the sites that may be summed. After a sum of the same models in another round, the sites of that sum.
+        """Return the sites that may be summed.
 
-        Sites refuse any but these, or so many others that the difference of both sums is itself of enough sites.
+        After a sum of the same models in another round, these are the sites of that sum.
+
+        Sites reject any other set, unless so many sites differ that the difference of both sums is itself a sum of
+        enough sites.
 
         Raises:
-            RunStopped: sites of that sum are missing.
+            RunStopped: sites of the earlier sum are missing.
         """
         for what, t in terms.sums.items():
             round, models = self._unmasked.about(what)
@@ -263,7 +273,7 @@ class SecureSums:
         return [*clients]
 
     def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
-        """Return the cohort without sites that would return to the sums more often than was agreed on."""
+        """Return the cohort without sites that would return to the sums more often than the agreement allows."""
         listed, _ = self._counting(terms, weights, cohort)
         returning = (
             {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
@@ -281,10 +291,10 @@ class SecureSums:
         return [c for c in cohort if c not in stays_out]
 
     def _check_leaving(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Ask for no sum that the sites would not open, since it lacks a site that has left too often.
+        """Raise if the sites would not open a sum, because the sum lacks a site that has left too often.
 
         Raises:
-            RunStopped: which site the run waits for.
+            RunStopped: the run waits for a site. The message names the site.
         """
         if self._is_noisy:
             return
@@ -296,7 +306,7 @@ class SecureSums:
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Remember and log of which sites a sum is that is asked for from here on."""
+        """Store and log the sites of a sum that is requested from now on."""
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
@@ -316,7 +326,7 @@ class SecureSums:
     def _counting(
         self, terms: Terms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
-        """Return the sites of a sum whose part is not known, and what these sites count, as the sites find it."""
+        """Return the sites of a sum whose contribution is not known, and their weights, as the sites compute these."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
@@ -328,7 +338,7 @@ class SecureSums:
     # ------------------------------------------------------------------------------------------------- the last step
 
     def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
-        """Unmask a sum with the shares of any threshold of its sites. A plausible sum is stored."""
+        """Return a sum, unmasked with the shares of any threshold of its sites. A plausible sum is stored."""
         t, why = pending.round, "it was never revealed"
         while pending.attempts < MAX_ATTEMPTS:
             self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
@@ -352,11 +362,11 @@ class SecureSums:
         )
 
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
-        """Open the counters of a masked sum and return the sum with their shares, and the totals of the counters.
+        """Open the counters of a masked sum, and return the sum with their shares, and the totals of the counters.
 
         Raises:
-            RunStopped: fewer than the threshold answer.
-            GivenUp: the counters were asked for too often, or are no counters.
+            RunStopped: fewer sites than the threshold answer.
+            GivenUp: the counters were requested too often, or the numbers are not counters.
         """
         session, t, why = self._session_of(pending), pending.round, "they were never revealed"
         bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
@@ -388,11 +398,11 @@ class SecureSums:
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> Integers:
-        """Remove the masks of a sum.
+        """Return a sum without its masks.
 
         Raises:
-            RunStopped: fewer than the threshold answer.
-            Broken: their shares do not give the secrets that their owners are committed to.
+            RunStopped: fewer sites than the threshold answer.
+            Broken: the shares of the sites do not give secrets that match the commitments of their owners.
         """
         session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
@@ -418,7 +428,7 @@ class SecureSums:
         most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
-        """Take a step of a session: how far it has come then, and the sites' answers by client in rising order."""
+        """Take a step of a session, and return the new progress and the sites' answers by client, ascending."""
         progress = course.progress.after(kind)
 
         def reader(c: int) -> Callable[[bytes], Any]:
@@ -447,10 +457,10 @@ class SecureSums:
         )
 
     def _check_summands(self, t: int, weights: Weights, clients: Collection[int]) -> None:
-        """Begin and open no sum that the sites would not open.
+        """Raise if the sites would not open a sum.
 
         Raises:
-            RunStopped: fewer sites than the threshold would be summed, or one has too much of the weight.
+            RunStopped: the sum would cover fewer sites than the threshold, or one site has too much of the weight.
         """
         count, threshold = len(clients), self._agreed.threshold
         if count < threshold:
@@ -462,5 +472,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """Encode the sites of a sum with their signatures, or zeros stand for a missing signature."""
+    """Encode the sites of a sum with their signatures, and with zeros for each missing signature."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

@@ -1,7 +1,9 @@
-"""Terms: what all sites of a session are asked alike. Masks cancel, and shares open, for the same terms only.
+"""Terms: the identical request to all sites of a session.
 
-A site checks what it can see of them: its own numbers of samples, from which everybody finds all shares of the sum.
-The models that came with them. The rounds of the experiment.
+Masks cancel, and shares open, only if the terms are the same.
+
+A site checks the parts of the terms that it knows: its own numbers of samples, from which every party can compute all
+shares of the sum, the models that arrive with the terms, and the rounds of the experiment.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEP
 from fedloom_sites.deploy.site.local_data import federation_of
 
 MAX_TERMS_BYTES = 1 << 18
-"""Most bytes of terms."""
+"""Largest number of bytes of terms."""
 
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}$")]
-"""Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups and cells it publishes."""
+"""Figures that the samples of a site define, in the form of `ScoreVector.definable`, and groups and cells that the site
+publishes."""
 
 
 class AnalysisStep(Value):
-    """A question of an analysis whose answers are summed: bytes, whose form the analysis declares."""
+    """Question of an analysis whose answers are summed: bytes in a form that the analysis declares."""
 
     analysis: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$", description="name of the analysis, of user code its import path"
@@ -56,7 +59,7 @@ class AnalysisStep(Value):
 
     @property
     def message(self) -> bytes:
-        """The bytes of the question."""
+        """Bytes of the question."""
         return bytes.fromhex(self.content)
 
 
@@ -82,7 +85,7 @@ class Terms(Value):
 
     @property
     def sums(self) -> dict[str, int]:
-        """The round of what is summed, by what that is."""
+        """Round of each sum, by kind of sum."""
         if self.question is not None:
             return {self.question.analysis: self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
@@ -90,25 +93,25 @@ class Terms(Value):
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the models of what is summed, by what that is. Empty where none is received.
+        """Digest of the summed models, by kind of sum. Empty if the sites receive no models.
 
-        All steps of an analysis have the same, so that all their sums are of the same sites.
+        All steps of an analysis have the same digest, so that all their sums cover the same sites.
         """
         digests = {"uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests.get(what, what) for what in self.sums}
 
     @property
     def course(self) -> str:
-        """SHA-256 of all but the question: every step of an analysis has the same."""
+        """SHA-256 of all terms except the question: the same for every step of an analysis."""
         return hashlib.sha256(self.with_(question=None).encode()).hexdigest()
 
     @property
     def bases(self) -> dict[int, int]:
-        """The last accepted round of every site of the cohort: the state that it answers from."""
+        """Last accepted round of every site of the cohort: the round of the state from which the site answers."""
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
-        """Encode as a message."""
+        """Return the terms as a message."""
         return self.model_dump_json().encode()
 
     @property
@@ -117,15 +120,15 @@ class Terms(Value):
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Figures that are summed.
+        """Return which figures are summed.
 
-        A figure is summed if `MIN_SITES` of any threshold of these sites have it, so that no sum is of one or two, and
-        if its part is not one that a site can dominate (`is_dominated`).
+        A figure is summed if `MIN_SITES` of any threshold of these sites have the figure, so that no sum covers one or
+        two sites, and if no site can dominate the figure's part (`is_dominated`).
 
         Args:
-            threshold: fewest sites of a sum.
+            threshold: smallest number of sites in a sum.
             most: largest share of one site in the samples of a sum.
-            parts: of the figures, in the order of their bits.
+            parts: parts of the figures, in the order of their bits.
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
         dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
@@ -134,18 +137,19 @@ class Terms(Value):
         ]
 
     def is_dominated(self, part: str, threshold: int, most: float) -> bool:
-        """Whether one site can have more than a share of a part's samples in a sum of some threshold of these sites."""
+        """Return whether a site can exceed a share of a part's samples in a sum of some threshold of these sites."""
         counts = sorted(self.sizes[c][DATA_PARTS.index(part)] for c in self.cohort)
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
         """Return the weights of every site of the cohort in the session's sums, or zeros without training samples.
 
-        Of uploads these are its weight in the mean and, if rows are kept or added up over rounds, its share of the
-        objective. An analysis has rows. Scores count alike: `summed` looks at their samples.
+        For uploads, these are the site's weight in the mean and, if rows are kept or accumulated over rounds, its share
+        of the objective. For an analysis, the weight is the number of rows. For scores, all weights are equal, because
+        `summed` checks the samples.
 
         Args:
-            job: a run of `weighed`.
+            job: run that `weighed` returns.
         """
         if self.question is not None:
             counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
@@ -159,11 +163,11 @@ class Terms(Value):
         return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
-        """Encode what the samples of every site define, as bits from ``first`` on: figures, then groups."""
+        """Return the bits that the samples of every site define, from ``first`` on: figures, then groups."""
         return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
 
     def bins(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Return the ``count`` bits from ``first`` on of every site of the cohort, ``[n, count]``."""
+        """Return ``count`` bits of every site of the cohort, starting at ``first``, as ``[n, count]``."""
         return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
@@ -172,12 +176,12 @@ class Terms(Value):
         return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
     def share(self, job: Job, client: int) -> float:
-        """Return a site's weight in the mean of the cohort, relative to the largest, in a run of `weighed`."""
+        """Return a site's weight in the mean of the cohort relative to the largest weight, for a run of `weighed`."""
         weights = self._weights(job)
         return float(weights[self.cohort.index(client)] / weights.max())
 
     def _weights(self, job: Job) -> Tensor:
-        """Weights of the cohort in its mean, ``[m, 1]``."""
+        """Return the weights of the cohort in its mean, ``[m, 1]``."""
         ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
         return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
@@ -186,7 +190,7 @@ def read_terms(message: bytes) -> Terms:
     """Decode the terms of a message.
 
     Raises:
-        WireError: the bytes are no terms.
+        WireError: the bytes are not valid terms.
     """
     try:
         if len(message) > MAX_TERMS_BYTES:
@@ -205,18 +209,18 @@ def read_terms(message: bytes) -> Terms:
 def check_summands(
     weights: Mapping[int, Sequence[float]], clients: Collection[int], threshold: int, most: float
 ) -> None:
-    """Refuse a sum of too few sites that have samples, or one that is mostly one site's.
+    """Raise if too few sites of a sum have samples, or if one site dominates the sum.
 
-    A site without samples sends what everybody can compute, and so can be subtracted.
+    A site without samples sends numbers that every party can compute and subtract.
 
     Args:
-        weights: what every site counts, see `Terms.weights`.
+        weights: weights of every site, see `Terms.weights`.
         clients: sites of the sum.
-        threshold: fewest of them that count.
-        most: largest share of one of them.
+        threshold: smallest number of these sites with a weight.
+        most: largest share of one of these sites.
 
     Raises:
-        Broken: how many count, or which has more.
+        Broken: too few sites have a weight, or a site exceeds its share. The message states the number or the site.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
@@ -231,18 +235,18 @@ def check_summands(
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
-    """Refuse terms of another experiment, or terms that are wrong about this site.
+    """Raise if terms are from another experiment or wrong about this site.
 
     Args:
-        terms: what came, of the round of its message.
+        terms: received terms, for the round of their message.
         client: number of the site.
-        sizes: its training, validation and test samples.
-        figures: that its samples define.
-        clients: sites of the experiment.
-        accepted: the round whose state it is asked for.
+        sizes: numbers of the site's training, validation and test samples.
+        figures: figures that the site's samples define.
+        clients: number of sites in the experiment.
+        accepted: round of the state from which the site is asked to answer.
 
     Raises:
-        Broken: what is wrong.
+        Broken: the terms are wrong. The message states the error.
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
@@ -266,10 +270,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
-    """Check that the received models are the models of the terms, and so the same for every site.
+    """Check that the received models are the models in the terms, and so the same for every site.
 
     Raises:
-        Broken: they are others.
+        Broken: the received models differ.
     """
     digests = [hashlib.sha256(m).hexdigest() for m in models]
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (

@@ -1,6 +1,6 @@
-"""Convert results to the integer vectors that sites mask, with the facts that both sides know.
+"""Convert results to the integer vectors that sites mask, based on facts that both the server and the site know.
 
-A vector has the fields of an upload side by side and counts of work, or the site's scores, or both.
+A vector contains the fields of an upload side by side and counts of work, or the site's scores, or both.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
 WORK_COUNTS = 3
-"""Counts of work at the end of an upload."""
+"""Number of work counts at the end of an upload."""
 SCORE_UNIT = 2.0**-20
-"""A score times this and times the number of samples is what is summed for a weighted mean."""
+"""Unit of weighted scores: a weighted mean sums each score times this unit and the number of samples."""
 PROBE_DISTANCE = 2.0
-"""Distance by which probing outputs are moved towards one prediction. Their own spread is below 1."""
+"""Distance by which probing outputs are moved towards one prediction. The spread of the outputs themselves is below
+1."""
 
 
 class UploadVector:
-    """An upload as integers: its fields side by side, and counts of work.
+    """Upload as integers: its fields side by side, and counts of work.
 
     Args:
-        job: the run.
-        idle: an upload ``[1, .]``, for the widths.
+        job: run.
+        idle: upload ``[1, .]`` that determines the widths.
     """
 
     def __init__(self, job: Job, idle: object) -> None:
@@ -54,15 +55,15 @@ class UploadVector:
         self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
         is_neutral: bool = False, is_cut: bool = False,
     ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
-        """Encode a site's vector. Return it with the rows that the server's sum now has of it and the clipped count.
+        """Return a site's vector, its rows in the server's sum after the vector, and the number of clipped numbers.
 
         Args:
-            output: the output of the site.
-            share: in the mean of the cohort, -1 to 1.
-            mass: in what is kept or added up over rounds, 0 to 1.
-            before: the rows that the sum has of it now, as integers. None: those before a first upload.
-            is_neutral: whether the site keeps its state, so that nothing that follows a state changes.
-            is_cut: whether the upload was too long and is shortened.
+            output: output of the site.
+            share: share of the site in the mean of the cohort, -1 to 1.
+            mass: share of the site in sums that are kept or accumulated over rounds, 0 to 1.
+            before: rows that the sum contains for the site now, as integers. None for the rows before a first upload.
+            is_neutral: True if the site keeps its state, so that no quantity that depends on a state changes.
+            is_cut: True if the upload was too long and is shortened.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
@@ -91,7 +92,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return, as integers. What the server's sum has of a client of this mass before its first upload."""
+        """Return the rows in the server's sum for a client of this mass before its first upload, as integers."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -101,15 +102,15 @@ class UploadVector:
         return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
-        """Decode the sums of ``count`` sites by field ``[d]`` float64, of their work ``[3]``, and the clipped count.
+        """Decode the sums of ``count`` sites into fields ``[d]`` float64, work ``[3]``, and the clipped count.
 
         Args:
-            total: without masks.
-            count: sites in it.
-            scale: what shares were divided by.
+            total: sum without masks.
+            count: number of sites in the sum.
+            scale: divisor of the shares.
 
         Raises:
-            Broken: it is out of range.
+            Broken: the sum is out of range.
         """
         noise, clipped = self._noise, 0
         if self.is_counted:
@@ -134,22 +135,22 @@ class UploadVector:
         return sums, work, clipped
 
     def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """Select the coordinates of a field that travel."""
+        """Return the transmitted coordinates of a field."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:
-    """Return the number of a site's bits before those of analyses: figures, and groups."""
+    """Return the number of a site's bits before the bits of analyses: figures, and groups."""
     return len(ScoreVector(job).figures) + len(groups)
 
 
 class ScoreVector:
-    """Scores as integers, four each: its value, that times the samples, and whether it is there, as 1 and as samples.
+    """Scores as integers, four per score: value, value times samples, and presence as 1 and as number of samples.
 
     Args:
-        job: the run.
+        job: run.
     """
 
     def __init__(self, job: Job) -> None:
@@ -160,14 +161,15 @@ class ScoreVector:
 
     @property
     def parts(self) -> list[str]:
-        """Part whose samples weigh each score, in the order of the vector."""
+        """Part whose samples weight each score, in the order of the vector."""
         return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
         """Return, as bits, the `figures` that a site's samples define for any model's predictions.
 
-        Two outputs are scored, that predict the first class everywhere, and the last: AUROC needs both classes, recall
-        of a class a sample of it. The precision of a class depends on what is predicted, so no samples define it.
+        The check scores two outputs, which predict the first class everywhere and the last class everywhere: AUROC
+        needs both classes, and recall of a class needs a sample of this class. The precision of a class depends on the
+        predictions, so no samples define the precision.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
@@ -188,13 +190,15 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> Integers:  # fmt: skip
-        """Encode a site's scores. A score that was not requested, is missing or not finite is zero in all four numbers.
+        """Return a site's scores as integers.
+
+        A score that is not requested, missing or not finite is zero in all four numbers.
 
         Args:
             scores: values ``[1]``.
-            sizes: training, validation and test samples.
-            summed: which of the `figures` are.
-            weighs: whether scores of a model that are of no part are summed, which training samples weigh.
+            sizes: numbers of training, validation and test samples.
+            summed: flag for each of the `figures`, True if the figure is summed.
+            weighs: True if scores of a model that belong to no part are summed. Training samples weight these scores.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
@@ -206,7 +210,7 @@ class ScoreVector:
         return np.concatenate(columns)
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
-        """Return every score that at least `MIN_SITES` sites have: means over sites and samples, and the sites' number.
+        """Return every score that at least `MIN_SITES` sites have: means over sites and samples, and number of sites.
 
         Raises:
             Broken: a sum is out of range.

@@ -1,1 +1,1 @@
-"""The server: a run's rounds at real sites, the way to them, and which of them answer."""
+"""The server: the rounds of a run at real sites, the connection to these sites, and the sites that answer."""

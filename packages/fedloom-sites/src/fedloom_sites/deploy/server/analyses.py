@@ -1,7 +1,7 @@
-"""Analyses by sums after the last round of a run: questions to the sites, each with one sum that the disk keeps.
+"""Analyses by sums after the last round of a run: questions to the sites, each with one sum that the disk stores.
 
-A step at which a site cannot answer has no sum. Either the analysis asks for a shorter step, which is a step of its
-own, or it ends with an error. So no result is without the rows of a site that has any.
+A step that a site cannot answer has no sum. In that case, the analysis either asks for a shorter step, which is a
+separate step, or ends with an error. Every result therefore includes the rows of all sites that have rows.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
-"""End of the name of a file of the checkpoints with terms and sites of an analysis, and files of its sums."""
+"""End of the name of a checkpoint file with terms and sites of an analysis, and pattern of the files of its sums."""
 
 
 class AnalysisEnd(NamedTuple):
-    """What an analysis found: its table, and the log of its questions."""
+    """Result of an analysis: its table, and the log of its questions."""
 
     table: pa.Table
     log: list[SumRecord]
 
 
 class AnalysisServer:
-    """The server's side of one analysis.
+    """Server's side of one analysis.
 
     Args:
-        sites: of the run.
-        agreed: the analysis as all have agreed on it.
-        folder: of the checkpoints.
-        request: the models that the analysis reads. None: it reads none.
+        sites: sites of the run.
+        agreed: analysis as agreed by all sites.
+        folder: folder of the checkpoints.
+        request: models that the analysis reads. None if the analysis reads no models.
     """
 
     def __init__(self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None) -> None:
@@ -49,13 +49,13 @@ class AnalysisServer:
         self._unanswered = 0
 
     def run(self) -> AnalysisEnd:
-        """Ask all questions. Afterwards the sites have the result.
+        """Ask all questions, and return the result. The sites then receive the result.
 
         Raises:
             RunStopped: sites are missing. The sums so far are kept.
             GivenUp: a sum is never revealed.
-            DataError: there is no result, or sites cannot answer.
-            Refused: too few sites reach the cells, or a site's vector is wrong.
+            DataError: the analysis has no result, or sites cannot answer.
+            ConfigError: too few sites reach the cells, or a site's vector is wrong.
         """
         record = read_checked(self._record)
         if record is None:
@@ -89,7 +89,7 @@ class AnalysisServer:
     def _ask(
         self, question: Question, bounds: Bounds, common: Terms, clients: list[int]
     ) -> tuple[Tensor, Info, list[int]]:
-        """Put a question to the sites.
+        """Ask the sites a question, and return the sum, the facts about the sum, and the sites that were asked.
 
         Raises:
             DataError: sites cannot answer, and no other question would help.
@@ -118,10 +118,10 @@ class AnalysisServer:
         return total, Info(len(got.clients), clipped, 0, rows), got.clients
 
     def _check_folder(self) -> None:
-        """Refuse checkpoints with the steps of a former form.
+        """Raise if checkpoints contain the steps of an earlier form.
 
         Raises:
-            Refused: there are some.
+            ConfigError: the checkpoints contain such steps.
         """
         stem = stem_of(self._agreed.name)
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):

@@ -1,7 +1,8 @@
-"""Bounded: replies are pulled object by object, none beyond what its kind may have. Calls are repeated for a time.
+"""Bounded: replies are pulled object by object, up to the limit of their kind. Failed calls are repeated for some time.
 
-Flower sends equal parts of a message once and puts them together as often as the message claims. So the bytes of the
-objects are counted as often as the message has them, while they come, and a reply beyond its limit is given up there.
+Flower sends equal parts of a message once, and inserts these parts as often as the message claims. Therefore, the bytes
+of each object are counted as often as the message contains the object, while the objects arrive. A reply that exceeds
+its limit is abandoned at that point.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from fedloom_sites.flwr_adapter import (
 T = TypeVar("T")
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks at the replies."""
+"""Seconds between two checks for replies."""
 MAX_RETRY_SECONDS = 30.0
-"""Most seconds between two attempts to reach Flower's server when it does not answer."""
+"""Largest number of seconds between two attempts to reach Flower's server when the server does not answer."""
 
 
 class TooLong(FedloomError):
-    """A reply that claims more bytes than its kind may have."""
+    """Error: a reply claims more bytes than its kind allows."""
 
 
 def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
-    """Fetch the replies that arrived. An error replaces a reply that is too long or incomplete.
+    """Return the replies that arrived. An error replaces a reply that is too long or incomplete.
 
     Args:
         grid: Flower's.
-        limits: most bytes of a reply, by the message that it answers.
+        limits: largest number of bytes of a reply, by the message that the reply answers.
     """
     client = connection_of(grid)
     if client is None:  # not over a network: a message is there already
@@ -70,11 +71,11 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
 
 
 def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
-    """Reassemble a reply from its objects.
+    """Return a reply that is reassembled from its objects.
 
     Raises:
-        TooLong: it has more bytes than the limit.
-        ObjectPullError: a part does not come.
+        TooLong: the reply contains more bytes than the limit.
+        ObjectPullError: a part does not arrive.
     """
     times = Counter(part.object_id for part in iterate_object_tree(tree))
     total, counting = 0, threading.Lock()
@@ -103,10 +104,12 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
 
 
 def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
-    """Call Flower's server and return its answer. Repeat the call for some seconds while there is no answer.
+    """Call Flower's server and return its answer.
+
+    The call is repeated for some seconds while the server does not answer.
 
     Raises:
-        RunStopped: it does not answer.
+        RunStopped: the server does not answer.
     """
     end, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:

@@ -1,10 +1,11 @@
-"""Presence: which node is which site, and which of the nodes that Flower calls online really answer.
+"""Presence: the site of each node, and the nodes that actually answer among the nodes that Flower calls online.
 
-A round waits for a node as long as the other nodes took for their answers in the same round, times the server's
-`pace`: so no node sets the pace of the others. A node that lets this time or a deadline pass, or whose message Flower
-reports as lost, is mute: it is asked as before, but no round waits for it until it answers something. A site that was
-asked in vain in so many rounds counts as absent until it answers a greeting: it gets greetings, one at a time, and no
-models. A node that was refused is left alone for the patience.
+A round waits for a node as long as the other nodes took for their answers in the same round, times the server's `pace`.
+No node can therefore set the pace for the others. A node is mute if it exceeds this time or a deadline, or if Flower
+reports its message as lost. The server still sends requests to a mute node, but no round waits for the node until it
+answers a message. A site that has not answered for a number of rounds counts as absent until it answers a greeting.
+Until then, the site receives greetings, one at a time, but no models. The server ignores a rejected node for the time
+of the patience.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from fedloom_sites.deploy.protocol.rejected import Rejected
 from fedloom_sites.deploy.settings import Member
 
 SLOW_RATIO = 3.0
-"""Multiple of the other nodes' median seconds from which a node is named as slow."""
+"""Multiple of the other nodes' median seconds above which a node is reported as slow."""
 LEAST_SECONDS = 30.0
-"""Seconds that a node has in any case: where others answer at once, nodes that look for messages every few seconds, or
-read their data first, would be late by chance."""
+"""Smallest number of seconds to wait for a node: if other nodes answer immediately, nodes that check for messages every
+few seconds, or that read their data first, would otherwise be late by chance."""
 
 
 class NodePresence:
-    """The nodes of a run.
+    """Nodes of a run.
 
     Args:
-        members: the sites that may take part, by client.
-        clients: sites of the experiment.
-        patience: seconds for which a refused node is left alone.
-        rounds: in which a mute site is asked before it counts as absent.
-        pace: how many times the median of the others' seconds a node is waited for.
-        known: the client of every node that was accepted in an earlier run of the server.
+        members: sites that may participate, by client.
+        clients: number of sites in the experiment.
+        patience: seconds for which a rejected node is ignored.
+        rounds: number of rounds in which a mute site gets requests before it counts as absent.
+        pace: multiple of the others' median seconds for which a round waits for a node.
+        known: client of every node that was accepted in an earlier run of the server.
 
     Attributes:
-        nodes: Flower's number of the node of every site that is there, by client.
-        sizes: ``[n, 3]`` training, validation and test samples of every site. 0 before its first answer.
-        round: of the run, the latest that a message was of.
+        nodes: Flower's number of the node of every connected site, by client.
+        sizes: ``[n, 3]`` numbers of training, validation and test samples of every site. 0 before its first answer.
+        round: latest round of the run for which a message was sent.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class NodePresence:
         self._fixed = False
 
     def fix(self) -> None:
-        """Fix the sites' numbers of samples: later changes are refused."""
+        """Fix the sites' numbers of samples. Later changes are rejected."""
         self._fixed = True
 
     def strangers(self, nodes: Iterable[int]) -> list[int]:
-        """Return the connected nodes to greet, and forget nodes that have left or were asked in vain too often."""
+        """Return the connected nodes to greet, and forget nodes that have left or did not answer too often."""
         here, now = set(nodes), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
         self._mute = {n: since for n, since in self._mute.items() if n in here}
@@ -70,10 +71,10 @@ class NodePresence:
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
     def welcome(self, client: int, node: int, sizes: list[int]) -> None:
-        """Remember which node a site has.
+        """Store the node of a site.
 
         Raises:
-            Rejected: another node that answers was first, or the site's samples are others than before.
+            Rejected: another node that answers was first, or the site's numbers of samples have changed.
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
@@ -85,21 +86,24 @@ class NodePresence:
         self.sizes[client] = counts
 
     def refuse(self, node: int, reason: str) -> None:
-        """Leave a node alone for a while."""
+        """Ignore a rejected node for a while."""
         self._refused[node] = reason, time.monotonic() + self._patience
 
     def answered(self, node: int) -> None:
-        """Wait for a node again, which has answered something."""
+        """Wait for a node again after the node has answered a message."""
         self._mute.pop(node, None)
 
     def silent(self, node: int) -> bool:
-        """Wait no more for a node that has not answered in time. Whether it did before."""
+        """Stop waiting for a node that has not answered in time, and return True if the node was not mute before.
+
+        A node that was already mute gives False.
+        """
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
         return new
 
     def longest_wait(self, times: Collection[float]) -> float:
-        """Seconds for which a node's answer is awaited.
+        """Return the number of seconds to wait for a node's answer.
 
         Args:
             times: seconds that the other nodes took for their answers to the same kind of message in this round.
@@ -118,19 +122,19 @@ class NodePresence:
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
-        """Return whether a node's answer is awaited so many seconds after its message was sent, see `longest_wait`."""
+        """Return whether the server still waits for a node's answer after a number of seconds, see `longest_wait`."""
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def client(self, node: int) -> int | None:
-        """Return the client at a node, by the node's last answer."""
+        """Return the client at a node according to the node's last answer, or None if the node never answered."""
         return self._who.get(node)
 
     def name(self, node: int) -> str:
-        """Return the site's name at a node, or the node's number if it never answered."""
+        """Return the site's name at a node, or the node's number if the node never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
-        """Why nodes that are there do not take part, by name."""
+        """Return why connected nodes do not participate, by name."""
         mute = {self.name(n): "does not answer" for n in self._mute}
         return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

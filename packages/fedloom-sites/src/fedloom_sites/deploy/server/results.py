@@ -1,4 +1,4 @@
-"""Results of a deployment on the server, in the form of a run directory, so that `fedloom report` reads them."""
+"""Results of a deployment on the server, in the form of a run directory, so that `fedloom report` can read them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Results:
     """``experiment.toml``, ``{metrics,timings,partition}.parquet``, ``global.safetensors`` and ``summary.json``.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         experiment: one method with one seed.
 
     Raises:
-        CheckpointError: (any method) the disk is full or refuses.
+        CheckpointError: (any method) the disk is full or cannot be written.
     """
 
     def __init__(self, settings: Server, experiment: Experiment) -> None:
@@ -45,7 +45,7 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def hold(self, job: Job, state: State) -> None:
-        """Keep the facts of the summary, however the run ends."""
+        """Store the facts for the summary, regardless of the end of the run."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
@@ -66,7 +66,7 @@ class Results:
             save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
 
     def groups(self, scores: Sequence[GroupScore]) -> None:
-        """Scores of groups after the last round."""
+        """Write the scores of groups after the last round."""
         label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
         write_parquet(
             self._settings.results / GROUPS_FILE, [labelled(group_table(scores), label, seed)] if scores else []
@@ -77,13 +77,13 @@ class Results:
         write_parquet(self._settings.results / analysis_file(name), [table])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
-        """Summarize the run's progress or end, and every site's part in it.
+        """Write a summary of the run's progress or end, and of every site's part in the run.
 
         Args:
-            stop: why it ended. None while it runs.
-            detail: of the end.
-            here: clients that are there.
-            diverged: by which round the run had diverged, if it went on to its end.
+            stop: reason for the end of the run. None while the run continues.
+            detail: detail of the end.
+            here: connected clients.
+            diverged: round by which the run had diverged, if the run continued to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"

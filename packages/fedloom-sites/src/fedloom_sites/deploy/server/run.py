@@ -1,4 +1,4 @@
-"""The server of a deployment: the rounds of a simulation, whose chunks are computed at real sites."""
+"""Server of a deployment: the rounds of a simulation, with chunks that real sites compute."""
 
 from __future__ import annotations
 
@@ -57,29 +57,31 @@ from fedloom_sites.deploy.site.local_data import federation_of
 Say = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
-"""Begin of the line with the reason why a run ended early."""
+"""Beginning of the line with the reason why a run ended early."""
 STOP_FILE = "stop"
-"""File beside the server's audit log that asks its run to stop after the current round."""
+"""File beside the server's audit log that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'; 'fedloom deploy stop FOLDER --undo' allows the next start"
 FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
 @undisturbed()
 def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
-    """Train at the sites until all rounds are done. After a stop or a crash, the same call resumes.
+    """Train at the sites until all rounds are done, and return the reason for the end.
+
+    After a stop or a crash, the same call resumes the run.
 
     Args:
         grid: Flower's.
-        settings: of the server.
-        say: prints a line.
+        settings: settings of the server.
+        say: function that prints a line.
 
     Returns:
-        Why the run ended.
+        Reason for the end of the run.
 
     Raises:
-        ConfigError: the experiment is not the one agreed on, or cannot be deployed.
-        RunDirError: another server works on the same experiment.
-        CheckpointError: the disk is full or refuses, or no checkpoint can be read.
+        ConfigError: the experiment is not the agreed experiment, or cannot be deployed.
+        RunDirError: another server already works on the same experiment.
+        CheckpointError: the disk is full or cannot be written, or no checkpoint can be read.
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, clients_per_batch=1)
@@ -95,16 +97,18 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
 
 
 def stop_file(settings: Server) -> Path:
-    """Return the place of the file that asks a server's run to stop."""
+    """Return the path of the file that requests the end of a server's run."""
     return settings.audit.with_name(STOP_FILE)
 
 
 def finished(settings: Server) -> Stop | None:
-    """Describe the end of a run that cannot be resumed and has written its results. No site is needed any more.
+    """Return the end of a run that cannot be resumed and has written its results, or None for other runs.
+
+    A finished run needs no sites any more.
 
     Raises:
         CheckpointError: no checkpoint can be read.
-        RunDirError: the checkpoints are of another experiment.
+        RunDirError: the checkpoints are from another experiment.
     """
     newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     try:
@@ -119,17 +123,17 @@ def finished(settings: Server) -> Stop | None:
 def check_deployable(
     experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
 ) -> None:
-    """Refuse settings that only a simulation can use, and, if ``masked``, settings that need single uploads.
+    """Raise for settings that only a simulation can use and, if ``masked``, settings that need single uploads.
 
     Args:
-        experiment: to be deployed.
-        masked: by secure aggregation.
-        start: whether the file of the initial model is agreed on by its digest.
-        clients: sites of the experiment. None where they are not known yet.
+        experiment: experiment to deploy.
+        masked: True for a run with secure aggregation.
+        start: True if the agreement contains the digest of the file with the initial model.
+        clients: number of sites in the experiment. None if the number is not known yet.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
-        ConfigError: the schedule needs more sites than there are.
+        ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
+            states the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):
@@ -202,7 +206,10 @@ def check_deployable(
 
 
 def counts_samples(setting: Setting) -> str:
-    """Explain why a run needs the numbers of samples of all sites. Return "" if it does not."""
+    """Return the reason why a run needs the numbers of samples of all sites.
+
+    Return "" if the run does not need these numbers.
+    """
     plain = isinstance(setting.sampler, Uniform) and isinstance(
         setting.aggregation_weights, SharesWeigher | UniformWeigher
     )
@@ -229,7 +236,7 @@ class _Run(Hooks):
         self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:
-        """Begin or go on, to the end."""
+        """Start or resume the run, and return the reason for its end."""
         self._audit.write("wait", release=__version__)
         try:
             if self.interrupted():
@@ -252,11 +259,11 @@ class _Run(Hooks):
         return stop
 
     def interrupted(self) -> bool:
-        """Return whether the operator asks the run to stop."""
+        """Return whether the operator requests the end of the run."""
         return stop_file(self._settings).exists()
 
     def _run(self) -> End:
-        """Run the rounds that are left."""
+        """Run the remaining rounds, and return the end."""
         settings, audit = self._settings, self._audit
         job, server, forms = self._make_job()
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
@@ -278,10 +285,10 @@ class _Run(Hooks):
         return end
 
     def _analyze(self, state: State) -> None:
-        """Answer the analyses by sums that were agreed on. One without a result is a note.
+        """Compute the agreed analyses by sums. An analysis without a result leads to a note.
 
         Raises:
-            RunStopped: sites are missing. The same call continues.
+            RunStopped: sites are missing. The same call continues the analyses.
         """
         settings, first = self._settings, 0
         if settings.secure is not None:
@@ -303,7 +310,10 @@ class _Run(Hooks):
             self._audit.write("analysis", analysis=name, questions=len(end.log), rows=rows)
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
+        """Check that the next round stays within the budget, and record the round if the server adds the noise.
+
+        Return the stop if the budget does not suffice, or None.
+        """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
         noise, limit = accounted(setting.upload_transform, setting.aggregator), self._settings.epsilon
@@ -368,7 +378,7 @@ class _Run(Hooks):
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
-        """Wait for the sites. Numbers of samples that the run began with hold."""
+        """Wait for the sites. The numbers of samples at the start of the run stay in force."""
         sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
@@ -377,12 +387,15 @@ class _Run(Hooks):
         self._transport.gather(by if sizes is None else "")
 
     def _checkpoint_sizes(self) -> Tensor | None:
-        """Read the sizes of the newest checkpoint."""
+        """Return the sizes in the newest checkpoint, or None without a checkpoint."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 
     def _make_job(self) -> tuple[Job, Any, Forms]:
-        """Build the run without samples and client state. A round needs the quorum of the settings."""
+        """Return the run without samples and client state, with its first state and its forms.
+
+        A round of this run needs the quorum in the settings.
+        """
         fed = federation_of(self._settings.samples, self._transport.sizes)
         experiment = self._experiment
         setting = experiment.methods[0].setting

@@ -1,4 +1,4 @@
-"""Sites: the clients of a deployment, which train, answer and score where their samples are."""
+"""Sites: the clients of a deployment, which train, answer and score at the location of their samples."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from fedloom_sites.deploy.settings import Server
 
 
 class AnalysisSum(NamedTuple):
-    """The sum of a step of an analysis.
+    """Sum of a step of an analysis.
 
     Attributes:
-        total: of the vectors of all sites. None where a site could not answer.
-        clients: sites that were asked and sent a vector.
-        counts: how many of them answered from their rows, and how many could not.
+        total: sum of the vectors of all sites. None if a site could not answer.
+        clients: sites that received the question and sent a vector.
+        counts: number of sites that answered from their rows, and number of sites that could not.
     """
 
     total: Integers | None
@@ -53,17 +53,17 @@ class AnalysisSum(NamedTuple):
 
 
 class Sites(StreamedClients):
-    """The sites of a run, see `RemoteClients` and, of a buffered run, `StreamedClients`.
+    """Sites of a run, see `RemoteClients` and, for a buffered run, `StreamedClients`.
 
     Args:
-        job: the run, as the server has it.
-        forms: the forms of its messages.
-        transport: the way to the sites.
-        settings: the settings of the server.
-        group_sums: how groups are summed.
+        job: run on the server's side.
+        forms: forms of the run's messages.
+        transport: connection to the sites.
+        settings: settings of the server.
+        group_sums: encoding of the sums of groups.
 
     Attributes:
-        group_sums: see above.
+        group_sums: encoding of the sums of groups.
     """
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
@@ -76,19 +76,19 @@ class Sites(StreamedClients):
         transport.begin(job, forms, group_sums.names)
 
     def score_with_training(self, request: ScoreRequest) -> None:
-        """Ask for scores in the messages of the training that comes next. `score` has them then."""
+        """Request scores in the messages of the next training. `score` then returns these scores."""
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        """Model, part, name and value of figures of the federation that the sites have summed after a round."""
+        """Yield model, part, name and value of the federation's figures that the sites have summed after a round."""
         yield from ()
 
     def groups(self) -> list[GroupScore]:
-        """Scores of groups after the last round, of all sites together and of each."""
+        """Return the scores of groups after the last round, for all sites together and for each site."""
         return [*self.group_sums.scores(self._scores[1])] if self._scores is not None else []
 
     def train_each(self, request: TrainRequest, downloads: Mapping[int, object]) -> dict[int, ClientOutput]:
-        """Train at the sites.
+        """Train at the sites, and return the output of every client.
 
         Raises:
             RunStopped: fewer sites than the quorum answered in time.
@@ -143,7 +143,7 @@ class Sites(StreamedClients):
         self._transport.give_up(client)
 
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Scores that came with the training, or else are asked for now, of a buffered run, from whom does not train.
+        """Return scores that arrived with the training, or otherwise request them from sites that do not train now.
 
         After the last round, every site scores.
         """
@@ -159,8 +159,8 @@ class Sites(StreamedClients):
         """Return the terms that all steps of an analysis share.
 
         Args:
-            name: of the analysis.
-            request: the models that it reads. None: it reads none.
+            name: name of the analysis.
+            request: models that the analysis reads. None if the analysis reads no models.
         """
         cohort, transport = sorted(self._transport.nodes), self._transport
         digests = () if request is None else self._model_digests(request, cohort[0])
@@ -174,16 +174,16 @@ class Sites(StreamedClients):
     def analysis_sum(
         self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
-        """Sum the sites' vectors of a step.
+        """Return the sum of the sites' vectors for a step.
 
         Args:
-            terms: with the question.
-            form: of a vector.
-            request: the models that the analysis reads. None: it reads none.
-            clients: the sites of the steps before. None before the first.
+            terms: terms with the question.
+            form: form of a vector.
+            request: models that the analysis reads. None if the analysis reads no models.
+            clients: sites of the steps before. None before the first step.
 
         Raises:
-            RunStopped: one of these does not answer, or fewer than the quorum.
+            RunStopped: one of these sites does not answer, or fewer sites than the quorum answer.
         """
         need, letters = len(clients) or self._settings.quorum, {} if request is None else self._score_letters(request)
 
@@ -212,17 +212,17 @@ class Sites(StreamedClients):
         return AnalysisSum(total, sorted(replies), counted)
 
     def share_result(self, name: str, table: pa.Table) -> None:
-        """Send the sites that are there the result of an analysis."""
+        """Send the result of an analysis to the connected sites."""
         content = json.dumps({"analysis": name, "columns": table.to_pydict()}).encode()
         asks = {c: Request("result", c, [content]) for c in self._transport.nodes}
         self._transport.collect_replies(self._job.setting.rounds, asks, 0)
 
     def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
-        """Digests of the models that a site gets."""
+        """Return the digests of the models that a site receives."""
         return tuple(hashlib.sha256(m).hexdigest() for m in self._score_letters(request)[client].arrays)
 
     def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
-        """Build requests for scores to every connected site."""
+        """Return requests for scores to every connected site."""
         forms, down, model = self._forms, request.down, request.model
         common = forms.write_models(down, model) if down is None or is_common(down) else None
         return {

@@ -1,11 +1,12 @@
-"""Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
+"""Post: messages to the sites over Flower's grid, and replies. Each reply is matched to the message that it answers.
 
-A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
-answered, or at the soft deadline if there are enough replies that count, with these, the server does not wait for a
-mute node (`fedloom_sites.deploy.server.presence`). A greeting that is answered after its deadline still counts.
+Each message to a site contains its own nonce and an explicit time to live. A round of messages closes when all messages
+are answered, or at the soft deadline if enough valid replies have arrived. With enough valid replies, the server does
+not wait for a mute node (`fedloom_sites.deploy.server.presence`). A greeting that is answered after its deadline still
+counts.
 
-Flower's `Grid.send_and_receive` (1.41) does not do here: it waits for every node or its time-out, looks every three
-seconds, drops replies that come later, and puts together a reply of any length.
+Flower's `Grid.send_and_receive` (1.41) is not suitable: it waits for every node or its time-out, checks every three
+seconds, discards later replies, and assembles a reply of any length.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from fedloom_sites.deploy.settings import Server
 
 
 class Transport:
-    """The way to the sites.
+    """Connection to the sites.
 
     Args:
         grid: Flower's.
-        settings: of the server.
+        settings: settings of the server.
         audit: log of every reply.
-        say: prints a line.
+        say: function that prints a line.
 
     Attributes:
-        members: the sites that may take part, by client.
-        presence: which of them are there.
-        figures: that the samples of every site define. Empty where scores are not summed.
+        members: sites that may participate, by client.
+        presence: record of the connected sites.
+        figures: figures that the samples of every site define. Empty if scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -60,40 +61,40 @@ class Transport:
         self._posted: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
-        """Map each node with a logged reply to its client, so that a site has a name before its first answer."""
+        """Return the client of each node with a logged reply, so that a site has a name before its first answer."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
         return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
 
     @property
     def nodes(self) -> dict[int, int]:
-        """Flower's number of the node of every site that is there, by client."""
+        """Flower's number of the node of every connected site, by client."""
         return self.presence.nodes
 
     @property
     def sizes(self) -> Tensor:
-        """``[n, 3]`` training, validation and test samples of every site. 0 before its first answer."""
+        """``[n, 3]`` numbers of training, validation and test samples of every site. 0 before its first answer."""
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
-        """Take up a run: its messages are known, and numbers of samples do not change from here on.
+        """Begin a run: its messages are known, and the numbers of samples are fixed from now on.
 
         Args:
-            job: the run.
-            forms: of its messages.
-            names: of numbers that come with the scores of the last round.
+            job: run.
+            forms: forms of the run's messages.
+            names: names of numbers that arrive with the scores of the last round.
         """
         self.checks = Checks(self._settings, self._keys, job, forms, self.sizes, names)
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
-        """Greet nodes until all sites are there, or the quorum is when the patience ends.
+        """Greet nodes until all sites are connected, or until the patience ends and the quorum is connected.
 
         Args:
-            everyone: what needs the number of samples of all sites. empty: the quorum is enough.
+            everyone: part of the run that needs the number of samples of all sites. Empty if the quorum suffices.
 
         Raises:
-            RunStopped: too few sites.
+            RunStopped: too few sites are connected.
         """
         patience, waits = self._settings.patience, False
         end = time.monotonic() + patience
@@ -118,23 +119,23 @@ class Transport:
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
     def note(self, what: str, round: int, clients: Iterable[int], reason: str) -> None:
-        """Say and log what became of a round, with the sites that it is of."""
+        """Print and log the result of a round, with the sites of the round."""
         sites = [self.members[c].site for c in sorted(clients)]
         self._say(f"fedloom: {what}: {reason}")
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
     def step(self, round: int, staleness: Mapping[int, int]) -> None:
-        """Log whose uploads a step has taken, with the staleness of each."""
+        """Log the sites whose uploads a step has used, with the staleness of each upload."""
         sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
         self._audit.write("step", round=round, staleness=sites)
 
     def greet(self) -> None:
-        """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
+        """Ask unknown nodes for their identity, one request at a time per node, and forget nodes that have left."""
         self._collect({}, {}, set())
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
     def _greetings(self) -> list[Request]:
-        """Build greetings for unknown nodes without a pending greeting."""
+        """Return greetings for unknown nodes without a pending greeting."""
         nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
@@ -142,15 +143,15 @@ class Transport:
     def collect_replies(
         self, round: int, requests: dict[int, Request], need: int, wanted: Collection[int] = ()
     ) -> dict[int, Reply]:
-        """Collect accepted replies by client. Repeat unanswered requests until ``need`` replies are there.
+        """Return accepted replies by client. Unanswered requests are repeated until ``need`` replies have arrived.
 
-        A reply to a request for scores only does not count to ``need``.
+        A reply to a request for scores only does not count towards ``need``.
 
         Args:
-            round: of the run.
+            round: round of the run.
             requests: by client.
-            need: replies without which the run stops.
-            wanted: clients that are asked as long as the patience lasts, even where enough others have answered.
+            need: number of replies without which the run stops.
+            wanted: clients that get requests for the whole patience, even if enough other clients have answered.
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
@@ -175,12 +176,12 @@ class Transport:
     def exchange(
         self, round: int, requests: Sequence[Request], need: int, deadline: float, wanted: Collection[int] = ()
     ) -> tuple[dict[int, Reply], set[int]]:
-        """Send requests and judge what comes back, until all is there or, with the quorum, the deadline is over.
+        """Send requests and return checked replies, until all arrived or the quorum and the deadline are reached.
 
-        A client that is ``wanted`` is waited for until the deadline, however soon the others answered.
+        The server waits for a ``wanted`` client until the deadline, even if the other clients answered earlier.
 
         Returns:
-            Accepted replies, and the clients whose reply was rejected.
+            Accepted replies, and the clients whose replies were rejected.
         """
         start = time.monotonic()
         open_requests = self._push(round, requests)
@@ -218,7 +219,7 @@ class Transport:
         return good, bad
 
     def _name_slow(self, round: int, kind: str, took: Mapping[int, float]) -> None:
-        """Log which site a round was held up by."""
+        """Log the site that delayed a round."""
         slow = self.presence.slow_one(took)
         if slow is not None and kind != "hello":
             client, usual = slow
@@ -231,7 +232,7 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests. What is open of them, by the message."""
+        """Send requests, and return the open requests by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
@@ -243,19 +244,20 @@ class Transport:
         }
 
     def post(self, round: int, requests: Sequence[Request]) -> None:
-        """Send requests whose replies are taken whenever they come, by `arrived`."""
+        """Send requests whose replies `arrived` returns at any later time."""
         self.presence.round, now = max(self.presence.round, round), time.monotonic()
         self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
 
     @property
     def awaited(self) -> set[int]:
-        """Clients with a posted request that is open."""
+        """Clients with an open posted request."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:
-        """Return the replies to posted requests since the last call, and the clients whose reply was rejected or lost.
+        """Return the new replies to posted requests, and the clients whose replies were rejected or lost.
 
-        New nodes are greeted. A greeting is waited for as long as any other, but holds nothing.
+        The function also greets new nodes. The server waits for a greeting as long as for any other message, but a
+        greeting delays nothing.
         """
         self.post(0, self._greetings())
         replies, failed = dict[int, Reply](), set[int]()
@@ -271,7 +273,7 @@ class Transport:
         return replies, failed
 
     def give_up(self, client: int | None, most: float = 0.0) -> None:
-        """Wait no more for a client's reply, or a greeting's for None, that is out for ``most`` seconds."""
+        """Stop waiting for a client's reply, or for greetings if None, after ``most`` seconds."""
         now = time.monotonic()
         for id_, (pending, start) in [*self._posted.items()]:
             if pending.client == client and now - start >= most:
@@ -283,7 +285,7 @@ class Transport:
 
     @staticmethod
     def seconds() -> float:
-        """Seconds since some moment."""
+        """Return the number of seconds since a fixed moment."""
         return time.monotonic()
 
     @staticmethod
@@ -292,7 +294,10 @@ class Transport:
         time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
-        """Judge what has arrived, also to messages that are not waited for any more. How many replies there were."""
+        """Check the replies that have arrived, including late replies, and return the number of replies.
+
+        Late replies answer messages for which the server no longer waits.
+        """
         now = time.monotonic()
         self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}
         limits = {
@@ -309,7 +314,10 @@ class Transport:
         self._audit.write("missed", round=round, client=client, site=site)
 
     def _mark_mute(self, pending: Pending, why: str) -> None:
-        """Mark a node that did not answer in time, or whose answer was lost. The server no longer waits for it."""
+        """Mark a node that did not answer in time, or whose answer was lost, as mute.
+
+        The server no longer waits for this node.
+        """
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
             self._say(
@@ -318,7 +326,7 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """Return the log's facts on a message: its site, if only from the node's earlier answers."""
+        """Return the log's facts about a message. The site may be known only from the node's earlier answers."""
         client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
@@ -326,7 +334,7 @@ class Transport:
     def _accept_or_reject(
         self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
     ) -> None:
-        """Check one reply, and log what became of it."""
+        """Check one reply, and log the result."""
         id_ = reply.metadata.reply_to_message_id
         overdue, _ = self._overdue.pop(id_, (None, 0.0))
         pending = open_requests.pop(id_, overdue)
@@ -351,7 +359,10 @@ class Transport:
         )  # fmt: skip
 
     def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
-        """Log a reply that does not count. Its client, if it is not asked again in this round."""
+        """Log a reply that does not count, and return its client if the client gets no further request in this round.
+
+        Otherwise, the returned set is empty.
+        """
         facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
         if pending is None:
             self._audit.write("rejected", **facts)

@@ -1,1 +1,1 @@
-"""One site: its answers, its state on its own disk, its ledger, its models."""
+"""Answers, local state, ledger and models of one site."""

@@ -1,11 +1,13 @@
-"""Answer the questions of analyses at a site, and remember them.
+"""Answer the questions of analyses at a site, and remember these questions.
 
-A site answers a step once, for one question, on the rows of the first step, by terms that stay the same. Ranges, bins
-and least counts come from the agreed experiment. Where it cannot answer, it sends zeros. It enters the step before it
-looks at its rows. Nothing else that the server gets depends on the rows: no sentence, no length, no further message.
+A site answers a step once, for one question, on the rows of the first step, and under terms that stay the same. Ranges,
+bins and smallest counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site records
+the step before it looks at its rows. Nothing else that the server receives depends on the rows: no message text, no
+length, no further message.
 
-Over experiments on data of one name a site remembers which of them have asked an analysis, and the subjects of every
-snapshot. Two snapshots that differ in a few subjects would show these subjects, so a site answers the first one alone.
+Across experiments on data of one name, a site remembers which experiments have asked an analysis, and the subjects of
+every snapshot. Two snapshots that differ in a few subjects would reveal these subjects. In that case, a site answers
+only for the first snapshot.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MEMORY_FILE = "analyses.json"
-"""File in the memory of data with the experiments that have asked each analysis, and the snapshots."""
+"""File in the memory of the data: experiments that have asked each analysis, and snapshots."""
 MAX_SNAPSHOTS = 16
-"""Snapshots of the data whose subjects a site remembers."""
+"""Number of snapshots of the data whose subjects a site remembers."""
 MAX_RESULT_BYTES = 1 << 26
-"""Most bytes of a result that a site keeps."""
+"""Largest number of bytes of a result that a site keeps."""
 SUBJECT_BYTES = 8
 MIN_APART_SUBJECTS = 2
-"""Subjects in which two snapshots must differ at least, whatever the agreed least count is."""
+"""Smallest number of subjects in which two snapshots must differ, regardless of the agreed smallest count."""
 
 
 class SiteAnswer(NamedTuple):
     """Answer of a site to a step.
 
     Attributes:
-        vector: its sums as whole numbers, or zeros.
+        vector: sums of the site as whole numbers, or zeros.
         counters: see `fedloom_sites.deploy.secure.counters`.
     """
 
@@ -61,12 +63,12 @@ class SiteAnswer(NamedTuple):
 
 
 class SiteAnalyses:
-    """The part of one site in the analyses of an experiment.
+    """Part of one site in the analyses of an experiment.
 
     Args:
-        trainer: its samples.
-        folder: of its state in this experiment.
-        first: gives the number of bits of the site before those of the first analysis.
+        trainer: training of the site, with its samples.
+        folder: folder of the site's state in this experiment.
+        first: function that returns the number of the site's bits before the bits of the first analysis.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, first: Callable[[], int] = int) -> None:
@@ -74,16 +76,16 @@ class SiteAnalyses:
 
     @cached_property
     def agreed(self) -> dict[str, AgreedAnalysis]:
-        """The analyses that were agreed on. None at a site that sends nothing without noise."""
+        """Agreed analyses. Empty at a site that sends nothing without noise."""
         trainer, site = self._trainer, self._trainer.site
         if trainer.private:
             return {}
         return agreed_analyses(trainer.experiment, site.samples, site.clients, site.survivors, self._first())
 
     def begin(self) -> None:
-        """Begin a whole record of the steps, at a site that has sent nothing yet of this experiment.
+        """Begin a whole record of the steps at a site that has not sent anything in this experiment yet.
 
-        While it has no step, a list of opened sums that is damaged costs no analysis.
+        As long as the record contains no step, a damaged list of opened sums does not prevent an analysis.
         """
         begun = (f"*{STEPS_FILE_END}", "session/*.json", "round-*.state")
         if not any(path for name in begun for path in self._folder.glob(name)):
@@ -92,29 +94,29 @@ class SiteAnalyses:
 
     @cached_property
     def bits(self) -> int:
-        """The cells that the site reaches, of all analyses."""
+        """Cells that the site reaches, over all analyses."""
         if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
             return 0
         return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)
 
     @cached_property
     def _rows(self) -> ClientRows:
-        """The site's rows, whatever part they are in."""
+        """Rows of the site, from all parts."""
         trainer, client = self._trainer, self._trainer.site.client
         if not part_sizes(trainer.fed, client)[0]:
             return empty_rows(next(iter(self.agreed.values())).schema, client)
         return client_rows(trainer.fed, client)
 
     def answer(self, terms: Terms, models: Sequence[bytes] = ()) -> SiteAnswer:
-        """Answer a step, with zeros where the site cannot, and with the reason in its own log.
+        """Return the answer to a step, or zeros if the site cannot answer, and log the reason at the site.
 
         Args:
-            terms: of the session, checked against this site.
-            models: messages of the server.
+            terms: terms of the session, already checked against this site.
+            models: messages from the server.
 
         Raises:
-            PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was answered
-                before for another question, or the site has lost what it answered.
+            PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was already
+                answered for another question, or the site has lost its record of answers.
         """
         assert terms.question is not None
         _, step, name = self.agreed, terms.question.step, terms.question.analysis
@@ -150,7 +152,7 @@ class SiteAnalyses:
         """Write the result of an analysis into the folder of the site's state.
 
         Raises:
-            PublicReason: the message is not that, or the analysis was not agreed on.
+            PublicReason: the message is not a result, or the analysis was not agreed on.
         """
         _ = self.agreed  # its bits follow from the run, which is not read where sentences may leave
         with publish_reasons():
@@ -169,7 +171,7 @@ class SiteAnalyses:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
     def _with_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
-        """Return the site's rows with the models of the run's end, as functions of inputs."""
+        """Return the site's rows with the models of the end of the run, as functions of inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
         down, shared = trainer.received(models, common=terms.common)
@@ -196,15 +198,18 @@ class SiteAnalyses:
         )  # fmt: skip
 
     def _enter(self, one: AgreedAnalysis, terms: Terms, rows: str) -> bool:
-        """Record a step before answering it. Return whether the rows are still the first step's.
+        """Record a step before the site answers, and return True if the rows are still the rows of the first step.
+
+        Other rows give False.
 
         Args:
-            one: what is asked.
-            terms: of the session.
+            one: requested analysis.
+            terms: terms of the session.
             rows: digest of the rows.
 
         Raises:
-            Broken: it was answered for another question or by other terms, or the site has lost what it answered.
+            Broken: the step was already answered for another question or under other terms, or the site has lost its
+                record of answers.
         """
         assert terms.question is not None
         path, step = self._steps(one.name), terms.question.step
@@ -225,10 +230,10 @@ class SiteAnalyses:
         return bool(rows == first)
 
     def _remember(self, one: AgreedAnalysis) -> None:
-        """Enter that this experiment asks the analysis, in the memory of the data.
+        """Record in the memory of the data that this experiment asks the analysis.
 
         Raises:
-            Broken: so many experiments have asked it that the site answers no further one.
+            Broken: so many experiments have asked the analysis that the site answers no further experiment.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
@@ -246,7 +251,7 @@ class SiteAnalyses:
             write_checked(site.memory_folder / MEMORY_FILE, record)
 
     def _is_known_snapshot(self, one: AgreedAnalysis, subjects: Sequence[str]) -> bool:
-        """Return whether the rows may be summed beside every earlier snapshot, and remember them if so."""
+        """Return whether the rows may be summed besides every earlier snapshot, and if so, remember the rows."""
         site, here = self._trainer.site, {*subjects}
         with in_turn(site.memory_folder):
             record = self._memory()
@@ -264,7 +269,7 @@ class SiteAnalyses:
         """Return the memory of the data.
 
         Raises:
-            Broken: it is damaged.
+            Broken: the memory is damaged.
         """
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)
@@ -273,7 +278,10 @@ class SiteAnalyses:
         return record or {"asked": {}, "snapshots": [], "salt": secrets.token_hex(16)}
 
     def _digests(self) -> tuple[str, list[str]]:
-        """Return digests of the rows, and of the subject of every row. Where they cannot be read, of nothing."""
+        """Return the digest of the rows, and the digest of the subject of every row.
+
+        If the rows cannot be read, both digests cover no data.
+        """
         try:
             rows = self._rows
             with in_turn(self._trainer.site.memory_folder):
@@ -287,7 +295,7 @@ class SiteAnalyses:
 
 
 def _subject_digests(cells: Tensor, subjects: Tensor, salt: bytes) -> list[str]:
-    """Return of every row a digest of its subject: of all rows that the subject has, whatever their order."""
+    """Return the digest of its subject for every row: a digest of all rows of the subject, in any order."""
     order = np.lexsort((*cells.numpy().T, subjects.numpy()))
     states = dict[int, Any]()
     for k in order.tolist():
@@ -297,10 +305,10 @@ def _subject_digests(cells: Tensor, subjects: Tensor, salt: bytes) -> list[str]:
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
-    """Decode the result of an analysis: its name, and the columns of its table.
+    """Return the name of an analysis and its result with the columns of its table, from a message.
 
     Raises:
-        WireError: the message is not that.
+        WireError: the message is not a result.
     """
     try:
         if len(message) > MAX_RESULT_BYTES:

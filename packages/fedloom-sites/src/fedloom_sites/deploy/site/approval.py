@@ -1,4 +1,7 @@
-"""Approval of a run at a site, by the digest of all that is agreed on. Where it is asked for, nothing trains before."""
+"""Approval of a run at a site, by the digest of all agreed settings.
+
+If approval is required, the site trains only after approval.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ APPROVAL_FILE = "approved.json"
 
 
 def approve(site: Site, digest: str) -> Path:
-    """Approve the run of a site's settings. The file that records it.
+    """Approve the run in a site's settings, and return the path of the file that records the approval.
+
+    The file contains the digest and the time.
 
     Raises:
-        ConfigError: the digest is of another run.
+        ConfigError: the digest belongs to another run.
     """
     check_approved_digest(site, digest)
     path = site.folder / APPROVAL_FILE
@@ -29,20 +34,20 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Refuse a digest other than the digest of the site's settings.
+    """Raise if a digest differs from the digest of the site's settings.
 
     Raises:
-        ConfigError: both are named.
+        ConfigError: the digests differ. The message names both digests.
     """
     if digest != site.digest:
         raise ConfigError(f"the digest of the run is {site.digest}, got {digest}; ask those who sent it to you")
 
 
 def check_approved(site: Site) -> None:
-    """Refuse to take part in a run that was not approved, where the site's settings ask for it.
+    """Raise if a run was not approved although the site's settings require approval.
 
     Raises:
-        Refused: it was not, or all that is agreed on is not what was approved.
+        ConfigError: the run was not approved, or the agreed settings differ from the approved settings.
     """
     if not site.approval:
         return

@@ -1,8 +1,8 @@
-"""Asked: the models that a site has answered, so that a round is not asked again with many crafted ones.
+"""Asked: the models that a site has answered, so that a server cannot repeat a round with many crafted models.
 
-An answer shows what the samples make of a model, and the difference of answers to models that differ a little shows
-more. Under masks too: every question that a sum or a counter answers shows something. A server needs one model for a
-round and a kind of message, and another one only where it lost a checkpoint.
+An answer reveals how a model performs on the samples. The difference between answers to two slightly different models
+reveals more. The same applies under masks: every question that a sum or a counter answers reveals information. A server
+needs one model for each round and kind of message, and another model only after the loss of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
-"""Kinds of messages with models that a site answers on its own. Under masks they are `masked` and `tally`."""
+"""Kinds of messages with models that a site answers alone. Under masks, the kinds are `masked` and `tally`."""
 IN_RUN = "in the whole run"
-"""Entry of the record with the number of models of every kind that were answered in the experiment."""
+"""Entry of the record: number of models of every kind that were answered in the experiment."""
 
 
 class AskedTooOften(RunDirError):
-    """A message with one model more than a site answers."""
+    """Error: a message contains one model more than a site answers."""
 
 
 class AskedModels:
-    """The models of one site in one experiment.
+    """Models of one site in one experiment.
 
     Args:
-        site: its settings, with the agreed budget.
-        memory: its state.
-        trainer: its run, for the number of rounds.
+        site: settings of the site, with the agreed budget.
+        memory: state of the site.
+        trainer: run of the site, for the number of rounds.
     """
 
     def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:
@@ -42,22 +42,22 @@ class AskedModels:
         self._path = memory.folder / "asked.json"
 
     def enter(self, envelope: Envelope) -> None:
-        """Enter the models of a message of the kind ask, train or score before it is answered.
+        """Record the models of a message of kind ask, train or score before the site answers.
 
         Raises:
-            AskedTooOften: the models of a round, or of the run, are too many.
+            AskedTooOften: the models of a round or of the run are too many.
         """
         self._enter(_models(envelope))
 
     def enter_masked(self, terms: Terms, accepted: int) -> None:
-        """Enter the models that a vector under masks is asked for, before it is made.
+        """Record the models of a request for a masked vector before the site computes the vector.
 
         Args:
-            terms: of the session.
-            accepted: the round of the state that the site answers from.
+            terms: terms of the session.
+            accepted: round of the state from which the site answers.
 
         Raises:
-            AskedTooOften: the models of a round, or of the run, are too many.
+            AskedTooOften: the models of a round or of the run are too many.
         """
         models = dict[tuple[str, int], str]()
         if terms.trains:
@@ -96,7 +96,7 @@ class AskedModels:
 
 
 def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
-    """Digest of the models of a message, with the state that it is asked for, by kind and round."""
+    """Return digests of the models of a message and the requested state, by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
     if head["kind"] == "analysis":  # whose terms come first; most read no model

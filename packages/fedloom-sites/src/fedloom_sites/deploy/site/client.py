@@ -41,12 +41,12 @@ class Client:
     """One site.
 
     Args:
-        site: its settings.
-        fed: its samples, where they are read already. None: read from the source of its settings.
+        site: settings of the site.
+        fed: samples of the site, if these are already read. None to read the samples from the source in its settings.
 
     Attributes:
-        trainer: its training and its scores.
-        answers: its answers in a round, one by one or under masks.
+        trainer: training and scores of the site.
+        answers: answers of the site in a round, separately or under masks.
 
     Raises:
         ConfigError: the signing key cannot be read.
@@ -66,32 +66,33 @@ class Client:
 
     @property
     def sizes(self) -> list[int]:
-        """Training, validation and test samples of the site."""
+        """Numbers of training, validation and test samples of the site."""
         return part_sizes(self.trainer.fed, self.site.client)
 
     @property
     def figures(self) -> str:
-        """Figures that the site's samples define, as the server learns them."""
+        """Figures that the site's samples define, in the form for the server."""
         return self.answers.figures
 
     def prepare(self) -> None:
-        """Read the data and make the run, before a message needs it.
+        """Read the data and build the run before a message needs them.
 
         Raises:
-            FedloomError: one of them cannot be.
+            FedloomError: the data cannot be read, or the run cannot be built.
         """
         with undisturbed(self.site.threads):
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """Answer a message with the `reply`."""
+        """Return the `reply` to a message as a message."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the signed reply to the content of a message from the server. A refusal contains the reason.
+        """Return the signed reply to the content of a message from the server. A rejection contains the reason.
 
-        It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
-        where it was made without any sample (`PublicReason`). Else it is in the site's own log.
+        The reply contains the reason only if the reason contains no value of a sample. Under differential privacy or
+        secure aggregation, the reason must also come from code that reads no sample (`PublicReason`). Otherwise the
+        reason is only in the site's log.
         """
         head: dict[str, Any] = {}
         secret, reason = False, ""
@@ -125,10 +126,10 @@ class Client:
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
         reason: str,
     ) -> None:  # fmt: skip
-        """Enter what leaves the site in its own log, before it leaves, and the alarms that the message raises.
+        """Log the content that leaves the site before it leaves, and the alarms that the message raises.
 
         Raises:
-            CheckpointError: the disk is full or refuses.
+            CheckpointError: the disk is full or cannot be written.
         """
         facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
         parameters = self.answers.count_parameters(str(about.get("kind")), arrays)
@@ -149,10 +150,10 @@ class Client:
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
     def _check(self, envelope: Envelope) -> None:
-        """Refuse another release or experiment, and a damaged message.
+        """Raise if a message is damaged or from another release or experiment.
 
         Raises:
-            Refused: both sides are named.
+            ConfigError: the message does not match. The error names the values of both sides.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -178,10 +179,10 @@ class Client:
         self._check_round(head)
 
     def _check_round(self, head: dict[str, Any]) -> None:
-        """Refuse rounds that are not agreed on, or that this site has left behind.
+        """Raise if a round is not an agreed round, or is over at this site.
 
         Raises:
-            Rewound: the sentence names both.
+            Rewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind == "hello":
@@ -200,10 +201,10 @@ class Client:
             raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
 
     def _watch_samples(self) -> None:
-        """Report samples that changed since the last message, or refuse them if the agreement says so.
+        """Report samples that changed since the last message, or raise if the agreement forbids changes.
 
         Raises:
-            Refused: they are others, and they are not to change.
+            ConfigError: the samples changed although the agreement forbids changes.
         """
         before = self._memory.changed(self.trainer.samples)
         if before is None:

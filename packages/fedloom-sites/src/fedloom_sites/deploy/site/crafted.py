@@ -14,11 +14,14 @@ from fedloom.local import decay_of
 
 
 class RefusedModel(RunDirError):
-    """A model that a site does not train from."""
+    """Error: a site does not train from the received model."""
 
 
 def norms_of(job: Job, down: Any) -> list[float]:
-    """Return the norms of the received model's layers and of the whole. None where no whole model is received."""
+    """Return the norms of the received model's layers and of the whole model.
+
+    The list is empty if no whole model is received.
+    """
     layout = job.oracle.layout
     model = down[0].reshape(-1) if len(down) else torch.zeros(0)
     if len(model) != layout.d:
@@ -27,16 +30,16 @@ def norms_of(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Refuse a model that is far from the last one. It reads no samples.
+    """Raise if a model is far from the last model. The check reads no samples.
 
     Args:
-        most: factor by which a norm may change. None for any.
-        norms: of the received model.
-        before: of the last model. Empty where there was none.
-        where: the site and the round, for the sentence.
+        most: largest factor by which a norm may change. None for any.
+        norms: norms of the received model.
+        before: norms of the last model. Empty without a last model.
+        where: site and round, for the message.
 
     Raises:
-        RefusedModel: a norm has changed by more.
+        RefusedModel: a norm has changed by a larger factor.
     """
     if most is None:
         return
@@ -49,20 +52,21 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
 
 
 def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
-    """Refuse a model with many units that get no gradient from any of the site's samples.
+    """Raise if a model contains many units that get no gradient from any of the site's samples.
 
-    The sentence has no share of units: with a crafted layer that share is the largest value of a pixel at this site.
+    The message does not state the share of units: with a crafted layer, this share is the largest value of a pixel at
+    this site.
 
     Args:
         most: largest share of such units in a layer. None for any.
-        job: the run of the site.
-        down: what the site received.
+        job: run of the site.
+        down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
-        tokens: size of the vocabulary. A layer with a column for each token is not looked at.
+        tokens: size of the vocabulary. A layer with a column for each token is not checked.
 
     Raises:
-        RefusedModel: a layer has more.
+        RefusedModel: a layer contains a larger share of such units.
     """
     row = down[0].reshape(1, -1) if most is not None and len(down) else torch.zeros(1, 0)
     if most is None or row.shape[1] != job.oracle.layout.d:

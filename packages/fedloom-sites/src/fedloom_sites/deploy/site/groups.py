@@ -1,4 +1,4 @@
-"""Groups of a site's test samples: what the site publishes of them after the last round."""
+"""Groups of a site's test samples: the scores that the site publishes after the last round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.trainer import Trainer
 
 
 class SiteGroups:
-    """The groups of one site.
+    """Groups of one site.
 
     Args:
-        trainer: its training and its scores.
+        trainer: training and scores of the site.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -35,20 +35,22 @@ class SiteGroups:
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:
-        """Return which test samples are in each published group, see `GroupSums.members`."""
+        """Test samples in each published group, see `GroupSums.members`."""
         trainer, client = self._trainer, int(self._trainer.ids)
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
 
     def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells:
-        """Compute sums and metrics of the groups after the last round. Return none before, or after a failure.
+        """Compute sums and metrics of the groups after the last round.
+
+        Return {} before the last round, or after a failure.
 
         Args:
-            job: the run, as `Trainer.attach_local_data` gives it.
-            models: messages of the server.
+            job: run from `Trainer.attach_local_data`.
+            models: messages from the server.
             t: round.
-            scores: of the site's own parts, by which the hybrid model is chosen.
-            common: whether the global model is scored.
+            scores: scores of the site's parts, by which the hybrid model is chosen.
+            common: True if the global model is scored.
         """
         if t != self._trainer.rounds or not self.members or not scores:
             return {}

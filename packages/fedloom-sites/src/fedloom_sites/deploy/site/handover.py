@@ -1,11 +1,13 @@
-"""Handover: Flower's process for a message gives it to the site's own process, which stays from message to message.
+"""Handover: Flower's process for a message passes the message to the permanent process of the site.
 
-Flower starts a process per message. This one imports neither PyTorch nor the experiment. It opens a Unix socket for
-the process that stays (`warm`), starts that if there is none, and passes one message. Who holds the lock
-of `warm.lock` is the site's process: it is inherited with the socket, so there is one however many messages race.
+Flower starts one process per message. This process imports neither PyTorch nor the experiment. The process opens a Unix
+socket to the permanent process (`warm`), starts the permanent process if it is not running, and passes one message. The
+holder of the lock of `warm.lock` is the site's process. The lock is inherited together with the socket, so only one
+such process exists even if many messages race.
 
-Both sides compare the user of the other, and a digest of version and settings. A process with others ends. Then eight
-bytes of length and a message go each way. Nothing is answered that did not arrive whole.
+Both processes compare the user of the other process, and a digest of version and settings. A permanent process with
+another digest ends.
+Then eight bytes of length and a message go in each direction. A message that did not arrive completely is not answered.
 """
 
 from __future__ import annotations
@@ -31,35 +33,39 @@ from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
 SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.log"
 MAX_SOCKET_PATH_BYTES = 100
-"""Most bytes of the path of a Unix socket. Systems take 104 and more."""
+"""Largest number of bytes in the path of a Unix socket. Systems allow 104 bytes or more."""
 HANDOVER_MAGIC = b"fedloom1"
 SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
-"""Variable of the environment with the id of the site's network process, which all that it starts have."""
+"""Environment variable with the process id of the site's network process. All processes that this process starts
+inherit the variable."""
 START_SECONDS = 10.0
-"""Seconds within which the process is found, or started, or an error is the answer."""
+"""Seconds within which the process must be found or started. Otherwise the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
 MAX_LOG_BYTES = 1 << 20
-"""Bytes of the log from which a new process begins another."""
+"""Bytes of the log above which a new process begins a new log."""
 
 
 class NoAnswer(FedloomError):
-    """The site's process ended, or could not be started. The state on its disk is as before the message."""
+    """Error: the site's process ended, or could not be started.
+
+    The state on the site's disk is the state before the message.
+    """
 
 
 def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> bytes:
     """Pass a message to the site's process and return the answer.
 
     Args:
-        site_file: the site's settings.
-        content: of the message.
-        owner: process that the site's process ends with. None: the site's network process, which `main` became, or
-            the one that started this.
+        site_file: settings of the site.
+        content: content of the message.
+        owner: process with which the site's process ends. None for the site's network process, which `main` became, or
+            for the process that started this process.
 
     Raises:
-        ConfigError: the settings cannot be read, or a folder is not the site's own.
+        ConfigError: the settings cannot be read, or a folder does not belong to the site.
         RunDirError: the disk of the site's state has no file locks.
-        NoAnswer: there is none. A new process has been started where the one before ended.
+        NoAnswer: no answer arrived. If the process ended, a new process has been started.
     """
     key, state = key_of(site_file), state_folder(site_file)
     begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
@@ -78,10 +84,12 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process and its task starter, then become its network process. Both end with it.
+    """Start a site's process and its task starter, then become its network process.
+
+    Both processes end together with the network process.
 
     Args:
-        words: the site's TOML file, and the command of its network process, or any other.
+        words: the site's TOML file, and the command of its network process, or any other command.
     """
     os.environ[OWNER_VARIABLE] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
@@ -95,7 +103,10 @@ def main(words: list[str]) -> None:
 
 
 def _owner() -> int:
-    """Return the process that ends the site's process with it. Never a process that adopted this one."""
+    """Return the process with which the site's process ends.
+
+    The result is never a process that adopted this process.
+    """
     named = os.environ.get(OWNER_VARIABLE, "")
     if named.isdigit():
         return int(named)
@@ -103,7 +114,9 @@ def _owner() -> int:
 
 
 def key_of(site_file: Path) -> bytes:
-    """SHA-256 of version and settings, with the experiment's fingerprint in them. Both sides must have the same.
+    """Return the SHA-256 of version and settings, which contain the experiment's fingerprint.
+
+    Both processes must compute the same digest.
 
     Raises:
         ConfigError: the settings cannot be read.
@@ -112,7 +125,10 @@ def key_of(site_file: Path) -> bytes:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Whether the other side is a process of this user, by the system's report. Elsewhere the socket's mode decides."""
+    """Return whether the other process belongs to this user, according to the operating system.
+
+    On systems without such a report, the socket's mode restricts access.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     user: int = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
@@ -120,7 +136,7 @@ def is_own(line: socket.socket) -> bool:
 
 
 def receive(line: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes.
+    """Return exactly ``size`` received bytes.
 
     Raises:
         ConnectionError: fewer came.
@@ -136,7 +152,7 @@ def receive(line: socket.socket, size: int) -> bytes:
 
 
 def receive_sized(line: socket.socket) -> bytes:
-    """Bytes with their number before them.
+    """Return received bytes that follow their own number.
 
     Raises:
         ConnectionError: fewer came.
@@ -145,7 +161,7 @@ def receive_sized(line: socket.socket) -> bytes:
 
 
 def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None:
-    """Bytes with their number before them."""
+    """Send the number of bytes, and then the bytes."""
     line.sendall(before + len(content).to_bytes(8, "big"))
     line.sendall(content)
 
@@ -154,7 +170,7 @@ def place(state: Path) -> Path:
     """Return the path of the socket: in the state's folder, or in a short private folder if that path is too long.
 
     Raises:
-        ConfigError: a folder is of another user, or others may write there.
+        ConfigError: a folder belongs to another user, or other users can write to the folder.
     """
     _check_own(state.resolve(), stat.S_IWOTH)
     path = state / SOCKET_FILE
@@ -177,7 +193,9 @@ class _Begin:
         self.path = place(state)
 
     def attempt(self, wait: float = 0.0) -> None:
-        """Start it, unless one is there or being started. Its socket takes messages from this moment on.
+        """Start the site's process, unless it is already running or starting.
+
+        The socket of the process accepts messages from this moment on.
 
         Raises:
             RunDirError: the disk of the state has no file locks.
@@ -221,10 +239,10 @@ class _Begin:
 
 
 def _open_descriptor(path: Path, flags: int) -> int:
-    """Open a file of the state, creating it if it is missing, and return its descriptor.
+    """Open a file of the state, create a missing file, and return the descriptor of the file.
 
     Raises:
-        ConfigError: it is no regular file, or cannot be written.
+        ConfigError: the path is not a regular file, or the file cannot be written.
     """
     try:
         return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -233,7 +251,7 @@ def _open_descriptor(path: Path, flags: int) -> int:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """Connect to the process. Return None without a listener."""
+    """Connect to the process, and return the socket. Return None without a listener."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.connect(str(path))
@@ -247,7 +265,10 @@ def _connected(path: Path) -> socket.socket | None:
 
 
 def _is_taken(line: socket.socket, key: bytes) -> bool:
-    """Return whether the process takes a message of these settings. One that has others, or ends, does not."""
+    """Return whether the process accepts a message for these settings.
+
+    A process with other settings, or a process that ends, does not accept the message.
+    """
     try:
         line.sendall(HANDOVER_MAGIC + key)
         return line.recv(1) == SAME_SITE
@@ -268,7 +289,7 @@ def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
 
 
 def state_folder(site_file: Path) -> Path:
-    """Return the state folder of the experiment at the site. It also has socket, lock and log.
+    """Return the state folder of the experiment at the site. The folder also contains socket, lock and log.
 
     Raises:
         ConfigError: the settings cannot be read.

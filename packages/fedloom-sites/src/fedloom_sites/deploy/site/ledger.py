@@ -1,15 +1,16 @@
-"""Ledger: what was released under differential privacy. Written before the noise is drawn, never after.
+"""Ledger: the releases under differential privacy. An entry is written before the noise is drawn, never afterwards.
 
-A crash between the entry and the release costs budget and releases nothing. A round that is asked again of a site is
-answered with the reply that is kept, so it is neither noised nor counted again. One that has to be computed anew,
-because the download is another, is counted again.
+A crash between the entry and the release costs budget but releases nothing. If a round is requested again, the site
+answers with the stored reply, so the round is neither noised nor counted again. A round that must be computed again,
+because its download differs, is counted again.
 
-Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
-after it names its bytes. Where the chain does not hold, has fewer lines than the state beside it has releases, or lacks
-a round that the server has accepted. What is spent cannot be known, and nothing is released any more.
+Each line contains its number and the SHA-256 of the line before. A line that a crash cut short is still part of the
+chain: the next line contains the SHA-256 of its bytes. If the chain is broken, contains fewer lines than the number of
+releases in the state beside the ledger, or lacks a round that the server has accepted, the spent budget is unknown, and
+nothing is released any more.
 
-A site's own limit is one of its data: what other experiments on data of the same name have spent is added, since
-epsilon and delta of several experiments add up. The memory of these data has the epsilon of each ledger.
+A site's limit applies to its data: the epsilon and delta of several experiments add up, so the epsilon that other
+experiments on data of the same name have spent is added. The memory of these data contains the epsilon of each ledger.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
 
 
 class Spent(Refused):
-    """A release that the budget does not allow. The sentence holds nothing of the samples."""
+    """Error: the budget does not allow a release. The message contains nothing about the samples."""
 
 
 class Ledger:
-    """The releases of one side in one experiment.
+    """Releases of the server or a site in one experiment.
 
     Args:
-        folder: where the ledger lies.
-        noise: what is accounted for. None without a delta.
+        folder: folder of the ledger.
+        noise: noise that is accounted for. None without a delta.
         limit: epsilon that is never exceeded. None: none.
-        who: whose budget it is, for messages.
-        least: releases in the state beside the ledger.
-        accepted: a round whose release the server has. 0 for none.
-        memory: folder of what is remembered of the data over experiments, where the limit is one of all of them.
+        who: owner of the budget, for messages.
+        least: number of releases in the state beside the ledger.
+        accepted: round whose release the server has accepted. 0 for no round.
+        memory: folder for facts that are remembered about the data across experiments, if the limit applies to all
+            experiments.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Ledger:
         self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
-        """Count the entries, including an entry that a crash cut short.
+        """Return the number of entries, including an entry that a crash cut short.
 
         Raises:
             Spent: the file is damaged, or entries are missing.
@@ -105,13 +107,13 @@ class Ledger:
         return lines
 
     def release(self, round: int, **facts: str) -> int:
-        """Enter one release, with further facts of it: the digest of the samples that it is of.
+        """Record one release with further facts, such as the digest of its samples, and return its number.
 
         Returns:
-            The number of the release. 0 where nothing is accounted for.
+            The number of the release, or 0 if nothing is accounted for.
 
         Raises:
-            Spent: the limit would be exceeded, or what is spent cannot be known.
+            Spent: the limit would be exceeded, or the spent budget is unknown.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
@@ -148,15 +150,15 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Enter what this ledger has spent beside what others have.
+        """Record the epsilon that this ledger has spent, beside the epsilon of other ledgers.
 
         Args:
             memory: folder.
-            ledger: digest of its first line, which a ledger keeps that moves to another agreement.
-            spent: epsilon of its releases.
+            ledger: digest of the ledger's first line, which stays the same when a ledger moves to another agreement.
+            spent: epsilon of the ledger's releases.
 
         Raises:
-            Spent: all together would exceed the limit, or are not known.
+            Spent: all ledgers together would exceed the limit, or their epsilon is unknown.
         """
         with in_turn(memory):
             path = memory / SPENT_FILE

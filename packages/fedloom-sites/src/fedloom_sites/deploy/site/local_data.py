@@ -1,4 +1,7 @@
-"""The samples of one site, as client i of a federation of n. And that federation at the server, without any."""
+"""Samples of one site, as client i of a federation of n clients.
+
+The server has the same federation without any samples.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,20 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
 
 SPLIT_FIELDS = ("test", "validation", "max_train_per_client", "folds", "pool")
-"""Fields of a partition that say how one client's samples become its parts."""
+"""Fields of a partition that determine how one client's samples are divided into its parts."""
 HASHED_SAMPLES = 4096
-"""Samples that are hashed at a time."""
+"""Number of samples that are hashed at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
-    """Build the federation in which the site's samples are client ``site.client`` and all other clients are empty.
+    """Return the federation in which only client ``site.client`` has samples, namely the site's samples.
 
-    A site whose source has no sample at all gets a federation without samples: it trains nothing, and gets the model.
+    A site whose source contains no samples gets a federation without samples: the site trains nothing, and receives the
+    model.
 
     Raises:
-        DataError: the data cannot be read, or a sample is not as in the experiment.
-        ConfigError: the source has an option that is not known, or the partition does not give this client.
+        DataError: the data cannot be read, or a sample does not match the experiment.
+        ConfigError: the source contains an unknown option, or the partition does not define this client.
     """
     try:
         data = read_data(experiment, site)
@@ -61,12 +65,12 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
 
 
 def read_data(experiment: Experiment, site: Site) -> Dataset:
-    """Read the site's samples from its source. A table stays in raw columns.
+    """Return the site's samples from its source. A table keeps its raw columns.
 
     Raises:
-        NoSamples: there is none.
-        DataError: the data cannot be read, or are fewer than was agreed.
-        ConfigError: the source has an option that is not known.
+        NoSamples: the source contains no samples.
+        DataError: the data cannot be read, or the data contain fewer samples than agreed.
+        ConfigError: the source contains an unknown option.
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
@@ -84,12 +88,12 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
-    """Build a federation whose sizes are known and whose samples are all one blank sample.
+    """Return a federation with known sizes, in which all samples are the same blank sample.
 
     Args:
-        samples: what a sample looks like.
-        sizes: ``[n, 3]`` training, validation and test samples of every client. A client without training samples
-            counts as one with a single one.
+        samples: description of a sample.
+        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client. A client without training
+            samples counts as a client with one training sample.
     """
     target = torch.zeros(1, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
     x = torch.zeros(1, *samples.shape)
@@ -110,11 +114,12 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
 
 
 def check_samples(site: Site, data: Dataset) -> None:
-    """Refuse data other than the experiment's.
+    """Raise if data do not match the experiment.
 
     Raises:
-        DataError: the data contradict the experiment. Both are named.
-        Refused: the same, of what holds no value of a sample, so that the server may read it.
+        DataError: the data contradict the experiment. The message names both.
+        ConfigError: the same for a contradiction that contains no value of a sample, so that the server may read the
+            message.
     """
     here = compared(data)
     for name, wanted in compared(site.samples).items():
@@ -135,9 +140,10 @@ def check_samples(site: Site, data: Dataset) -> None:
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
-    """Return the site's table ``[data]`` with the location of its samples. The meaning of columns was agreed on.
+    """Return the site's table ``[data]`` with the location of its samples. The meaning of the columns was agreed on.
 
-    The columns of subjects, order and strata are the experiment's where the site names no others: it cannot do without.
+    If the site names no columns of subjects, order and strata, the columns of the experiment apply, because a site
+    cannot do without these columns.
     """
     designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
@@ -149,10 +155,10 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
 
 
 def check_patients(site: Site, source: Source, data: Dataset) -> None:
-    """Refuse a site with fewer rows, or rows of a class, than were agreed on.
+    """Raise if a site has fewer rows, or fewer rows of a class, than agreed.
 
     Raises:
-        DataError: how many there are, and how many are needed.
+        DataError: the site has too few rows. The message states the number of rows and the required number.
     """
     agreement = getattr(source, "agreement", None)
     if agreement is not None:
@@ -164,14 +170,17 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:
-    """Training, validation and test samples of a client. All 0 at a site without samples."""
+    """Return the numbers of training, validation and test samples of a client.
+
+    All numbers are 0 at a site without samples.
+    """
     if fed.data.name == "blank":
         return [0] * len(DATA_PARTS)
     return [int(fed.sizes(part)[client]) for part in DATA_PARTS]
 
 
 def samples_digest(fed: Federation, client: int) -> str:
-    """SHA-256 of a client's samples, part by part in their order, as the training reads them."""
+    """Return the SHA-256 of a client's samples, part by part, in the order in which the training reads them."""
     digest = hashlib.sha256()
     for part in DATA_PARTS:
         index = [] if fed.data.name == "blank" else fed.indices(part, client).split(HASHED_SAMPLES)
@@ -183,7 +192,7 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 
 def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
-    """Map the data to the experiment's tokens and to its class numbers, if its own classes are among them."""
+    """Return data with the experiment's tokens, and with its class numbers if it defines the data's classes."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
@@ -194,13 +203,15 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 
 
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
-    """Return a federation of n clients with client ``client`` as client ``seat``. Its samples stand for the others'.
+    """Return a federation of n clients in which client ``client`` becomes client ``seat``.
+
+    The samples of this client stand for the samples of all other clients.
 
     Args:
-        fed: the federation.
-        client: whose samples are used.
-        seat: its new number.
-        train_sizes: ``[n]`` training samples of the others, of which no more is known.
+        fed: federation.
+        client: number of the client whose samples are used.
+        seat: new number of the client.
+        train_sizes: ``[n]`` numbers of training samples of the other clients, about which nothing else is known.
     """
     parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
     for part in DATA_PARTS:

@@ -1,4 +1,4 @@
-"""The models that lie on a site's own disk: which there are, as a plain module, and as a file for other programs."""
+"""Models on a site's disk: the list of models, a model as a plain module, and a model as a file for other programs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.state import SiteModel, models
 
 PREFERRED_KINDS = ("hybrid", "personal", "global")
-"""Kinds of a site's models, the one that it uses first."""
+"""Kinds of a site's models, in order of preference."""
 
 
 class Owned(NamedTuple):
-    """The newest model of a site in its experiment."""
+    """Newest model of a site in its experiment."""
 
     site: Site
     model: SiteModel
 
 
 def owned(folder: Path) -> list[Owned]:
-    """List the models in a site's folder, or of all sites of a deployment. Sites without a model are left out.
+    """Return the models in a site's folder, or in the folders of all sites of a deployment.
+
+    Sites without a model are omitted.
 
     Raises:
-        ConfigError: there is no site.
+        ConfigError: the folder contains no site.
         CheckpointError: a file is damaged.
     """
     files = [folder / "site.toml"] if (folder / "site.toml").exists() else sorted(folder.glob("sites/*/site.toml"))
@@ -57,15 +59,15 @@ def owned(folder: Path) -> list[Owned]:
 
 
 def used(folder: Path, kind: str | None = None) -> TrainedModel:
-    """Load a site's model for raw rows, with the scaling of its own training part.
+    """Return a site's model for raw rows, with the scaling of the site's training part.
 
     Args:
-        folder: of the site.
-        kind: "global", "personal" or "hybrid". None: the first of `PREFERRED_KINDS` that is there.
+        folder: folder of the site.
+        kind: "global", "personal" or "hybrid". None for the first available kind in `PREFERRED_KINDS`.
 
     Raises:
-        ConfigError: there is no such model.
-        DataError: the site's data, which its columns are scaled by, cannot be read.
+        ConfigError: no such model exists.
+        DataError: the site's data, which define the scaling of the columns, cannot be read.
     """
     one = _chosen(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
@@ -84,13 +86,13 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
 
 
 def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
-    """Load a site's model for scaled samples, with batch statistics of the site's training part.
+    """Return a site's model for scaled samples, with batch statistics of the site's training part.
 
-    A site scores a round so too: no statistics travel.
+    A site scores a round in the same way, so no statistics are sent.
 
     Raises:
-        ConfigError: it has batch statistics, and the site no samples.
-        DataError: the data, which they are of, cannot be read.
+        ConfigError: the model uses batch statistics, but the site has no samples.
+        DataError: the data for these statistics cannot be read.
     """
     site, setting, row = one.site, experiment.methods[0].setting, _row(one)
     recipe = ModelRecipe(setting.model, site.samples, experiment.head.seeds[0], row.dtype, setting.task)
@@ -116,12 +118,12 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
 
 
 def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
-    """Read the site's samples in the numbers of its model."""
+    """Return the site's samples in the numbers of its model."""
     return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
 
 
 def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
-    """Apply the site's recalibration line to its model, if the experiment has one."""
+    """Return the site's model with the site's recalibration line, if the experiment uses recalibration."""
     part = trained.recipe.objective.line_part
     if part is None or fed.data.name == "blank":
         return trained
@@ -129,10 +131,10 @@ def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedM
 
 
 def _chosen(folder: Path, kind: str | None) -> Owned:
-    """Select the model of a kind in a site's folder, or the first of `PREFERRED_KINDS`.
+    """Return the model of a kind in a site's folder, or the first available kind in `PREFERRED_KINDS`.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: no such model exists.
     """
     if not (folder / "site.toml").exists():
         raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
@@ -148,25 +150,25 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
 
 
 def _row(one: Owned) -> Tensor:
-    """Load a site's model ``[d]`` from disk.
+    """Return a site's model ``[d]`` from disk.
 
     Raises:
-        LayoutError: the file is damaged, or no regular file.
+        LayoutError: the file is damaged, or the path is not a regular file.
     """
     check_file_digest(one.model.path)
     return load_file(one.model.path)["rows"][0]
 
 
 def new_rows(folder: Path) -> NewData:
-    """Return the options for new rows at a site: the options of its own data."""
+    """Return the options for new rows at a site, which are the options for the site's data."""
     return NewData(read_site(folder / "site.toml").data)
 
 
 def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
-    """Return a note on a model whose batch statistics a simulation would compute differently, or [] for other models.
+    """Return a list with a note if a simulation would compute other batch statistics for a model, otherwise [].
 
     Args:
-        folder: of the site.
+        folder: folder of the site.
         kind: as in `used`.
     """
     one = _chosen(folder, kind)
@@ -181,21 +183,20 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
 
 
 def module_of(one: Owned) -> nn.Module:
-    """Build a site's model as a plain module in evaluation mode. Raises the errors of `_trained`."""
+    """Return a site's model as a plain module in evaluation mode. The function raises the errors of `_trained`."""
     return _trained(one, read_agreed(one.site)).module()
 
 
 @torch.no_grad()
 def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Compute the importance of every column for a site's model on its own test part, see `permuted`.
+    """Compute the importance of every column for a site's model on the site's test part, see `permuted`.
 
     Args:
-        folder: of the site.
+        folder: folder of the site.
         kind: as in `used`.
 
     Raises:
-        ConfigError: there is no such model, or the site has too few test samples.
-        Refused: the samples are no rows of a table.
+        ConfigError: no such model exists, the site has too few test samples, or the samples are not rows of a table.
         DataError: the data cannot be read.
     """
     one = _chosen(folder, kind)
@@ -213,7 +214,7 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
 
 
 def score_site_model(one: Owned) -> dict[str, float]:
-    """Compute the metrics of a site's model from disk on the site's own test part, or {} without test samples.
+    """Return the metrics of a site's model on disk for the site's test part, or {} without test samples.
 
     Raises:
         ConfigError: see `_trained`.
@@ -226,19 +227,21 @@ def score_site_model(one: Owned) -> dict[str, float]:
 
 
 def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
-    """Write a site's model as a state dict, ``<site>.safetensors``. The plain module loads it.
+    """Write a site's model as a state dict, and return the path, ``<site>.safetensors``.
+
+    The plain module loads this file.
 
     Args:
-        one: the site and its model.
-        out: the folder. A model that fedloom wrote there before is replaced.
-        force: replace a file of another kind too.
+        one: site and its model.
+        out: folder of the file. The function replaces an earlier model that fedloom wrote to the same path.
+        force: True to replace a file of another kind, too.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: the folder is of a run or a deployment, or the file of another kind.
-        CheckpointError: the disk refuses.
+        ConfigError: the folder belongs to a run or a deployment, or the existing file is of another kind.
+        CheckpointError: the disk cannot be written.
     """
     check_output_folder(out)
     path = check_model_file(out / f"{one.site.site}.safetensors", force=force)

@@ -1,7 +1,8 @@
-"""Neutral uploads: what a site sends under masks in place of a result that must not leave it.
+"""Neutral uploads: uploads that a site sends under masks instead of a result that must not leave the site.
 
-The server can compute the neutral upload of every site itself, from the model that it sent. So a sum shows nothing of a
-site that sends one. A counter shows how many sites do (`fedloom_sites.deploy.secure.counters`).
+The server can compute the neutral upload of every site from the model that the server sent. A sum therefore reveals
+nothing about a site that sends a neutral upload. A counter shows how many sites send a neutral upload
+(`fedloom_sites.deploy.secure.counters`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
     """Return the upload of a client that takes no step, without samples or a state.
 
     Args:
-        blank: the run on blank samples.
-        job: the run of the site, for its shares of the objective, which are public.
-        down: what the site received.
+        blank: run on blank samples.
+        job: run of the site, for its shares of the objective, which are public.
+        down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
-        idle: an upload, for the shapes.
+        idle: upload that determines the shapes.
 
     Returns:
-        The upload, with zeros in place of numbers that are not finite. All zeros if the method needs samples for it.
+        The upload, with zeros instead of numbers that are not finite. All numbers are zero if the method needs samples
+        for the upload.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:

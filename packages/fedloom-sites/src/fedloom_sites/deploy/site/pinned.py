@@ -1,12 +1,12 @@
-"""Pinned: a site runs the app that is installed there, whatever the server sends, and its tasks ask for a secret.
+"""Pinned: a site runs the installed app regardless of the server's app, and its tasks require a secret.
 
-Flower carries the app from the server to the sites and runs it there, and the port on which a site's own processes talk
-gives its tasks to every user of the machine. Here the site's network process and the one that starts its tasks share
-random bytes that are made anew at each start, and the program that a task runs is this one: Flower's, but for the app,
-which is fedloom's own.
+Flower sends the app from the server to the sites and runs the app there. Any user of the machine can get the site's
+tasks from the port on which a site's processes communicate. Here, the site's network process and the process that
+starts its tasks share random bytes, which are generated anew at each start. The program that a task runs is this
+module: Flower's program, but with fedloom's app.
 
-None of them imports Flower's commands where its functions suffice, and the process that starts tasks is a fork of the
-network process before that has any thread, so that both have Flower's modules in the same memory.
+Neither process imports Flower's commands if its functions suffice. The process that starts tasks is forked from the
+network process before the network process starts a thread, so that both processes share Flower's modules in memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NOT_LET_IN = (
     "machine, or the site's last process, if that was killed less than a minute ago. Run 'fedloom deploy check' on the "
     "site's folder: where it refuses the key, ask the coordinator; else end the other node, or wait a minute."
 )
-"""Line of a site's log beside Flower's exit code, which has no reason."""
+"""Line of a site's log next to Flower's exit code, which states no reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:
-    """Start the process that starts a site's tasks, which ends with this one. Its id.
+    """Start the process that starts a site's tasks and ends with this process, and return its process id.
 
     Args:
         words: command of the site's network process, which names the port and the file of the secret.
-        folder: of the experiment's state at the site, for the program of a task.
+        folder: folder of the experiment's state at the site, for the program of a task.
     """
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
@@ -63,7 +63,10 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
-    """Become a site's network process, with the process that starts its tasks. Arguments as of `start_executor`."""
+    """Become a site's network process, and start the process that starts its tasks.
+
+    The arguments are the arguments of `start_executor`.
+    """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
     EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
@@ -80,12 +83,15 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 
 def main() -> None:
-    """Run a task of Flower with the app that is installed here. What the server sent is not installed, nor loaded."""
+    """Run a task of Flower with the app that is installed here.
+
+    The app from the server is neither installed nor loaded.
+    """
     from fedloom_sites.deploy.apps import client_app
     from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 
     def nothing(*_arguments: object, **_options: object) -> None:
-        """Take the place of what installs the app that the server sent."""
+        """Replace the functions that install the app from the server, and do nothing."""
 
     instead = {
         "install_from_fab": nothing,

@@ -1,4 +1,4 @@
-"""Answers of a site whose uploads and scores the server reads one by one."""
+"""Answers of a site whose uploads and scores the server reads separately."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
 
 
 class PlainAnswers:
-    """The answers of a site without secure aggregation.
+    """Answers of a site without secure aggregation.
 
     Args:
-        trainer: its training and its scores.
-        folder: of its state in this experiment.
+        trainer: training and scores of the site.
+        folder: folder of the site's state in this experiment.
 
     Attributes:
-        kinds: kinds of messages that are answered.
+        kinds: kinds of messages that the site answers.
     """
 
     kinds: tuple[Kind, ...] = ("ask", "train", "score", "analysis", "result")
@@ -46,14 +46,14 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """The cells of analyses that the site reaches, as bits in hexadecimal digits."""
+        """Cells of analyses that the site reaches, as bits in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Answer a message of a round.
+        """Return the answer to a message of a round.
 
         Raises:
-            FedloomError: there is none. The sentence has the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "analysis":
@@ -78,18 +78,18 @@ class PlainAnswers:
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """How many numbers of the arrays of an answer are computed from models or samples: an upload, or sums.
+        """Return how many numbers in the arrays of an answer come from models or samples: an upload, or sums.
 
         Args:
-            kind: of the message.
-            arrays: of the answer.
+            kind: kind of the message.
+            arrays: arrays of the answer.
         """
         if kind == "train":
             return sum(field.numel() for field in self._trainer.forms.idle) if arrays else 0
         return sum(map(len, arrays)) // 8 if kind in ("ask", "analysis") else 0
 
     def _analysed(self, arrays: Sequence[bytes], accepted: int) -> bytes:
-        """Answer a step of an analysis with the vector, and then with the site's counters."""
+        """Return the answer to a step of an analysis: the vector, and then the site's counters."""
         site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
         with publish_reasons():
             if not arrays:
@@ -110,7 +110,7 @@ def single(arrays: list[bytes]) -> bytes:
     """Return the only array of a message.
 
     Raises:
-        WireError: there is none, or are several.
+        WireError: the message contains no array, or several arrays.
     """
     if len(arrays) != 1:
         raise WireError(f"{len(arrays)} arrays, 1 is expected")
@@ -118,6 +118,6 @@ def single(arrays: list[bytes]) -> bytes:
 
 
 def metrics_of(scores: Scores) -> dict[str, float]:
-    """Scores as the metrics of a message."""
+    """Return scores as the metrics of a message."""
     values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), row in scores.items() for name, v in row.items()}
     return {key: score for key, score in values.items() if score == score}

@@ -1,9 +1,9 @@
-"""Memory: what a site keeps on its own disk between rounds. Every file is written whole, with its checksum.
+"""Memory: the files that a site keeps on its disk between rounds. Every file is written completely, with its checksum.
 
-A generation is the state after one round, with the reply that was sent: ``round-000012.state``. It is pending until
-the server's next message names it as accepted. ``accepted.json`` has which generation that is and which one was
-before, so that the site follows a server that went back by one. A second request for a round gets the reply
-that is kept, so nothing is trained, noised or released twice.
+A generation is the state after one round, together with the reply that the site sent: ``round-000012.state``. A
+generation is pending until the server's next message names the generation as accepted. ``accepted.json`` stores the
+accepted generation and the accepted generation before it, so that the site can follow a server that went back by one
+generation. A second request for a round gets the stored reply, so nothing is trained, noised or released twice.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ T = TypeVar("T")
 
 
 class Rewound(CheckpointError):
-    """A message of a server that is further behind than a site can follow."""
+    """Error: a message comes from a server that is too far behind for a site to follow."""
 
 
 class Generation(NamedTuple):
-    """A site's state after a round.
+    """State of a site after a round.
 
     Attributes:
-        round: the round that made it.
-        base: the accepted round that it was made from. 0 is the template.
-        digest: of the download that it was made from.
-        tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
-            were sent.
-        reply: the plain fields of the reply.
+        round: round that produced the state.
+        base: accepted round from which the state was computed. 0 is the template.
+        digest: digest of the download from which the state was computed.
+        tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the sent bytes.
+        reply: plain fields of the reply.
     """
 
     round: int
@@ -61,18 +60,18 @@ class Generation(NamedTuple):
 
 
 class SiteState:
-    """The state of one site in one experiment.
+    """State of one site in one experiment.
 
     Args:
-        folder: of the site's state.
-        experiment: fingerprint of the experiment. The state of another is never read.
+        folder: folder of the site's state.
+        experiment: fingerprint of the experiment. The state of another experiment is never read.
         client: number of the site.
 
     Attributes:
-        notes: sentences on files that were damaged or missing, since the object was made.
+        notes: sentences about files that were damaged or missing since the object was created.
 
     Raises:
-        CheckpointError: (any method) the disk is full or refuses.
+        CheckpointError: (any method) the disk is full or cannot be written.
     """
 
     def __init__(self, folder: Path, experiment: str, client: int) -> None:
@@ -81,19 +80,20 @@ class SiteState:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep other processes out while a message is answered."""
+        """Lock the folder against other processes while a message is answered."""
         with lock(self.folder):
             yield
 
     def settle(self, accepted: int) -> Generation | None:
-        """Return the generation that the server accepted, or None, the template, for a client never accepted.
+        """Return the generation that the server accepted, or None for the template if no generation was accepted.
 
-        It becomes the site's state. Whatever was pending beside it is as if it had not been computed. Where it is not
-        there (a damaged file, a lost disk), the last one that was stands in, and without that the template. Both are
-        noted. The last accepted state that was there, and its model, stay on the disk.
+        The accepted generation becomes the site's state. The site ignores any other pending generation. If the accepted
+        generation is missing (a damaged file, a lost disk), the last available accepted generation replaces it, and
+        otherwise the template. The site notes both cases. The last available accepted state and its model stay on the
+        disk.
 
         Raises:
-            Rewound: the server went back by more than the round before.
+            Rewound: the server went back further than to the accepted round before.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
@@ -117,32 +117,32 @@ class SiteState:
         return state
 
     def accepted(self) -> tuple[int, int]:
-        """Return the last accepted round and the accepted round before it, or 0 stands for none."""
+        """Return the last accepted round and the accepted round before it, with 0 for a missing round."""
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:
-        """Return the oldest round that the server can still return to or have scored."""
+        """Return the oldest round to which the server can still return, or which it can still have scored."""
         accepted, previous = self.accepted()
         return (previous or accepted) - 1
 
     def releases(self) -> int:
-        """Releases under differential privacy in the newest generation."""
+        """Return the number of releases under differential privacy in the newest generation."""
         newest = max((int(p.stem.partition("-")[2]) for p in self.folder.glob("round-*.state")), default=None)
         state = None if newest is None else self.read(newest)
         return 0 if state is None else int(state.reply.get("releases", 0))
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
-        """Return the last two accepted rounds, and the last accepted round with a state, or 0 stands for none."""
+        """Return the last two accepted rounds, and the last accepted round with a state, with 0 for a missing round."""
         accepted, previous, held = self._noted(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
         return accepted, previous, held
 
     def _note(self, name: str, **facts: object) -> None:
-        """Write a small file of the folder, with the experiment and the client that it is of."""
+        """Write a small file into the folder, with its experiment and client."""
         make_folder(self.folder)
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """Read a file that `_note` wrote, or None if it is missing, damaged or of another experiment."""
+        """Return the facts in a file of `_note`, or None if it is missing, damaged or from another experiment."""
         try:
             entry = json.loads(regular(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -150,7 +150,7 @@ class SiteState:
             return None
 
     def _set_model_aside(self) -> None:
-        """Keep the model of a state that is lost, which the next one would take the place of."""
+        """Keep the model of a lost state, which the next state would otherwise overwrite."""
         path = self.folder / MODEL_FILE
         if path.exists() and not (aside := path.with_suffix(".lost")).exists():
             with explained(path):
@@ -158,7 +158,10 @@ class SiteState:
             self.notes.append(f"the model of the state that is lost is kept as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
-        """Return the noted digest of the site's samples if it differs from the new one. Note the first digest."""
+        """Return the stored digest of the site's samples if it differs from the new digest, or None if it does not.
+
+        The first digest is stored.
+        """
         noted = self._noted(SAMPLES_FILE, str, "samples")
         if noted is None:
             self.note_samples(samples)
@@ -169,12 +172,15 @@ class SiteState:
         self._note(SAMPLES_FILE, samples=samples)
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
-        """Find the generation of an earlier request for the same round with the same download and state."""
+        """Return the generation for the same round, download and state, or None without such a generation."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
-        """Store a pending generation durably. Delete all generations but those that may still be needed."""
+        """Store a pending generation durably.
+
+        Delete all generations except the generations that may still be needed.
+        """
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
         data = save({k: t.contiguous() for k, t in new.tensors.items()}, {"about": json.dumps(about)})
@@ -188,7 +194,7 @@ class SiteState:
         discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
     def read(self, round: int) -> Generation | None:
-        """Load the generation of a round, or None if it is missing, damaged or of another experiment."""
+        """Return the generation of a round, or None if it is missing, damaged or from another experiment."""
         path = self._path(round)
         try:
             content = regular(path).read_bytes()
@@ -219,12 +225,12 @@ class SiteState:
 
 
 class SiteModel(NamedTuple):
-    """A site's newest model on its disk.
+    """Newest model of a site on its disk.
 
     Attributes:
         experiment: fingerprint of the experiment.
         client: number of the site.
-        round: round after which it was made.
+        round: round after which the model was created.
         kind: "personal" or "global".
         path: safetensors file with ``rows [1, d]`` and the layout in its header.
     """
@@ -237,7 +243,7 @@ class SiteModel(NamedTuple):
 
 
 def models(state: Path) -> list[SiteModel]:
-    """List the newest model of every experiment in a site's state folder.
+    """Return the newest model of every experiment in a site's state folder.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -254,7 +260,7 @@ def models(state: Path) -> list[SiteModel]:
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any] | None:
-    """Read the metadata of a state file: the safetensors header is JSON behind its length."""
+    """Return the metadata of a state file, from the JSON header of safetensors, or None if they are damaged."""
     try:
         length = int.from_bytes(data[:8], "little")
         about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])

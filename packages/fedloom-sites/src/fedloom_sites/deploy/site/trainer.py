@@ -1,4 +1,4 @@
-"""Training and scores of a site, from its samples and the state on its disk."""
+"""Training and scores of a site, based on its samples and the state on its disk."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class Trained(NamedTuple):
     """Result of a site's round.
 
     Attributes:
-        output: what it sends and keeps.
-        is_neutral: whether that is what it sends and keeps after zero steps, because its own result must not leave.
+        output: data that the site sends and keeps.
+        is_neutral: True if the output is the output after zero steps, because the site's result must not leave the
+            site.
     """
 
     output: ClientOutput
@@ -64,22 +65,24 @@ Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
 """(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload. Rows to keep."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose sentence has no value of a sample. Others may quote a cell, or a text of the user's code on one.
+"""Errors whose message contains no value of a sample. Other messages may quote a cell, or a text from the user's code
+about a cell.
 
-They leave a site that sends single uploads. Under masks or a delta only `PublicReason` leaves.
+A site that sends single uploads includes these messages in its replies. Under masks or a delta, a site sends only the
+message of a `PublicReason`.
 """
 
 
 class Trainer:
-    """The run of one site.
+    """Run of one site.
 
     Args:
-        site: its settings.
-        memory: its state.
-        fed: its samples, where they are read already. None: read from the source of its settings.
+        site: settings of the site.
+        memory: state of the site.
+        fed: samples of the site, if these are already read. None to read the samples from the source in its settings.
 
     Attributes:
-        site: see above.
+        site: settings of the site.
     """
 
     def __init__(self, site: Site, memory: SiteState, fed: Federation | None = None) -> None:
@@ -87,7 +90,7 @@ class Trainer:
 
     @property
     def fed(self) -> Federation:
-        """The site's samples, as one client of the federation."""
+        """Samples of the site, as one client of the federation."""
         check_private()
         return self._fed
 
@@ -97,7 +100,7 @@ class Trainer:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The experiment that was agreed on."""
+        """Agreed experiment."""
         check_version(self.site)
         experiment = read_agreed(self.site, clients_per_batch=1, workers=1)
         if self.site.secure is not None:
@@ -106,18 +109,18 @@ class Trainer:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the experiment."""
+        """Number of rounds of the experiment."""
         return self.experiment.methods[0].setting.rounds
 
     @cached_property
     def private(self) -> bool:
-        """True if a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
+        """True if a delta or the site's epsilon is in force: epsilon then covers all data that leave the site."""
         setting = self.experiment.methods[0].setting
         return self.site.epsilon is not None or accounted(setting.upload_transform, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
-        """Digest of the samples. It does not leave the site."""
+        """Digest of the samples. The digest does not leave the site."""
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
@@ -127,12 +130,12 @@ class Trainer:
 
     @property
     def job(self) -> Job:
-        """The run at this site."""
+        """Run at this site."""
         return self._run[0]
 
     @property
     def first_state(self) -> tuple[Job, Any]:
-        """The run, and the state with which its server begins."""
+        """Run, and the state with which its server begins."""
         return self._run
 
     @cached_property
@@ -147,7 +150,7 @@ class Trainer:
 
     @property
     def ids(self) -> Tensor:
-        """The site's number, ``[1]``."""
+        """Number of the site, ``[1]``."""
         return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
@@ -176,22 +179,21 @@ class Trainer:
         *,
         stays_neutral: bool = False,
     ) -> Generation:
-        """Train for a round. Answer a repeated request with the stored generation.
+        """Train for a round, and return the generation after the round. A repeated request gets the stored generation.
 
         Args:
-            job: the run, as `attach_local_data` gives it.
-            state: of the site.
+            job: run from `attach_local_data`.
+            state: state of the site.
             t: round.
-            download: message of the server.
-            send: writes the upload, and the rows to keep of it.
-            weights: further numbers that the upload depends on.
-            stays_neutral: whether the upload is the neutral one, whatever the training gives.
+            download: message from the server.
+            send: function that writes the upload, and the rows of the upload to keep.
+            weights: further numbers on which the upload depends.
+            stays_neutral: True if the upload is the neutral upload, regardless of the training.
 
         Raises:
-            PublicReason: the download is not of this run or too far from the last one, the privacy budget is spent, or
-                the disk is full.
-            FedloomError: without masks or accounted noise of the site's own, the training failed or its result is not
-                finite.
+            PublicReason: the download does not belong to this run, the download is too far from the last download, the
+                privacy budget is spent, or the disk is full.
+            FedloomError: without masks or accounted noise of the site, the training failed or its result is not finite.
         """
         site, samples = self.site, self.samples
         base, digest = 0 if state is None else state.round, _digest(download, weights)
@@ -218,7 +220,7 @@ class Trainer:
 
     @property
     def _ledger(self) -> Ledger:
-        """Return the site's ledger of releases, without a limit in `site.toml`, all agreed rounds are the limit."""
+        """Ledger of the site's releases, limited to all agreed rounds if `site.toml` sets no limit."""
         noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
@@ -227,9 +229,12 @@ class Trainer:
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
     def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
-        """Train in a round. Under masks or noise of the site's own, a failure shows in no answer.
+        """Train for a round, and return the result.
 
-        The state stays as it was then. Under noise the site sends noise alone, under masks its neutral upload.
+        Under masks or noise of the site, a failure is visible in no answer.
+
+        After a failure, the state stays unchanged. Under noise, the site then sends only noise. Under masks, the site
+        sends its neutral upload.
         """
         site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
         try:
@@ -250,11 +255,11 @@ class Trainer:
         return Trained(output)
 
     def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
-        """Refuse a result that nobody could use.
+        """Raise if a result is unusable.
 
         Raises:
-            Refused: it is not finite. Or, under masks, a row of the site's state is longer than
-                ``engine.norm_bound``, or a weight is below zero.
+            ConfigError: the result is not finite, or under masks, a row of the site's state is longer than
+                ``engine.norm_bound`` or a weight is below zero.
         """
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")
@@ -267,7 +272,7 @@ class Trainer:
 
     @cached_property
     def _blank(self) -> Job:
-        """The same run on blank samples, so that nothing of the site's own is in a neutral upload."""
+        """Same run on blank samples, so that a neutral upload contains nothing about the site's samples."""
         sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
         sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
@@ -286,18 +291,18 @@ class Trainer:
         return ClientOutput(up, self._site_state(job), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
-        """Compute the scores of round ``t``, none below 0. A failure becomes a note.
+        """Compute the scores of round ``t``, or return {} for a round below 0. A failure becomes a note.
 
         Args:
-            job: the run, as `attach_local_data` gives it.
-            models: messages of the server.
+            job: run from `attach_local_data`.
+            models: messages from the server.
             t: round.
-            common: whether the global model is scored.
+            common: True if the global model is scored.
         """
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Call a scoring function, on failure write a note and return None."""
+        """Return the result of a scoring function, or None if the function fails. A failure becomes a note."""
         try:
             return score()
         except Exception as error:  # under a delta, the failure may reveal samples
@@ -313,7 +318,7 @@ class Trainer:
             return None
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
-        """Keep the newest model, and score every model on the site's own parts."""
+        """Store the newest model, and return the scores of every model on the site's parts."""
         ids = self.ids
         everyone, shared = self.received(models, common=common)
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
@@ -327,24 +332,27 @@ class Trainer:
         return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
 
     def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
-        """Return the download as if every client had received it, and the global model ``[d]``. Either may be None."""
+        """Return the download as if every client had received it, and the global model ``[d]``.
+
+        Each is None if the messages do not contain it.
+        """
         down, shared = self.forms.read_models([*models], global_there=common)
         return None if down is None else for_everyone(down, self.job.n), shared
 
     @property
     def sends_groups(self) -> bool:
-        """True if scores of groups leave the site: with scores that are summed, or where there are no masks at all."""
+        """True if scores of groups leave the site: together with summed scores, or in a run without masks."""
         return self.scoring == ("per-site" if self.site.secure is None else "masked")
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """Way in which the site's scores leave it: summed under masks, alone, or not at all if they have no noise."""
+        """Form in which the site's scores leave it: summed under masks, separately, or off if scores have no noise."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
-        """Log a reason in the site's own log, and return the neutral sentence for the server."""
+        """Write a reason into the site's log, and return the neutral message for the server."""
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
@@ -352,5 +360,5 @@ class Trainer:
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:
-    """Compute the digest of a round's request: the download, and the weights if there are any."""
+    """Return the digest of a round's request: the download, and the weights if the request contains weights."""
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])

@@ -1,8 +1,9 @@
-"""The process of a site that stays: it answers messages one after the other and keeps data and model between them.
+"""Permanent process of a site: it answers messages in sequence and keeps data and model between messages.
 
-`handover` starts it with a listening socket and the lock that excludes another. It ends with the
-process that owns it, or when the site's settings or the version change. A kill at any moment loses nothing, since all
-that counts is on the disk before an answer leaves. What it has read is read anew once a file of it has changed.
+`handover` starts the process with a listening socket and the lock that excludes a second process. The process ends
+together with its owner, or when the site's settings or the version change. A kill at any moment loses nothing, because
+all relevant data are on the disk before an answer leaves the site. The process reads its data again if a file of the
+data has changed.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from fedloom_sites.deploy.site.handover import (
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 MAX_HEAD_BYTES = 1 << 20
-"""Bytes of a message beside its arrays."""
+"""Bytes of a message besides its arrays."""
 MAX_WATCHED_FILES = 10_000
-"""Files of a data set that are looked at. A larger one is read anew for every message."""
+"""Largest number of files of a data set that are watched. A larger data set is read again for every message."""
 LOOK_INTERVAL_SECONDS = 5
-"""Seconds between two looks at the settings."""
+"""Seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Nanoseconds for which a changed file may change again without its time showing it."""
+"""Nanoseconds for which a changed file may change again without a new modification time."""
 
 
 class Warm:
-    """A site's answers, with what they need kept in memory.
+    """Answers of a site, with the required data cached in memory.
 
     Args:
-        site: its settings.
+        site: settings of the site.
     """
 
     def __init__(self, site: Site) -> None:
@@ -62,7 +63,7 @@ class Warm:
         self._read: Stamp | None = None
 
     def answer(self, content: bytes) -> bytes:
-        """Return the signed reply.
+        """Return the signed reply to a message.
 
         Raises:
             ConfigError: the signing key cannot be read.
@@ -71,7 +72,7 @@ class Warm:
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
-        """Read and make what every answer needs. An error is in the first answer."""
+        """Read and build the data that every answer needs. The first answer reports an error."""
         with suppress(Exception):
             self._fresh().prepare()
 
@@ -86,11 +87,11 @@ class Warm:
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
-"""Path, inode, size, and times of content and inode changes in nanoseconds, of every file."""
+"""Path, inode, size, and times of content and inode changes in nanoseconds, for every file."""
 
 
 def stamp(site: Site) -> Stamp | None:
-    """Return the current state of the files that a site has read, or None if it cannot be known."""
+    """Return the current state of the files that a site has read, or None if this state is unknown."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
     roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
     source = site.data["source"]
@@ -122,7 +123,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def serve(listener: socket.socket, site_file: Path) -> None:
-    """Answer until the settings are others than at the start."""
+    """Answer messages until the settings differ from the settings at the start."""
     key, site = key_of(site_file), read_site(site_file)
     warm = Warm(site)
     warm.prepare()
@@ -156,7 +157,7 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
 
 
 def end_with(owner: int, site_file: Path) -> None:
-    """End this process when another does, or the settings are others than now, whatever it is doing."""
+    """End this process as soon as another process ends or the settings change, regardless of its current work."""
     key = key_of(site_file)
 
     def watch() -> None:
@@ -176,7 +177,10 @@ def end_with(owner: int, site_file: Path) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Serve a site: its TOML file, the numbers of the socket and of the lock, the owner's process."""
+    """Serve a site.
+
+    The arguments are its TOML file, the numbers of the socket and the lock, and the owner's process.
+    """
     file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
     for fd in (listening, lock):
         os.set_inheritable(fd, False)
