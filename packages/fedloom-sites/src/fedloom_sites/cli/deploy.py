@@ -230,7 +230,7 @@ def check(
     site: SiteFolder,
     offline: Annotated[bool, typer.Option("--offline", help="do not start the server")] = False,
 ) -> None:
-    """Check what a site needs before it joins.
+    """Check the requirements of a site before it joins.
 
     Each finding is a sentence. The exit code is 1 if a finding is a refusal.
 

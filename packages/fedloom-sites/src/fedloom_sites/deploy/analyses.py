@@ -242,7 +242,7 @@ def agreed_analyses(
     """Return the analyses by sums that server and sites have agreed on, by name.
 
     Args:
-        experiment: as agreed.
+        experiment: agreed experiment.
         samples: form of a sample.
         clients: number of sites.
         threshold: smallest number of sites of a sum. None without masks.

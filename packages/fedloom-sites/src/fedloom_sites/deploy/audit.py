@@ -32,7 +32,7 @@ class LogEnd(NamedTuple):
 
     Attributes:
         lines: number of lines, including lines that a crash truncated.
-        digest: SHA-256 of the last line. Empty without any.
+        digest: SHA-256 of the last line. Empty for an empty log.
     """
 
     lines: int

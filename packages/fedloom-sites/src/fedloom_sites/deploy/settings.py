@@ -386,7 +386,7 @@ def check_version(shared: Shared) -> None:
     """Raise if the version of fedloom differs from the agreed version.
 
     Raises:
-        ConfigError: the versions differ. Both are named.
+        ConfigError: the versions differ. The message names both.
     """
     if shared.version != __version__:
         raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}; install that")
@@ -421,7 +421,7 @@ def check_fingerprint(shared: Shared) -> bytes:
         The content in the form in which it was compared.
 
     Raises:
-        ConfigError: the file cannot be read, or the digests differ. Both are named.
+        ConfigError: the file cannot be read, or the digests differ. The message names both.
     """
     content = content_of(shared.experiment, "the experiment file")
     check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
@@ -439,7 +439,7 @@ def check_agreed(
     """Raise if the SHA-256 of a content differs from the agreed SHA-256.
 
     Raises:
-        ConfigError: the digests differ. Both are named.
+        ConfigError: the digests differ. The message names both.
     """
     got = digest(content)
     if got != wanted:

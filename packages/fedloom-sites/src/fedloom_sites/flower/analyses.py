@@ -93,7 +93,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     Args:
         values: values of the message.
         analyses: analyses that the node answers.
-        fed: its samples.
+        fed: samples of the node.
         state: Flower's state, which keeps the steps that were answered.
 
     Raises:

@@ -60,7 +60,7 @@ class Local:
             No document of the server lowers it: the document's noise applies if its clip is not larger and its noise is
             not smaller, else the node's noise replaces it. Scores are sent without noise.
         norm_bound: longest allowed difference (L2) of every field that leaves the node, greater than 0. Longer
-            differences are shortened, whatever the server's document says. None: any length.
+            differences are shortened, whatever the server's document says. None for any length.
         analyses: analyses by sums that the node answers, with the agreement on its columns. None to answer no analysis.
     """
 
@@ -257,7 +257,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """Return the task of a node, and whether its loss is the task's own."""
+    """Return the task of a node, and whether its loss is the loss of the task."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)

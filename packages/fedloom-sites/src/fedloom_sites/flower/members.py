@@ -79,11 +79,11 @@ class SavedRun(NamedTuple):
     """A run as stored in its folder.
 
     Attributes:
-        members: its nodes.
+        members: nodes of the run.
         schema: form of the samples.
         signature: call signature of the modules.
         document: method and choices of the run.
-        parameters: parameters of the model.
+        parameters: names and shapes of the parameters of the model.
     """
 
     members: Members

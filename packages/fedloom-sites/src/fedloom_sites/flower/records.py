@@ -42,7 +42,7 @@ def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = Mapp
     """Return tensors as a record.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
         encoded: tensors that are already encoded.
     """
     return ArrayRecord({name: encoded.get(name) or array_of(tensor) for name, tensor in tensors.items()})
@@ -89,7 +89,7 @@ def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
 
     Args:
         template: a named tuple of tensors.
-        tensors: by name.
+        tensors: tensors by name.
         what: short name of the tuple, for errors.
 
     Raises:

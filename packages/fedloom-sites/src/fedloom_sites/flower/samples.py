@@ -42,7 +42,7 @@ class Input(NamedTuple):
     """An input of a module.
 
     Attributes:
-        name: its keyword. The keyword is empty if inputs are given by position.
+        name: keyword of the input. The keyword is empty if inputs are given by position.
         shape: shape of one sample.
         dtype: name in `INPUT_DTYPES`.
     """
@@ -168,8 +168,8 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
         part: name of the part, for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
         keys: for samples that are dicts, the names of the inputs and, last, of the target. Empty for the default.
-        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None: none
-            does.
+        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None
+            without subjects.
 
     Raises:
         ConfigError: the data set does not contain samples with a target.
@@ -273,7 +273,7 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the inputs and, last, of the target.
 
     Raises:
-        ConfigError: no entry has a name in `TARGET_KEYS`, or several have.
+        ConfigError: no entry has a name in `TARGET_KEYS`, or several entries have such a name.
     """
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:

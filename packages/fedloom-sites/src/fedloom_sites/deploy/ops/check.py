@@ -74,7 +74,7 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
     """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix.
 
     Args:
-        site: its settings.
+        site: settings of the site.
         offline: True to skip the connection to the server.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)

@@ -273,7 +273,7 @@ def _check_idle(server: Server) -> None:
     """Raise if a run is under way, or a masked sum whose shares were requested.
 
     Raises:
-        RunDirError: what is.
+        RunDirError: a run or such a sum is under way.
     """
     try:
         with lock(server.checkpoints, wait=0):

@@ -123,7 +123,7 @@ def plan(
             is not known if sites have their own data.
         secure_aggregation: True if the server receives masked sums (`fedloom_sites.deploy.secure.protocol`).
         threshold: smallest number of sites whose sum is unmasked. None for more than two thirds.
-        changes: number of times that a site may leave the masked sums or return. None: `MAX_CHANGES`.
+        changes: number of times that a site may leave the masked sums or return. None for `MAX_CHANGES`.
         data_name: name of the data, by which sites remember sums and budgets over experiments.
 
     Raises:
@@ -239,9 +239,9 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:
-    """Return `DRIFT_MARGIN` times the longest difference of a first round, to three digits, or None if there is none.
+    """Return `DRIFT_MARGIN` times the longest difference of a first round, to three digits, or None.
 
-    A method that sends no difference has none.
+    The result is None for a method that sends no difference.
 
     If several fields of an upload are bounded, the result is a dict by field.
     """

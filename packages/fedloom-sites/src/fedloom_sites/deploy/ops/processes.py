@@ -30,7 +30,7 @@ class Process:
     """A process that is the leader of its own group. The output goes to a file.
 
     Args:
-        name: for messages.
+        name: name of the process in messages.
         command: program and arguments.
         environment: variables that are added to this process's environment.
         log: file of the output.

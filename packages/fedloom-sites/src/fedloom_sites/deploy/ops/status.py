@@ -78,7 +78,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     """Return a summary of the audit log by client.
 
     Args:
-        log: its lines.
+        log: lines of the audit log.
         members: names of the sites by client.
         rounds: rounds done. Replies that were accepted for a later round have no effect yet.
 

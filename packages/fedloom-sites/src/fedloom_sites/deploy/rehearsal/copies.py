@@ -38,7 +38,7 @@ class StandIn:
     """Stand-in for another site in a session, which follows the protocol and sends zeros.
 
     Args:
-        site: its settings.
+        site: settings of the site.
         key: signing key of the stand-in.
         trainer: trainer of the rehearsed site, for the weights of a sum.
         sizes: numbers of samples that the stand-in states.
@@ -89,7 +89,7 @@ class RehearsedSite:
     """A site whose copies are attacked.
 
     Args:
-        site: its settings. Nothing in the site's folders is changed.
+        site: settings of the site. Nothing in the site's folders is changed.
         folder: folder for keys and state of the copies.
     """
 
@@ -120,7 +120,7 @@ class RehearsedSite:
         """Return a copy of the site with an empty state.
 
         Args:
-            fed: its samples. None for the samples of the site.
+            fed: samples of the copy. None for the samples of the site.
             settings: settings in site.toml, instead of the site's settings.
         """
         self._copies += 1

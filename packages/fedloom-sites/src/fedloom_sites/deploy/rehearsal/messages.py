@@ -52,7 +52,7 @@ class Message(NamedTuple):
         name: description of the fault in the message.
         kind: kind of the message.
         head: fields of the head.
-        arrays: its arrays.
+        arrays: arrays of the message.
         drop: field of the head that is left out.
     """
 

@@ -31,7 +31,7 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
 
     Args:
-        site: its settings.
+        site: settings of the site.
 
     Yields:
         A row for each attack. An attack that fails because of an error is a row with the verdict OPEN, since it has

@@ -57,7 +57,7 @@ class RogueServer:
     """A dishonest server with its sites.
 
     Args:
-        sites: by number.
+        sites: sites by number.
         trainer: trainer of a site, for the forms of messages.
 
     Attributes:
