@@ -48,7 +48,7 @@ class Code:
     installed: dict[str, str]
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the files by path."""
+        """Return the SHA-256 of the files by path."""
         return {path: digest(data) for path, data in self.files.items()}
 
 

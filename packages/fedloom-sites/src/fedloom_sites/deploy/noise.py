@@ -2,24 +2,22 @@
 
 Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating-point form of
 the result reveals nothing about the numbers without noise (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
-exactly, in integer
-arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No generator of PyTorch
-or numpy takes part.
+exactly, in integer arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No
+generator of PyTorch or numpy takes part.
 
 The multiplier is exactly the multiplier in the settings: rows are clipped, then rounded toward zero, and the integers'
 Euclidean norm is at most t / sigma, compared in exact arithmetic, where t is the scale passed to OpenDP. Adding or
 removing a row therefore changes the sum of integers by at most t / sigma, and replacing a row by at most 2 t / sigma.
 The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in
-any dimension.
-Everything after the integers is post-processing.
+any dimension. Everything after the integers is post-processing.
 
 Under secure aggregation no single party adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) /
-    sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
-    Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T
-    s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As
-    s is at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the
-    central noise. More survivors add more noise. A party with the shares of c sites still faces the noise of T - c
-    sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
+sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
+Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
+tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at
+least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
+More survivors add more noise. A party with the shares of c sites still faces the noise of T - c sites. Epsilon is
+recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -190,7 +188,10 @@ def deployed(setting: Setting, survivors: int | None = None) -> Setting:
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
-    """Return the noise behind a site's epsilon: noise of the server does not protect a site from the server."""
+    """Return the noise behind a site's epsilon, or None without noise.
+
+    Noise of the server does not protect a site from the server.
+    """
     return accounted(
         setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
     )

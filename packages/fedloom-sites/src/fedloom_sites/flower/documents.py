@@ -182,8 +182,7 @@ def refuse_privacy(config: Mapping[str, object]) -> None:
     """Raise if the calling strategy is wrapped in one of Flower's strategies with differential privacy.
 
     Strategies whose nodes clip say so in the config. Strategies that clip at the server say it nowhere, and read the
-    replies
-    before the wrapped strategy does, so they are searched among the callers.
+    replies before the wrapped strategy does, so they are searched among the callers.
 
     Raises:
         ConfigError: the calling strategy is wrapped.

@@ -133,7 +133,7 @@ class Local:
             raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
 
     def read(self) -> NodeProblem:
-        """Read the samples.
+        """Read the samples and return the local problem.
 
         Raises:
             ConfigError: the samples are invalid, or the model or the loss does not accept them.

@@ -354,7 +354,7 @@ class Strategy(FlowerStrategy):
 
     @property
     def _running(self) -> tuple[FlowerClients, Job, State]:
-        """Return the clients, the job and the state of a run.
+        """Clients, job and state of a run.
 
         Raises:
             ConfigError: no run has begun.

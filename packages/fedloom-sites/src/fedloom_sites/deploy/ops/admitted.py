@@ -1,8 +1,8 @@
 """Admission of the sites' keys to Flower's server: the keys in ``nodes/``, except revoked keys.
 
 ``nodes/NAME.pub`` holds a key that the server admits. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing
-admits it again:
-neither a start with an empty database, nor a second pass through the instructions, nor an old copy of the folder.
+admits it again: neither a start with an empty database, nor a second pass through the instructions, nor an old copy of
+the folder.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fedloom_sites.deploy.server.analyses import SUMS_PATTERN
 def analysis_states(
     document: Mapping[str, Any], checkpoints: Path, log: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Describe the progress of a run's analyses by sums.
+    """Return the progress of a run's analyses by sums.
 
     Args:
         document: the experiment file.

@@ -54,7 +54,7 @@ Files = dict[str, str | bytes]
 
 
 def _plain(path: Path) -> Path:
-    """Raise if a path contains characters that units, reverse proxy or instructions would change. Return the path."""
+    """Return a path, and raise if it has characters that units, reverse proxy or instructions would change."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
     return path
@@ -112,7 +112,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
 
 
 def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
-    """Create another certificate and key of the server, signed by the authority of a deployment's directory.
+    """Create another server certificate and key by the authority of a deployment's directory, and return its path.
 
     If the process is killed between the two files, they do not match, and no server accepts them. The next call creates
     both files again.
@@ -325,7 +325,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
-"""Return the app that Flower carries to the sites: two modules that name code that is installed there."""
+"""The app that Flower carries to the sites: two modules that name code that is installed there."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:

@@ -216,7 +216,9 @@ def check_certificate(server: Server) -> None:
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
-    """Run a deployment's directory on this machine to the end of its experiment. All processes have ended afterwards.
+    """Run a deployment's directory on this machine to the end of its experiment, and return the deployment.
+
+    All processes have ended afterwards.
 
     Args:
         folder: the directory.

@@ -223,7 +223,9 @@ def proposed(folder: Path, change: Path) -> Proposal:
 
 
 def take(folder: Path, change: Path, digest: str) -> Site:
-    """Approve a new agreement at a site, which then answers messages of this agreement only.
+    """Approve a new agreement at a site, and return the new settings of the site.
+
+    The site then answers messages of this agreement only.
 
     Raises:
         ConfigError: the digest is not the digest of the new agreement, or an error of `proposed`.
@@ -242,7 +244,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
 
 
 def remove(folder: Path, name: str) -> Server:
-    """Remove a site from the server's settings. Under secure aggregation the agreed keys stay.
+    """Remove a site from the server's settings, and return the settings. Under secure aggregation the agreed keys stay.
 
     Raises:
         ConfigError: the site does not exist, or too few sites remain.

@@ -112,7 +112,7 @@ class Processes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> Process:
-        """Start a process. The arguments are the arguments of `Process`."""
+        """Start and return a process. The arguments are the arguments of `Process`."""
         if self._reaper is None:
             words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)

@@ -43,7 +43,7 @@ TRAINING_MESSAGES = ("train", "masked")
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Raise with an explanation if files contain something that a server does not write."""
+    """Return a context that raises with an explanation if files contain something that a server does not write."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -134,18 +134,21 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
 def status_of(server: Server) -> dict[str, Any]:
     """Return the progress of a deployment as plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
-    ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
-    None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None if sites share
-    no noise;
-    ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the newest ``scores`` of the
-        site;
-    ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number of
-    ``sums`` so far, ``reason``, and the number of ``rows`` if it is done;
-    ``counted``: sentences on the counters of masked sums, see `summarize_counters`;
-    ``means``: newest metrics of the federation, a row per model, see `mean_table`;
-    ``certificates``: their ends (ISO 8601);
-    ``disk``: bytes by kind of content, and ``free``; ``last_event``: time of the log's last line.
+    The keys are:
+
+    - ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
+    - ``rounds``: rounds done, of ``planned``.
+    - ``round_seconds``: ``last`` and ``median``.
+    - ``epsilon``: epsilon spent after these rounds, None without a delta.
+    - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, None if sites share no noise.
+    - ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the newest ``scores``.
+    - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
+      of ``sums`` so far, ``reason``, and the number of ``rows`` if it is done.
+    - ``counted``: sentences on the counters of masked sums, see `summarize_counters`.
+    - ``means``: newest metrics of the federation, a row per model, see `mean_table`.
+    - ``certificates``: their ends (ISO 8601).
+    - ``disk``: bytes by kind of content, and ``free``.
+    - ``last_event``: time of the log's last line.
 
     Raises:
         RunDirError: the files do not match each other.
@@ -221,7 +224,7 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def serve_metrics(server: Server) -> Iterator[None]:
-    """Serve the status over HTTP while the block runs, if the settings name a port.
+    """Return a block during which the status is served over HTTP, if the settings name a port.
 
     The status is read again for each request.
 

@@ -151,7 +151,7 @@ class RogueSession:
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """Ask a site for a step of the session, and return its answer, see `RogueServer.ask`."""
+        """Ask a site for a step of the session, and return its answer or None, see `RogueServer.ask`."""
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(

@@ -83,8 +83,7 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     """Return a model whose first layer sorts samples into bins along one direction, with one unit for each edge.
 
     The gradients of two neighboring units differ by the samples between their edges, so a bin with one sample shows the
-    sample.
-    (L. Fowl et al., "Robbing the fed", ICLR 2022.)
+    sample. (L. Fowl et al., "Robbing the fed", ICLR 2022.)
 
     Args:
         rogue: the server.
