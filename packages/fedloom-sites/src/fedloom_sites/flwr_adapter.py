@@ -1,7 +1,7 @@
-"""The only module that imports private parts of Flower, so that a release that moves them is met in one place.
+"""The only module that imports private parts of Flower, so that only this module changes if a release moves them.
 
-Every name is imported when it is first asked for: Flower starts a process for each message to a site, and Flower apps
-need few of the names, of which older releases have no more.
+Every name is imported at its first use: Flower starts a process for each message to a site, and Flower apps need only a
+few names, the only ones that older releases provide.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ _NAME_MODULES = {
     "disable_process_dumping": "flwr.supercore.utils",
     "flower_supernode": "flwr.supernode.cli.flower_supernode",
 }
-"""The module of every name of Flower's."""
+"""Module of every name of Flower."""
 
 if not TYPE_CHECKING:
     __getattr__ = getter(__name__, {name: f"{module}:{name}" for name, module in _NAME_MODULES.items()})
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Encode records as the bytes in which Flower sends them."""
+    """Return records encoded as the bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -85,7 +85,7 @@ def encode_records(records: RecordDict) -> bytes:
 
 
 def decode_records(message: bytes) -> RecordDict:
-    """Decode the bytes of `encode_records`."""
+    """Return the decoded bytes of `encode_records`."""
     from flwr.common.serde import recorddict_from_proto
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -93,7 +93,7 @@ def decode_records(message: bytes) -> RecordDict:
 
 
 def task_program() -> ModuleType:
-    """Import the module of the program that runs a site's tasks. `pinned` replaces its functions."""
+    """Import and return the module of the program that runs a site's tasks. `pinned` replaces its functions."""
     from flwr.supernode.runtime import run_clientapp
 
     return run_clientapp
@@ -105,7 +105,10 @@ def set_message_id(message: Message, id_: str) -> None:
 
 
 def connection_of(grid: Grid) -> Any:
-    """Return the connection of a grid to Flower's server. None if it has no connection, as in one process."""
+    """Return the connection of a grid to Flower's server, or None if the grid has no connection.
+
+    A grid within one process has no connection.
+    """
     return getattr(grid, "_runtime_client", None)
 
 

@@ -13,7 +13,7 @@ def results_of(folder: Path) -> Path:
     """Return the run directory of a deployment.
 
     Raises:
-        ConfigError: the folder is not a deployment's.
+        ConfigError: the folder is not the directory of a deployment.
     """
     from fedloom_sites.deploy.ops.status import server_of
 

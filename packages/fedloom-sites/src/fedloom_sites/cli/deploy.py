@@ -23,7 +23,7 @@ deploy = typer.Typer(
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 FILE_COLUMNS = 120
-"""Columns of a table that goes to a file or another program."""
+"""Columns of a table for a file or another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site.toml", show_default=False)]
@@ -96,7 +96,7 @@ def init(
 ) -> None:
     """Write the directory of a new deployment.
 
-    It has certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+    It contains certificates, keys, settings, systemd units, a gate, and the five commands to run it.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -193,7 +193,7 @@ def analyze(
 
 
 def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
-    """Write the directory of a deployment, and say what it is."""
+    """Write the directory of a deployment, and describe it."""
     from fedloom_sites.deploy.ops.directory import write_directory
 
     write_directory(planned, folder, place)
@@ -230,9 +230,9 @@ def check(
     site: SiteFolder,
     offline: Annotated[bool, typer.Option("--offline", help="do not start the server")] = False,
 ) -> None:
-    """Check what a site needs before it joins.
+    """Check the requirements of a site before it joins.
 
-    Each finding is a sentence. The exit code is 1 if one refuses.
+    Each finding is a sentence. The exit code is 1 if a finding is a refusal.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
@@ -256,8 +256,9 @@ def rehearse(
 ) -> None:
     """Attack a copy of a site, to see what a server could learn.
 
-    A dishonest server tries all known attacks. The table shows what it learned. The exit code is 1 if it learned
-    something of this site that it should not (OPEN). Nothing leaves the machine, and no file of the site changes.
+    A dishonest server tries all known attacks. The table shows the information that the server learned. The exit code
+    is 1 if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no
+    file of the site changes.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
@@ -333,9 +334,9 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show how far a deployment is, or the alarms of one site.
+    """Show the progress of a deployment site by site, or the messages and alarms of one site.
 
-    It reads the files of the folder, while the deployment runs and afterwards.
+    The command reads the files of the folder, during the deployment and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -391,10 +392,10 @@ def stop(
 def verify_log(
     place: Annotated[Path, typer.Argument(help="a log, or the folder of a server or of a site", show_default=False)],
 ) -> None:
-    """Check that no line of a log was changed, removed or put in.
+    """Check that no line of a log was changed, removed or inserted.
 
-    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: lines that are
-    missing at the end show only against it.
+    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: only the digest
+    shows lines that are missing at the end.
 
     Example: fedloom deploy verify-log hospitals
     """

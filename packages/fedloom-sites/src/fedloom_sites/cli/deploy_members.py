@@ -22,7 +22,7 @@ def renew(
 ) -> None:
     """Make another certificate of the server.
 
-    The same authority signs it. Sites need nothing new.
+    The same authority signs it. Sites need no new file.
 
     Example: fedloom deploy renew hospitals
     """
@@ -73,7 +73,7 @@ def approve(
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    It is named by its digest, without --digest the digest is shown.
+    The digest names the run or the agreement, and without --digest the command shows it.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -121,7 +121,7 @@ def revoke(
 ) -> None:
     """Revoke the key of a site on the running server.
 
-    Its node is not let in any more.
+    The server no longer admits its node.
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """

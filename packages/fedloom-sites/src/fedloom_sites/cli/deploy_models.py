@@ -125,7 +125,7 @@ def export(
 ) -> None:
     """Write a site's model for other programs.
 
-    It is an ONNX or torch graph that takes raw rows, with the site's scaling.
+    The file is an ONNX or torch graph that takes raw rows and includes the site's scaling.
 
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """

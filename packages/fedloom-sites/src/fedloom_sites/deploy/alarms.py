@@ -1,7 +1,7 @@
-"""Alarms of a site: refused and repeated messages of its server, in the site's own log and status.
+"""Alarms of a site about refused and repeated messages of its server, in the site's log and status.
 
-An honest server sends a message again where an answer was lost, and asks once for something that a site refuses. A
-server that tries what it gets does both many times. Nothing of an alarm leaves the site.
+An honest server repeats a message if an answer was lost, and sends a message that a site refuses only once. A server
+that probes the site does both many times. No alarm leaves the site.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
-"""Refused messages without an alarm."""
+"""Number of refused messages without an alarm."""
 MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
-"""Answers to one message without an alarm."""
+"""Number of answers to one message without an alarm."""
 MAX_SESSIONS = 12  # a session for every site of a small run that drops out
-"""Sessions of secure aggregation in one round without an alarm."""
+"""Number of sessions of secure aggregation in one round without an alarm."""
 ALARM_ENTRY = "alarm"
-"""Name of the lines of alarms in the log."""
+"""Kind of the lines of alarms in the log."""
 
 
 class Alarms:
     """The messages that a site has answered or refused in one experiment, counted in its log.
 
     Args:
-        folder: of the site's state in this experiment.
+        folder: folder of the site's state in this experiment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,11 +40,11 @@ class Alarms:
     def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
         """Count a message, and return the alarms that it raises.
 
-        An alarm comes again each time its number has doubled.
+        An alarm is repeated each time its number has doubled.
 
         Args:
-            line: what the log says of the message, see `Client`.
-            reason: why it was refused. Empty where it was answered.
+            line: entry of the log about the message, see `Client`.
+            reason: reason of the refusal. Empty if the message was answered.
         """
         if not self._loaded:
             self._loaded = True
@@ -73,13 +73,13 @@ class Alarms:
 
 
 def message_digest(head: Mapping[str, Any]) -> str:
-    """Name a message by what it asks: the same for a message that is sent again, under another nonce."""
+    """Return the digest of a message without its nonce, which stays the same if the message is repeated."""
     message = {name: value for name, value in head.items() if name != "nonce"}
     return hashlib.sha256(repr(sorted(message.items())).encode()).hexdigest()
 
 
 def site_status(site: Site) -> dict[str, Any]:
-    """Summarize a site's own log: messages, refused and repeated ones, and alarms.
+    """Return a summary of a site's log: messages, refused and repeated messages, and alarms.
 
     Raises:
         RunDirError: the log cannot be read.
@@ -102,15 +102,15 @@ def site_status(site: Site) -> dict[str, Any]:
 
 
 def raise_alarm(log: Audit, reason: str) -> None:
-    """Write an alarm into a site's log.
+    """Write an alarm to a site's log.
 
     Raises:
-        CheckpointError: the disk is full or refuses.
+        CheckpointError: the disk is full or rejects the line.
     """
     log.write(ALARM_ENTRY, reason=reason)
 
 
 def _is_due(count: int, most: int) -> bool:
-    """Whether a count is the first beyond the most, or has doubled since the last alarm."""
+    """Return True if a count is the first above the limit, or has doubled since the last alarm."""
     quotient, rest = divmod(count, most + 1)
     return count > most and rest == 0 and quotient & (quotient - 1) == 0

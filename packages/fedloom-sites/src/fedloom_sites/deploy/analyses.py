@@ -1,11 +1,11 @@
-"""Analyses by sums at real sites: what is agreed on before the first question, and an answer as whole numbers.
+"""Analyses by sums at real sites: the agreement before the first question, and answers as whole numbers.
 
-Columns, ranges, bins and rules come from the agreed experiment file. A message of the server has a question and the
-public numbers of the sites, of which every site checks its own. No analysis is known here by name.
+Columns, ranges, bins and rules come from the agreed experiment file. A message of the server contains a question and
+the public numbers of the sites, and every site checks its own numbers. This module knows no analysis by name.
 
-A number of an answer travels as a multiple of its step, modulo 2^64. The step is a power of two. Where 64 bits are too
-few for the range of the sum, the multiple is written as several limbs of 40 bits, of which the last has the sign. So
-the sum of answers is exact, whatever the range.
+A number of an answer is sent as a multiple of its step, modulo 2^64. The step is a power of two. If 64 bits are too few
+for the range of the sum, the multiple is written as several limbs of 40 bits, and the last limb carries the sign.
+Therefore the sum of answers is exact for every range.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
-"""Bits of a limb, and limbs of a number at most. Sums of 100 limbs and of 100 signed last limbs fit 63 bits."""
+"""Number of bits of a limb, and largest number of limbs of a number. Sums of 100 limbs and of 100 signed last limbs
+fit into 63 bits."""
 SUM_BITS = 62
-"""Bits of a sum of all sites, with its sign, up to which one limb is enough."""
+"""Largest number of bits of a sum of all sites, including its sign, for which one limb is enough."""
 FACT_COUNT = 2
-"""Whole numbers at the end of an answer: the numbers that were clipped, and the rows of the site."""
+"""Number of whole numbers at the end of an answer: the count of clipped numbers, and the rows of the site."""
 DEFAULT_LEAST = 5
-"""Fewest subjects of a site, and of a cell there, where the agreement of an analysis has no rules."""
+"""Smallest number of subjects of a site, and of a cell there, if the agreement of an analysis contains no rules."""
 
 
 class TooLarge(Refused):
-    """A question whose answers have no room in the limbs, as where a step of a fit is much too long."""
+    """A question whose answers do not fit into the limbs, for example if a step of a fit is far too long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +52,12 @@ class AgreedAnalysis:
     """An analysis that server and sites have agreed on.
 
     Args:
-        name: of the analysis.
+        name: name of the analysis.
         analysis: the value.
         schema: columns and agreed ranges.
         clients: number of sites.
-        threshold: fewest sites of a sum. None without masks.
-        first: place of its flags among the bits of a site.
+        threshold: smallest number of sites of a sum. None without masks.
+        first: position of its flags among the bits of a site.
     """
 
     name: str
@@ -68,9 +69,9 @@ class AgreedAnalysis:
 
     @cached_property
     def rules(self) -> Rules:
-        """Return the rules before the number of absent sites is known.
+        """Rules before the number of absent sites is known.
 
-        A rule that is as in a simulation was not agreed on, since recorded agreements have every rule filled in.
+        A rule that equals the rule of a simulation was not agreed on, since recorded agreements contain every rule.
         """
         rules, unchanged = self.analysis.rules or Rules(), Rules()
         agreed = {name for name in Rules.model_fields if getattr(rules, name) != getattr(unchanged, name)}
@@ -86,7 +87,7 @@ class AgreedAnalysis:
 
     @cached_property
     def before(self) -> AnalysisTerms:
-        """Return the terms by which a site finds its flags: sizes of others are not known yet."""
+        """Terms by which a site computes its flags, without the sizes of others, which are not known yet."""
         return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
 
     @cached_property
@@ -100,7 +101,7 @@ class AgreedAnalysis:
         return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
 
     def terms(self, terms: Terms) -> AnalysisTerms:
-        """Return what is public of an analysis by the terms of its session.
+        """Return the public facts of an analysis under the terms of its session.
 
         Raises:
             FedloomError: too few sites reach the cells.
@@ -111,12 +112,12 @@ class AgreedAnalysis:
         )
 
     def public(self, sizes: Sequence[int], bits: Mapping[int, int], missing: int) -> AnalysisTerms:
-        """Return what is public of an analysis.
+        """Return the public facts of an analysis.
 
         Args:
-            sizes: rows of every site.
-            bits: of the sites that are asked, by number.
-            missing: of these, sites that may be absent from a sum.
+            sizes: number of rows of every site.
+            bits: bits of the sites that are asked, by number.
+            missing: number of these sites that may be absent from a sum.
         """
         published = tuple(
             torch.tensor([float(bits.get(c, 0) >> self.first + k & 1) for k in range(self.flags)], dtype=torch.float64)
@@ -125,11 +126,11 @@ class AgreedAnalysis:
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
 
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
-        """Return the question of a step, if it may be asked there, and the bounds of an answer.
+        """Return the question of a step, if it is allowed there, and the bounds of an answer.
 
         Raises:
-            WireError: the bytes are none.
-            Refused: it is not the question of this step, the rules do not lead to it, or it is one step too many.
+            WireError: the bytes are not a question.
+            Refused: the question does not belong to this step, the rules do not lead to it, or it is one step too many.
         """
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
@@ -143,10 +144,10 @@ class AgreedAnalysis:
     def answer(
         self, question: Question, bounds: Bounds, form: AnswerForm, rows: ClientRows, terms: AnalysisTerms
     ) -> tuple[Integers, int, bool]:
-        """Return a site's answer as whole numbers, how many were clipped, and whether the site has a part in the sum.
+        """Return a site's answer as whole numbers, its count of clipped values, and whether it has a part in the sum.
 
         Raises:
-            Refused: the site has none, as where it has too few subjects.
+            Refused: the site has no answer, for example because it has too few subjects.
         """
         reply = answer_question(self.analysis, question, rows, terms, bounds, "this site")
         if reply.neutral:
@@ -156,14 +157,14 @@ class AgreedAnalysis:
 
 
 class AnswerForm:
-    """How answers within some bounds, and sums of them, are written as whole numbers.
+    """Form in which answers within given bounds, and sums of them, are written as whole numbers.
 
     Args:
-        bounds: of one site's answer.
-        sites: of a sum, at most.
+        bounds: bounds of one site's answer.
+        sites: largest number of sites of a sum.
 
     Raises:
-        TooLarge: a number has too large a range for its step.
+        TooLarge: the range of a number is too large for its step.
     """
 
     def __init__(self, bounds: Bounds, sites: int) -> None:
@@ -200,14 +201,14 @@ class AnswerForm:
 
     @property
     def zeros(self) -> Integers:
-        """The answer of a site that has none."""
+        """Zeros, as the answer of a site without an answer."""
         return np.zeros(self.length, dtype=np.uint64)
 
     def decode(self, total: Integers, sites: int) -> tuple[Tensor, int, int]:
-        """Return the sum ``[k]`` of so many answers, the clipped numbers and the rows.
+        """Return the sum ``[k]`` of the answers of some sites, the number of clipped values, and the number of rows.
 
         Raises:
-            Broken: no answers of so many sites within the bounds have this sum.
+            Broken: no answers within the bounds from this number of sites have this sum.
         """
         if len(total) != self.length:
             raise Broken(f"a sum of this question has {self.length} numbers, got {len(total)}")
@@ -241,11 +242,11 @@ def agreed_analyses(
     """Return the analyses by sums that server and sites have agreed on, by name.
 
     Args:
-        experiment: as agreed.
-        samples: what a sample looks like.
+        experiment: agreed experiment.
+        samples: form of a sample.
         clients: number of sites.
-        threshold: fewest sites of a sum. None without masks.
-        first: bits of a site before those of the first analysis.
+        threshold: smallest number of sites of a sum. None without masks.
+        first: number of bits of a site before the bits of the first analysis.
     """
     schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
@@ -259,11 +260,11 @@ def agreed_analyses(
 def check_analyses(
     job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> None:
-    """Refuse analyses that sites cannot take part in.
+    """Raise if sites cannot take part in the analyses.
 
     Raises:
-        ConfigError: the data have no such columns, a number has no agreed range, or there are too many cells.
-        Refused: what leaves a site must have noise, and these sums have none.
+        ConfigError: the data lack a column, a number lacks an agreed range, or there are too many cells.
+        Refused: everything that leaves a site must have noise, and these sums have no noise.
     """
     schema = schema_of_samples(experiment, samples)
     for analysis in experiment.analyses:
@@ -304,9 +305,9 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     """Return the columns, levels and ranges of an agreement.
 
     Args:
-        agreement: what people have signed.
-        name: of the data.
-        kept: columns whose levels are kept beside those that models get.
+        agreement: the agreement that people have signed.
+        name: name of the data.
+        kept: columns whose levels are kept in addition to the columns of models.
     """
     outputs = len(agreement.classes) if agreement.task == "classification" else 1
     ranges = (agreement.target_range, *((None,) if agreement.task == "survival" else ()))
@@ -315,7 +316,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def stem_of(name: str) -> str:
-    """Return the name of an analysis in the names of files."""
+    """Return the name of an analysis for use in file names."""
     return analysis_file(name).rpartition(".")[0]
 
 

@@ -1,6 +1,6 @@
-"""The two apps that Flower runs: the server's, `fedloom_sites.deploy.server.run`, and a site's, which hands over.
+"""The two apps that Flower runs: the server's app (`fedloom_sites.deploy.server.run`), and a site's app.
 
-Flower imports this module for every message to a site, so it imports PyTorch for the server only.
+Flower imports this module for every message to a site, so the module imports PyTorch for the server only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.handover import hand_over
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 SITE_KEY = "site"
-"""Key of a SuperNode's node configuration: path of the site's TOML file."""
+"""Key in a SuperNode's node configuration for the path of the site's TOML file."""
 
 SERVER_KEY = "server"
-"""Key of the run configuration: path of the server's TOML file."""
+"""Key in the run configuration for the path of the server's TOML file."""
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -28,10 +28,11 @@ client_app = ClientApp()
 
 @server_app.main()
 def run_server(grid: Grid, context: Context) -> None:
-    """Run the server. The run configuration names the file with its settings.
+    """Run the server. The run configuration names the file with the server's settings.
 
     Raises:
-        FedloomError: the run did not get to its end. Flower records it as failed, the sentence has been printed.
+        FedloomError: the run did not reach its end. Flower records the run as failed after the message has been
+            printed.
     """
     from fedloom_sites.deploy.server.run import STOP_PREFIX, finished, serve
     from fedloom_sites.deploy.settings import read_server
@@ -56,7 +57,10 @@ def _say(line: str) -> None:
 @client_app.train()
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """Answer a message as a site. The node configuration names the file with the site's settings."""
+    """Answer a message as a site, and return the reply.
+
+    The node configuration names the file with the site's settings.
+    """
     reply = hand_over(_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
     return Message(decode_records(reply), reply_to=message)
 

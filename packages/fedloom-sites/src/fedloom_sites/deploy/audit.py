@@ -1,8 +1,10 @@
-"""Audit: an append-only log of every reply, accepted or not and why. One JSON object per line, on disk before use.
+"""Audit: an append-only log of every reply, accepted or rejected, with the reason.
 
-Each line has its number and the SHA-256 of the line before, so that a line that was changed, removed or put in is found
-(`verify_log`). A line that a crash cut short is one of them: the line after it names its bytes. Lines that are missing
-at the end show only against a digest that was noted elsewhere.
+The log contains one JSON object per line, which is on disk before the reply is used.
+
+Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is found
+(`verify_log`). A line that a crash truncated stays in this chain: the next line contains the digest of its bytes. Only
+a digest that was noted elsewhere shows lines that are missing at the end.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file
 
 SENT_FILE = "sent.jsonl"
-"""The log in the folder of a site's state of what has left the site."""
+"""Log of everything that has left the site, in the folder of the site's state."""
 TAIL_BYTES = 1 << 16
-"""Bytes at the end of a log in which its last line is looked for. A line has a few hundred."""
+"""Number of bytes at the end of a log in which its last line is searched. A line has a few hundred bytes."""
 
 
 class LogEnd(NamedTuple):
-    """The end of a log whose chain holds.
+    """End of a log with an intact chain.
 
     Attributes:
-        lines: their number, those among them that a crash cut short included.
-        digest: SHA-256 of the last line. Empty without any.
+        lines: number of lines, including lines that a crash truncated.
+        digest: SHA-256 of the last line. Empty for an empty log.
     """
 
     lines: int
@@ -38,13 +40,13 @@ class LogEnd(NamedTuple):
 
 
 class Audit:
-    """A log that is only ever appended to.
+    """An append-only log.
 
     Args:
-        path: the file. Created if need be.
+        path: the file. The file is created if necessary.
 
     Raises:
-        CheckpointError: (also of any method) the disk is full or refuses.
+        CheckpointError: (also from any method) the disk is full or rejects the line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +55,7 @@ class Audit:
         self._path = path
 
     def write(self, what: str, **facts: Any) -> None:
-        """Append one line: time, event, and facts (plain values; None is left out)."""
+        """Append one line: time, event, and facts (plain values, where None is left out)."""
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
         end = self._end()
@@ -61,7 +63,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """Read the end of the log, of whose lines only the last are needed."""
+        """Return the end of the log, for which only the last lines are read."""
         with regular(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
@@ -73,24 +75,25 @@ class Audit:
         return LogEnd(len(lines), _digest(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Everything in the log, see `lines_of`."""
+        """Return all entries of the log, see `lines_of`."""
         return lines_of(self._path)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Everything in a log that may be written at this moment. A line that was cut short is left out.
+    """Return all entries of a log, which may be in use by a writer. Truncated lines are left out.
 
     Raises:
-        RunDirError: it is no regular file, or cannot be read.
+        RunDirError: the path is not a regular file, or cannot be read.
     """
     return [entry for line in _content(path).splitlines() if (entry := entry_of(line)) is not None]
 
 
 def verify_log(path: Path) -> LogEnd:
-    """Check that no line of a log was changed, removed or put in since it was written.
+    """Check that no line of a log was changed, removed or inserted since it was written, and return the end of the log.
 
     Raises:
-        RunDirError: there is no such log, or one was. The first line that shows it is named.
+        RunDirError: the log does not exist, or a line was changed, removed or inserted. The message names the first
+            line that shows the change.
     """
     if not path.exists():
         raise RunDirError(f"there is no log {path}; give the folder of a server or of a site that has run, or a log")
@@ -124,7 +127,7 @@ def _digest(line: bytes) -> str:
 
 
 def entry_of(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of a log. Return None for a line that was cut short."""
+    """Return the parsed line of a log, or None for a truncated line."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""User code of a deployment: the modules that its experiment names by import path, the same on all machines.
+"""User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
-Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings. A
-module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run. Of the
-folder nothing else is imported: no other file, and no compiled one.
+Modules of a folder are copied, with all that they import from this folder, into a folder `code` next to the settings. A
+module of an installed package stays in its package. The SHA-256 of both kinds is agreed on, and compared before the
+modules run. No other file of the folder is imported, and no compiled file.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprin
 
 CODE_FOLDER = "code"
 INITIAL_MODEL_FILE = "weights.safetensors"
-"""File of the initial model, beside the experiment file, where one was agreed on."""
+"""File of the initial model, next to the experiment file, if an initial model was agreed on."""
 IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
-"""Keys of an experiment file that take an import path."""
+"""Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
-"""Bytes of user code from which it has to be installed. It is a sign of a folder that holds other things too."""
+"""Number of bytes from which user code has to be installed. Such a size suggests a folder that also contains other
+things."""
 
 
 @dataclass(frozen=True)
 class Code:
     """User code.
 
-    files: contents by path below `CODE_FOLDER`. installed: SHA-256 of the source of modules of installed packages, by
-        name.
+    files: contents by path below `CODE_FOLDER`. installed: SHA-256 by name of the source of modules of installed
+    packages.
     """
 
     files: dict[str, bytes]
     installed: dict[str, str]
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the files, by path."""
+        """Return the SHA-256 of the files by path."""
         return {path: digest(data) for path, data in self.files.items()}
 
 
 def code_of(settings: Mapping[str, object]) -> Code:
-    """Collect the user code of an experiment that has been read, so that its modules are imported.
+    """Return the user code of an experiment that has been read, so that its modules are imported.
 
     Raises:
-        ConfigError: a module has no source, two folders have files of one name, or the code is too long to copy.
+        ConfigError: a module has no source, two folders contain files of one name, or the code is too long to copy.
     """
     files: dict[str, bytes] = {}
     installed: dict[str, str] = {}
@@ -83,10 +84,10 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: Shared) -> None:
-    """Refuse user code other than that agreed on. None of it is imported.
+    """Raise if the user code differs from the agreed user code. No module of it is imported.
 
     Raises:
-        ConfigError: a file or a module is missing or differs. Both digests are named.
+        ConfigError: a file or a module is missing or differs. The message names both digests.
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
@@ -103,10 +104,11 @@ def check_code(shared: Shared) -> None:
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
-    """Read the agreed experiment at one side, and check that its user code is the agreed code.
+    """Return the agreed experiment of a server or a site after a check that its user code is the agreed code.
 
     Raises:
-        ConfigError: it is not. Or its user code does not import.
+        ConfigError: the experiment or the code differs from the agreement. The same error is raised if the user code
+            does not import.
     """
     document = document_of(check_fingerprint(shared), shared.experiment)
     check_code(shared)
@@ -125,16 +127,16 @@ def module_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Find the agreed modules of a folder ``code``. Files beside them are not looked at.
+    """Finder of the agreed modules of a folder ``code``. Other files of the folder are ignored.
 
-    folder: which. code: path and SHA-256 of its files.
+    folder: the folder. code: path and SHA-256 of its files.
     """
 
     folder: Path
     code: tuple[tuple[str, str], ...]
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """Find an agreed module by name. Return None for any other module."""
+        """Return the specification of an agreed module by name, or None for any other module."""
         stem, wanted = name.replace(".", "/"), dict(self.code)
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in wanted:
@@ -148,7 +150,10 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Load a module from source of the agreed SHA-256, never from a compiled file, which may hold something else."""
+    """Loader of a module from source with the agreed SHA-256.
+
+    It never reads a compiled file, whose content may differ.
+    """
 
     def __init__(self, name: str, path: str, wanted: str) -> None:
         super().__init__(name, path)
@@ -168,7 +173,7 @@ def _start_of(shared: Shared) -> list[str]:
     """Return the command-line option that names the agreed initial model.
 
     Raises:
-        ConfigError: the file is missing or another one.
+        ConfigError: the file is missing or differs from the agreed file.
     """
     if shared.start is None:
         return []
@@ -181,7 +186,7 @@ def _start_of(shared: Shared) -> list[str]:
 
 
 def _paths(settings: object) -> Iterator[str]:
-    """Import paths in the tables of an experiment."""
+    """Yield the import paths in the tables of an experiment."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             imports = key in IMPORT_PATH_KEYS or (key == "path" and settings.get("kind") == "import")
@@ -194,7 +199,7 @@ def _paths(settings: object) -> Iterator[str]:
 
 
 def _files(root: Path, first: str) -> set[Path]:
-    """Collect the files of a module or package in a folder, and every file that they import from that folder."""
+    """Return the files of a module or package in a folder, and every file of this folder that they import."""
     files: set[Path] = set()
     waiting, names = [first], {"fedloom", "fedloom_sites"}
     while waiting:
@@ -213,7 +218,7 @@ def _files(root: Path, first: str) -> set[Path]:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Top-level names that a module imports."""
+    """Yield the top-level names that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

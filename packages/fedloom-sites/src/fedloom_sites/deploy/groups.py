@@ -1,7 +1,8 @@
-"""Groups of patients at sites: sums of each, from which metrics of all sites together follow, and each site's own.
+"""Groups of patients at sites: sums of each group, for the metrics of all sites together and of each site.
 
-A site publishes a group only where no set of fewer rows than agreed follows from what it publishes
-(`fedloom.data.groups.published`). Under secure sums the server gets the sums of all sites and nothing of one.
+A site publishes a group only if its published numbers reveal no set of fewer rows than agreed
+(`fedloom.data.groups.published`). Under secure sums the server receives the sums of all sites and no number of a single
+site.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 
 SCORED_MODELS = ("global", "hybrid", "personal")
 RESOLUTION_BITS, MAX_SUM = 36, 2.0**24
-"""Sums travel under masks as multiples of 2^-36, each of at most 2^24. The sum of 100 is below 2^63 steps."""
+"""Sums are sent under masks as multiples of 2^-36, each of at most 2^24. The sum of 100 such numbers is below 2^63
+steps."""
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
@@ -35,10 +37,10 @@ Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Choice and name of every group, as server and sites have them.
+    """Return choice and name of every group, as at server and sites.
 
     Raises:
-        ConfigError: a column's levels were not agreed on.
+        ConfigError: the levels of a column were not agreed on.
     """
     levels = {} if samples.table is None else {c.name: c.names for c in samples.table.columns if c.names}
     agreement = getattr(experiment.source, "agreement", None)
@@ -48,16 +50,16 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Rows of a group, and of each class or events among them, below which a site does not publish it."""
+    """Return the number of rows of a group, and of each class or events in it, that a site needs to publish it."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Refuse more groups than a message has room for.
+    """Raise if there are more groups than fit into a message.
 
     Raises:
-        ConfigError: how many there are.
+        ConfigError: the number of groups is too large, and the message states it.
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
@@ -67,7 +69,7 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
 
 
 class GroupSums:
-    """The sums and figures of a run's groups.
+    """The sums and metrics of a run's groups.
 
     Args:
         job: the run.
@@ -91,10 +93,12 @@ class GroupSums:
         return {_name(kind, k, figure) for kind in SCORED_MODELS for k in range(len(self.groups)) for figure in figures}
 
     def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
-        """Return a bool ``[N]`` mask of a site's test samples per group that it may publish. All False if it may not.
+        """Return a bool ``[N]`` mask of a site's test samples for each group that the site may publish.
+
+        A group that it may not publish is left out.
 
         Raises:
-            ConfigError: a column of the groups is not there.
+            ConfigError: the data lack a column of the groups.
         """
         index = fed.indices("test", client)
         here = groups_of(fed.data, self._choices)
@@ -107,12 +111,12 @@ class GroupSums:
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
-        """Compute the sums ``[S]`` and metrics of every model and group with samples at this site.
+        """Return the sums ``[S]`` and metrics of every model and group with samples at this site.
 
         Args:
             passes: outputs of every kind of model on the site's test part.
             members: see `members`.
-            fed: the site's samples.
+            fed: samples of the site.
         """
         cells = dict[Group, tuple[Tensor, Mapping[str, float]]]()
         for kind, (outputs, index, _) in passes.items():
@@ -130,7 +134,7 @@ class GroupSums:
     # ----------------------------------------------------------------------------------------------- site by site
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
-        """Convert the sums and metrics of a site to the numbers of a message."""
+        """Return the sums and metrics of a site as the numbers of a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             place = self.groups.index(group)
@@ -139,7 +143,7 @@ class GroupSums:
         return numbers
 
     def scores(self, replies: Mapping[int, Mapping[str, float]]) -> Iterator[GroupScore]:
-        """Scores of every group, of all sites together and of each, from the numbers of their messages by client."""
+        """Return the scores of every group, of all sites together and of each site, from the numbers by client."""
         for kind, group in self._keys:
             place, total = self.groups.index(group), torch.zeros(self._width, dtype=torch.float64)
             rows: list[GroupScore] = []
@@ -158,17 +162,20 @@ class GroupSums:
     # ------------------------------------------------------------------------------------------------ under masks
 
     def bits(self, members: Mapping[str, Tensor]) -> int:
-        """Encode the groups that a site publishes as bits. A group without a row counts, with sums of zero."""
+        """Return the groups that a site publishes as bits.
+
+        A group without rows counts as published, with sums of zero.
+        """
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Return the summed groups: no sum and no remainder is of fewer than `MIN_SITES` sites.
+        """Return whether each group is summed: no sum and no remainder is of fewer than `MIN_SITES` sites.
 
-        That holds for any sum of at least the threshold of the sites.
+        This holds for every sum of at least ``threshold`` sites.
 
         Args:
-            bits: of the sites that are asked.
-            threshold: sites of a sum at least.
+            bits: bits of the sites that are asked.
+            threshold: smallest number of sites of a sum.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
         is_summed = [threshold - lack >= MIN_SITES for lack in lacking]
@@ -180,7 +187,9 @@ class GroupSums:
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers:
-        """Convert a site's sums to integers. A group that is not summed, or has no sample here, becomes zero.
+        """Return a site's sums as integers.
+
+        The sums are zero for a group that is not summed or has no sample at this site.
 
         Raises:
             Broken: a sum is out of range.
@@ -195,7 +204,7 @@ class GroupSums:
         return steps
 
     def decode(self, total: Integers, count: int) -> list[GroupScore]:
-        """Scores of all sites together by group.
+        """Return the scores of all sites together by group.
 
         Raises:
             Broken: a sum is out of range.

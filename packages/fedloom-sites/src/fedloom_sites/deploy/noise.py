@@ -1,23 +1,23 @@
 """Noise of a deployment: the discrete Gaussian of Canonne, Kamath and Steinke (NeurIPS 2020), sampled by OpenDP.
 
-Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating point of the
-result carries no trace of what was noised (Mironov, CCS 2012). OpenDP samples the discrete Gaussian exactly, in integer
-arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No PyTorch or numpy
-generator takes part.
+Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating-point form of
+the result reveals nothing about the numbers without noise (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
+exactly, in integer arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No
+generator of PyTorch or numpy takes part.
 
-Why the multiplier is what the settings say: rows are clipped, then rounded toward zero, and the integers' Euclidean
-norm is at most t / sigma, compared in exact arithmetic, where t is the scale handed to OpenDP. So adding or removing a
-row changes the sum of integers by at most t / sigma, replacing one by at most 2 t / sigma, and the mechanism is
-rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in any dimension.
-All that comes after the integers is post-processing.
+The multiplier is exactly the multiplier in the settings: rows are clipped, then rounded toward zero, and the integers'
+Euclidean norm is at most t / sigma, compared in exact arithmetic, where t is the scale passed to OpenDP. Adding or
+removing a row therefore changes the sum of integers by at most t / sigma, and replacing a row by at most 2 t / sigma.
+The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in
+any dimension. Everything after the integers is post-processing.
 
 Under secure aggregation no single party adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) /
-    sqrt(T),
-where T is the fewest sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete Gaussians is close to one,
-not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2
-k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at least 2^6, tau D is below 10^-17000, which the
-2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Anyone with the shares of c
-sites is left with noise of T - c. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
+sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
+Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
+tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at
+least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
+More survivors add more noise. A party with the shares of c sites still faces the noise of T - c sites. Epsilon is
+recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6
-"""Smallest scale of a site's noise in steps of the grid, for the bound of the sum of several."""
+"""Smallest scale of a site's noise in steps of the grid for which the bound of the sum of several holds."""
 _CLIP_BITS, _SUM_BITS = 30, 52
-"""Powers of two that the clip and the noise's scale have at most in steps of the grid. Sums stay far inside 64 bits."""
+"""Largest powers of two of the clip and of the noise's scale in steps of the grid. Sums stay far inside 64 bits."""
 
 
 def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
-    """Sum clipped rows and add discrete Gaussian noise of standard deviation ``sigma * clip``.
+    """Return the sum of clipped rows plus discrete Gaussian noise of standard deviation ``sigma * clip``.
 
     Args:
-        rows: ``[m, D]``. One that is not finite counts as zero, so that there is always a result.
+        rows: ``[m, D]``. A row that is not finite counts as zero, so that there is always a result.
         clip: largest norm of a row, above 0.
         sigma: noise multiplier, above 0.
 
@@ -66,7 +66,10 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
 
 
 def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
-    """Exponent e of the grid 2^e, scale t of the noise in its steps, and the largest square of a row's norm in them."""
+    """Return the exponent e of the grid 2^e, the noise's scale t, and the largest squared norm of a row.
+
+    Scale and norm are in steps of the grid.
+    """
     exponent = max(math.frexp(clip)[1] - _CLIP_BITS, math.frexp(clip)[1] + math.frexp(sigma)[1] - _SUM_BITS)
     step = Fraction(2) ** exponent
     scale = float(Fraction(clip) * Fraction(sigma) / step)
@@ -74,7 +77,10 @@ def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
 
 
 def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
-    """Clip a row and round it toward zero to the grid ``[D]`` int64. Its squared norm is at most ``bound``."""
+    """Return a row, clipped and rounded toward zero to the grid, ``[D]`` int64.
+
+    The squared norm of the result is at most ``bound``.
+    """
     largest = float(np.abs(row).max(initial=0.0))
     if not math.isfinite(largest) or largest == 0:
         return np.zeros(len(row), dtype=np.int64)
@@ -98,7 +104,7 @@ def _measurement(scale: float) -> Any:
 
 
 class SharedMean(PrivateMean):
-    """`PrivateMean` under secure aggregation: what the server sums was clipped at the sites and has their noise."""
+    """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and given noise."""
 
     survivors: int = Field(ge=1, description="smallest number of sites in a sum. Their noise together is the mean's")
 
@@ -108,7 +114,7 @@ class SharedMean(PrivateMean):
 
     @property
     def scale(self) -> float:
-        """Standard deviation of a site's noise in grid steps. Sums below `MIN_NOISE_STEPS` have no bound."""
+        """Standard deviation of a site's noise in grid steps. Below `MIN_NOISE_STEPS` sums have no bound."""
         return _grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
 
     def share(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -117,10 +123,10 @@ class SharedMean(PrivateMean):
         return np.asarray(_measurement(self.scale)(_integers(row, self.clip, exponent, bound)), dtype=np.int64)
 
     def total(self, steps: np.ndarray[Any, np.dtype[np.uint64]], count: int) -> np.ndarray[Any, Any]:
-        """Convert steps modulo 2^64 to the noisy sum ``[D]`` of ``count`` sites' differences.
+        """Return steps modulo 2^64 as the noisy sum ``[D]`` of ``count`` sites' differences.
 
         Raises:
-            Refused: it is further from zero than 40 standard deviations of the noise allow.
+            Refused: the sum is further from zero than 40 standard deviations of the noise allow.
         """
         exponent, _, bound = _grid(self.clip, self.sigma)
         totals = steps.view(np.int64)
@@ -134,9 +140,9 @@ class SharedMean(PrivateMean):
 
 
 def remaining_noise(noise: object) -> SharedMean | None:
-    """Return the noise that remains after T - 1 of the T sites subtract their own: the share of the last site.
+    """Return the noise that remains after T - 1 of the T sites subtract their noise: the share of the last site.
 
-    None where sites add no shares of a common noise.
+    The result is None if sites add no shares of a common noise.
     """
     if not isinstance(noise, SharedMean):
         return None
@@ -145,22 +151,28 @@ def remaining_noise(noise: object) -> SharedMean | None:
 
 
 class ReleasedNoise(GaussianNoise):
-    """The channel `GaussianNoise` of a deployed site. Accounted by Renyi divergences, which hold for this noise."""
+    """The channel `GaussianNoise` of a deployed site.
+
+    It is accounted for by Renyi divergences, which hold for this noise.
+    """
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        """C(x). The generators are left alone."""
+        """C(x). The generators of the run are not used."""
         if not self.sigma:
             return super().send(x, gens)
         return torch.stack([noisy_sum(row[None], self.clip, self.sigma) for row in x]).to(x)
 
 
 class ReleasedMean(PrivateMean):
-    """The aggregator `PrivateMean` of a deployed server. Accounted by Renyi divergences, which hold for this noise."""
+    """The aggregator `PrivateMean` of a deployed server.
+
+    It is accounted for by Renyi divergences, which hold for this noise.
+    """
 
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Average clipped rows and add noise. No generator of ``ctx`` is used."""
+        """Return the average of clipped rows plus noise. The generators of ``ctx`` are not used."""
         if not self.sigma:
             return super().combine(state, rows, weights, primary, ctx)
         total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
@@ -176,18 +188,21 @@ def deployed(setting: Setting, survivors: int | None = None) -> Setting:
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
-    """Return the noise behind a site's own epsilon: noise of the server does not protect a site from the server."""
+    """Return the noise behind a site's epsilon, or None without noise.
+
+    Noise of the server does not protect a site from the server.
+    """
     return accounted(
         setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
     )
 
 
 def released(part: Any, survivors: int | None = None) -> Any:
-    """Return a channel or aggregator in its deployed form. Its noise comes from the operating system.
+    """Return a channel or aggregator in its deployed form. The noise comes from the operating system.
 
     Args:
-        part: of a run. All but the two mechanisms of noise stay as they are.
-        survivors: fewest sites of a sum under secure aggregation. None without it.
+        part: channel or aggregator of a run. All parts except the two mechanisms of noise stay unchanged.
+        survivors: smallest number of sites of a sum under secure aggregation. None without it.
     """
     rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}
     if isinstance(part, PrivateMean) and survivors is not None:

@@ -1,7 +1,7 @@
 """Settings of a deployed server and of a deployed site, as two small TOML files.
 
-Both name the same experiment file (one method, one seed) and carry its SHA-256, so that two sides can check whether
-they mean the same experiment before anything is trained. Paths in a file are relative to the folder of that file.
+Both name the same experiment file (one method, one seed) and contain its SHA-256, so that two sides can check before
+training that they mean the same experiment. Paths in a file are relative to the folder of that file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ V = TypeVar("V", bound=Value)
 
 
 def _public_key(text: str) -> str:
-    """Normalize a public key in OpenSSH form by removing its comment."""
+    """Return a public key in OpenSSH form without its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
         raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
@@ -41,7 +41,7 @@ def _public_key(text: str) -> str:
 
 
 def _address(text: str) -> str:
-    """Host and port of a server."""
+    """Return host and port of a server after a check."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"must be host:port, as fl.example.org:8443, got {text!r}")
@@ -52,26 +52,26 @@ PublicKey = Annotated[str, AfterValidator(_public_key)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 CodePath = Annotated[str, Field(pattern=r"^\w[\w. -]*(/\w[\w. -]*)*\.py$")]
-"""A file below the folder of user code."""
+"""Path of a file below the folder of user code."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 NormBound = PositiveFloat | dict[str, PositiveFloat]
-"""The longest difference of every field of an upload, or of each by its name."""
+"""Longest difference of every field of an upload, or of each field by its name."""
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """Return the longest allowed difference of a field of an upload. Infinite without a bound."""
+    """Return the longest allowed difference of a field of an upload. The result is infinite without a bound."""
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
 
 def case_twin(name: str, names: Iterable[str]) -> str | None:
-    """Find another name whose folder is the same on a disk that ignores case."""
+    """Return another name with the same folder on a disk that ignores case, or None if there is no such name."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
 MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
-"""Share of one site in the weight of a sum beyond which the sum tells nearly what this site sends."""
+"""Share of one site in the weight of a sum above which the sum nearly reveals the site's upload."""
 
 
 class Secure(Value):
@@ -123,11 +123,11 @@ class Secure(Value):
 
     @property
     def steady_sites(self) -> int:
-        """Sites of every sum that have never left the sums over the same data."""
+        """Number of sites of every sum that have never left the sums over the same data."""
         return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
-        """SHA-256 of these settings and of an experiment's fingerprint."""
+        """Return the SHA-256 of these settings and of an experiment's fingerprint."""
         return hashlib.sha256(f"{fingerprint}\n{self.model_dump_json()}".encode()).digest()
 
 
@@ -172,18 +172,18 @@ class Shared(Value):
 
     @property
     def survivors(self) -> int | None:
-        """Fewest sites of a sum under secure aggregation. None without it."""
+        """Smallest number of sites of a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that is agreed on, by which people name a run. The same on every machine."""
+        """SHA-256 of the complete agreement, by which people name a run. It is the same on every machine."""
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
 class Site(Shared):
-    """One site: its data, its state, its keys, and where the server is."""
+    """A site: its data, its state, its keys, and the address of the server."""
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of this site, from 0")
@@ -237,12 +237,12 @@ class Site(Shared):
 
     @property
     def folder(self) -> Path:
-        """The folder of what the site keeps of this experiment."""
+        """Folder of the site's files of this experiment."""
         return self.state / self.fingerprint[:16]
 
     @property
     def memory_folder(self) -> Path:
-        """The folder of what the site remembers of the data of this experiment, over all experiments on them."""
+        """Folder of the site's memory of this experiment's data, over all experiments on these data."""
         return (self.memory or self.state) / f"data-{self.data_name}"
 
     @field_validator("data")
@@ -334,7 +334,7 @@ class Server(Shared):
 
     @property
     def host(self) -> str:
-        """Name or address of what sites connect to."""
+        """Name or address that sites connect to."""
         return self.entrance.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")
@@ -358,10 +358,10 @@ class Server(Shared):
 
 
 def read_site(path: Path) -> Site:
-    """Read a site's TOML file and make its paths absolute, including the paths of its data.
+    """Return the settings in a site's TOML file with absolute paths, including the paths of its data.
 
     Raises:
-        ConfigError: the file is missing or has a value that cannot be.
+        ConfigError: the file is missing or contains an invalid value.
     """
     site, folder = _read(Site, path, "site file"), path.parent.resolve()
     source = site.data["source"]
@@ -374,29 +374,29 @@ def read_site(path: Path) -> Site:
 
 
 def read_server(path: Path) -> Server:
-    """Read a server's TOML file and make its paths absolute.
+    """Return the settings in a server's TOML file with absolute paths.
 
     Raises:
-        ConfigError: the file is missing or has a value that cannot be.
+        ConfigError: the file is missing or contains an invalid value.
     """
     return _read(Server, path, "server file")
 
 
 def check_version(shared: Shared) -> None:
-    """Refuse another version of fedloom than the one that was agreed on.
+    """Raise if the version of fedloom differs from the agreed version.
 
     Raises:
-        ConfigError: the versions differ. Both are named.
+        ConfigError: the versions differ. The message names both.
     """
     if shared.version != __version__:
         raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}; install that")
 
 
 def placed(value: V, folder: Path) -> V:
-    """Resolve the relative paths of settings from ``folder``.
+    """Return settings with their relative paths resolved from ``folder``.
 
     Raises:
-        ConfigError: a path holds the character NUL.
+        ConfigError: a path contains the character NUL.
     """
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
     for name, path in paths.items():
@@ -406,22 +406,22 @@ def placed(value: V, folder: Path) -> V:
 
 
 def text_of(value: Value) -> str:
-    """Render a value as TOML. Reading the text gives the same value.
+    """Return a value as TOML. Reading the text yields the same value.
 
-    The table of the data comes first, since a site edits that one.
+    The table of the data is first, since a site edits this table.
     """
     tables = value.model_dump(mode="json", exclude_none=True)
     return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
 def check_fingerprint(shared: Shared) -> bytes:
-    """Refuse an experiment file other than the one that was agreed on.
+    """Return the content of the experiment file, and raise if the file differs from the agreed file.
 
     Returns:
-        Its content, as it was compared.
+        The content in the form in which it was compared.
 
     Raises:
-        ConfigError: it cannot be read, or the digests differ. Both are named.
+        ConfigError: the file cannot be read, or the digests differ. The message names both.
     """
     content = content_of(shared.experiment, "the experiment file")
     check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
@@ -429,17 +429,17 @@ def check_fingerprint(shared: Shared) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256 in hexadecimal digits."""
+    """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def check_agreed(
     what: str, kind: str, content: bytes, wanted: str, cure: str = "get the file from the server again"
 ) -> None:
-    """Refuse content of another SHA-256 than was agreed on.
+    """Raise if the SHA-256 of a content differs from the agreed SHA-256.
 
     Raises:
-        ConfigError: the digests differ. Both are named.
+        ConfigError: the digests differ. The message names both.
     """
     got = digest(content)
     if got != wanted:

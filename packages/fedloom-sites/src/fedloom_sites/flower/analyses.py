@@ -1,8 +1,8 @@
-"""Analyses by sums over the nodes of a Flower app: the value of the pooled samples, and no sample leaves a node.
+"""Analyses by sums over the nodes of a Flower app, with the values of the pooled samples. No sample leaves a node.
 
-Ranges, bins and rules are those of the node's own `Local`, never of a message. A node answers a step once, for one
-question, on the samples of the first step. Where it cannot, it sends zeros. The server sees the sums of each node, so
-cells are merged until every node reaches the least count.
+Ranges, bins and rules come from the node's `Local`, never from a message. A node answers a step once, for one question,
+on the samples of the first step. If a node cannot answer, it sends zeros. The server sees the sums of each node, so
+cells are merged until every node reaches the smallest count.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ GREETING_STEP = -1
 
 @dataclass(frozen=True)
 class Analyses:
-    """The analyses that a node answers, as its people have agreed on them.
+    """The analyses that a node answers, as agreed on by the people of the node.
 
     Args:
         agreement: columns with their ranges, task and classes, as a file or a value. Samples are rows of its columns.
-        analyses: values, or tables with their ``kind``.
+        analyses: analyses, or tables with their ``kind``.
     """
 
     agreement: Agreement | Path | str
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, as so many nodes have agreed on it.
+        """Return an analysis by its name, as agreed on for a number of nodes.
 
         Raises:
-            ConfigError: it is not agreed on, or makes no sense for these columns.
+            ConfigError: the analysis is not agreed on, or makes no sense for these columns.
         """
         for given in self.analyses:
             analysis = analysis_of(given, {})
@@ -73,7 +73,7 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     """Return an analysis as server and nodes have agreed on it.
 
     Raises:
-        ConfigError: it makes no sense for these columns.
+        ConfigError: the analysis makes no sense for these columns.
     """
     agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
     schema = schema_of_agreement(agreed, "app")
@@ -88,16 +88,17 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
 
 
 def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Federation, state: RecordDict) -> RecordDict:
-    """Answer a step of an analysis at a node.
+    """Answer a step of an analysis at a node, and return the answer.
 
     Args:
-        values: of the message.
-        analyses: that the node answers.
-        fed: its samples.
-        state: Flower's, which keeps the steps that were answered.
+        values: values of the message.
+        analyses: analyses that the node answers.
+        fed: samples of the node.
+        state: Flower's state, which keeps the steps that were answered.
 
     Raises:
-        FedloomError: nothing was agreed on, or the rules do not lead to the question. No sample decides that.
+        FedloomError: the analysis is not agreed on, or the rules do not lead to the question. The samples have no
+            influence on this decision.
     """
     if analyses is None:
         raise ConfigError("this node answers no analyses: give them as Local(..., analyses=Analyses(...))")
@@ -134,10 +135,12 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
 
 
 def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
-    """Record a step before it is answered. Return whether the samples are still those of the first step.
+    """Record a step before it is answered, and return whether the samples are still the samples of the first step.
+
+    Without the same samples the node sends zeros.
 
     Raises:
-        Refused: it was answered for another question or by other terms.
+        Refused: the step was answered for another question or under other terms.
     """
     kept = state.get(f"{STEPS_PREFIX}{name}")
     record: dict[str, Any] = (
@@ -161,7 +164,7 @@ def analyze(
     timeout: float = 3600.0,
     folder: Path | str | None = None,
 ) -> AnalysisResult:
-    """Return what an analysis finds in the samples of all nodes that are there, from sums alone.
+    """Return the result of an analysis of the samples of all reachable nodes, from sums only.
 
     >>> app = ServerApp()  # doctest: +SKIP
     >>> @app.main()  # doctest: +SKIP
@@ -170,14 +173,14 @@ def analyze(
 
     Args:
         grid: Flower's.
-        analysis: a value, a name, or a table with its ``kind``, as the nodes have it.
-        agreement: columns with their ranges, as the nodes have it.
+        analysis: a value, a name, or a table with its ``kind``, as at the nodes.
+        agreement: columns with their ranges, as at the nodes.
         timeout: seconds to wait for answers.
-        folder: keeps every sum, so that the same call resumes an interrupted analysis. None: nothing is kept.
+        folder: folder that keeps every sum, so that the same call resumes an interrupted analysis. None to keep no sum.
 
     Raises:
         ConfigError: the analysis makes no sense for these columns.
-        DataError: nodes do not answer, or the analysis has no answer.
+        DataError: nodes do not answer, or the analysis has no result.
     """
     value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
     one = agreed_analysis(value, agreement, len(nodes))

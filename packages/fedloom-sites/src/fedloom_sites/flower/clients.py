@@ -1,4 +1,4 @@
-"""FlowerClients: the nodes of somebody's Flower app, as the clients of a round."""
+"""FlowerClients: the nodes of an existing Flower app as the clients of a round."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedloom_sites.flwr_adapter import ErrorCode
 T = TypeVar("T")
 
 Send = Callable[[Iterable[Message]], Iterable[Message]]
-"""Sends messages and gives the replies that arrive in time, in any order."""
+"""Function that sends messages and returns the replies that arrive in time, in any order."""
 
 
 class Members(NamedTuple):
@@ -42,8 +42,8 @@ class Members(NamedTuple):
 
     Attributes:
         nodes: Flower's numbers of the nodes, by client.
-        sizes: training, validation and test samples of each.
-        run: a name of the run, by which nodes know it again. Empty where it cannot be resumed.
+        sizes: numbers of training, validation and test samples of each node.
+        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
     """
 
     nodes: list[int]
@@ -55,18 +55,18 @@ class FlowerClients(RemoteClients):
     """The nodes of an app, see `RemoteClients`.
 
     Args:
-        job: the run, as the server has it.
-        idle: the upload ``[1, .]`` of a client that takes no step, for the shapes.
-        members: the nodes, by client.
-        document: the method and the choices of the run.
+        job: the run at the server.
+        idle: upload ``[1, .]`` of a client that takes no step, for the shapes.
+        members: the nodes by client.
+        document: method and choices of the run.
         parameters: names and shapes of the model's parameters.
-        send: the way to the nodes.
+        send: function that sends messages to the nodes.
 
     Attributes:
         reachable: numbers of the nodes that can be reached.
-        scores: figures of every client that answered the newest evaluation.
-        refusals: why each client refused the newest request. One that did not answer, or has lost its state, is not
-            among them.
+        scores: metrics of every client that answered the newest evaluation.
+        refusals: reason for which each client refused the newest request. Clients that did not answer, or that have
+            lost their state, are not included.
     """
 
     def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
@@ -85,7 +85,7 @@ class FlowerClients(RemoteClients):
         self.refusals: dict[int, str] = {}
 
     def through(self, send: Send) -> FlowerClients:
-        """Return these clients with another way to send messages."""
+        """Return a copy of these clients with another way to send messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}
         return other
@@ -118,7 +118,7 @@ class FlowerClients(RemoteClients):
         return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
-        """Messages that ask for scores."""
+        """Yield the messages that ask for scores."""
         everyone, global_model = array_of_each(request.down), self._global(request)
         for c in request.ids.tolist():
             down = None if request.down is None else rows_of(request.down, slice(c, c + 1))
@@ -127,7 +127,7 @@ class FlowerClients(RemoteClients):
                 yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
 
     def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
-        """Return the record of the global model if nodes do not receive it anyway."""
+        """Return the record of the global model, which is empty if nodes receive the model anyway."""
         if request.model is None or (
             request.down and request.down[0].dim() == 1 and torch.equal(request.down[0], request.model)
         ):
@@ -151,7 +151,7 @@ class FlowerClients(RemoteClients):
     def _replies(
         self, recipients: list[int], messages: Iterable[Message], read: Callable[[RecordDict], T]
     ) -> dict[int, T]:
-        """Read the first usable reply of every client. Log and drop all others."""
+        """Return the first usable reply of every client. All other replies are logged and dropped."""
         clients = {self._nodes[c]: c for c in recipients}
         values: dict[int, T] = {}
         for reply in self._send(messages) if recipients else ():
@@ -187,7 +187,7 @@ class FlowerClients(RemoteClients):
         return read(reply.content)
 
     def _output(self, reply: RecordDict, t: int) -> ClientOutput:
-        """Decode a client's output after checking its round and the shapes of the method."""
+        """Return a client's decoded output after a check of its round and of the shapes of the method."""
         values = head_of(reply)
         if values.get("round") != t:
             raise WireError(f"it is of round {values.get('round')}, not {t}")
@@ -206,7 +206,7 @@ class FlowerClients(RemoteClients):
 
 
 class Remembering:
-    """Clients whose answers to a sampler are remembered, so that a round can be run again."""
+    """Clients whose answers to a sampler are remembered, so that a round can be repeated."""
 
     def __init__(self, clients: FlowerClients) -> None:
         self._clients, self._answers = clients, dict[int, Any]()

@@ -1,4 +1,4 @@
-"""Write an app's method and choices as text for its nodes, and refuse choices that an app cannot have."""
+"""Text of an app's method and choices for its nodes, and checks of choices that an app cannot have."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ STRATEGY_FIELDS = [
     for name in Setting.model_fields
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
-"""Fields of a setting that a strategy takes: all except the app's own fields and simulation-only fields."""
+"""Fields of a setting that a strategy takes, which exclude the app's fields and the fields of simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
-"""What takes the place of Flower's strategies and their options, and of choices that have no use in an app."""
+"""Replacements of Flower's strategies and their options, and of choices that have no use in an app."""
 SCORED_BY_NODES = "nodes score their own parts; compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
-"""Fields of choices without a use in an app, and the advice on them."""
+"""Fields of choices without a use in an app, with advice on each."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
-"""Key by which Flower's strategies with differential privacy have a mod clip."""
+"""Key by which Flower's strategies with differential privacy make a mod clip."""
 PRIVACY_HINT = (
     "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with an upload transform: "
     "upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
-"""Advice instead of a strategy that wraps one of fedloom's."""
+"""Advice instead of a strategy that wraps a strategy of fedloom."""
 
 
 def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
-    """Write a method, with its options and the choices of a run, as JSON for the nodes.
+    """Return a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
-        ConfigError: the method is none of the registry, or a name of Flower's, a choice has another place, or a value
-            has no such form.
+        ConfigError: the method is not in the registry or is a name of Flower's, a choice belongs elsewhere, or a value
+            has no JSON form.
     """
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
@@ -73,7 +73,7 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
 
 
 def _hint(key: str, value: object) -> str:
-    """Name what takes the place of an option of Flower's strategies, or of an argument of `Strategy.start`."""
+    """Return a hint on the replacement of an option of Flower's strategies, or of an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
         return f"{key} is an option of Flower's own strategies; use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
@@ -83,7 +83,7 @@ def _hint(key: str, value: object) -> str:
 
 
 def resolved_document(setting: Setting) -> str:
-    """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
+    """Return the setting of a job for its nodes, with everything that follows from the federation as numbers."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
@@ -93,11 +93,11 @@ def resolved_document(setting: Setting) -> str:
 
 
 def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
-    """Read the setting of a document.
+    """Return the setting in a document.
 
     Raises:
-        ConfigError: a value that cannot work.
-        Refused: it names code, which no message may.
+        ConfigError: a value is invalid.
+        Refused: the document names code, which messages must not name.
     """
     content = json.loads(document)
     for text in _texts(content):
@@ -115,7 +115,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
-    """Refuse a count, by name with the least that it may be, that is no whole number or smaller.
+    """Raise if a count, given by name with its smallest allowed value, is not a whole number or is too small.
 
     Raises:
         ConfigError: the first such count.
@@ -126,10 +126,10 @@ def check_counts(**counts: tuple[Any, int]) -> None:
 
 
 def check_nodes_suffice(name: str, setting: Setting) -> None:
-    """Refuse a method, by its name, or choices for which the nodes of an app lack something.
+    """Raise if the nodes of an app lack something for a method, given with its name, or for its choices.
 
     Raises:
-        Refused: it needs all samples in one place, a clock, or models that stay at the clients.
+        Refused: the method needs all samples in one place, a clock, or models that stay at the clients.
     """
     if setting.pooled:
         raise Refused(
@@ -179,13 +179,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def refuse_privacy(config: Mapping[str, object]) -> None:
-    """Refuse Flower's strategies with differential privacy around the one that calls this.
+    """Raise if the calling strategy is wrapped in one of Flower's strategies with differential privacy.
 
-    Those whose nodes clip say so in the config. Those that clip at the server say it nowhere, and read the replies
-    before the strategy in them does: they are found among the callers.
+    Strategies whose nodes clip say so in the config. Strategies that clip at the server say it nowhere, and read the
+    replies before the wrapped strategy does, so they are searched among the callers.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the calling strategy is wrapped.
     """
     if CLIPPING_KEY in config:
         raise ConfigError(f"config has {CLIPPING_KEY!r}, by which no node of fedloom clips; {PRIVACY_HINT}")

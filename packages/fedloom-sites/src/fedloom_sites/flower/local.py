@@ -1,4 +1,4 @@
-"""Local: a node's own model, samples and loss."""
+"""Local: model, samples and loss of a node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
-"""Samples that a node tries its loss on."""
+"""Number of samples on which a node tries its loss."""
 
 
 @dataclass
@@ -33,33 +33,35 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, as at the server. Its values are those that the server sends. It gives a tensor with a row
-            per sample, or an object or dict whose ``logits`` are one.
+        model: the module, as at the server. The server sends its values. The output is a tensor with a row per sample,
+            or an object or dict whose ``logits`` are such a tensor.
         trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
-            whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ when
-            they are read again is refused. Of a loader, its data set and ``collate_fn`` count, and batches are drawn by
-            the strategy's ``local``.
+            whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ in a
+            second reading is rejected. Data set and ``collate_fn`` of a loader are used, while batches are drawn by the
+            strategy's ``local``.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
-            outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch,
-            by default the cross-entropy of whole-number targets, else the squared error. With a label per position
-            ``[n, L]`` and outputs ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and
-            ``[k]``. -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
+            outputs and targets, in the shapes of the model and the samples, that returns the mean over the batch. The
+            default is the cross-entropy for whole-number targets, else the squared error. With a label per position
+            ``[n, L]`` and outputs ``[n, L, C]``, the loss is called with outputs and labels of the labelled positions,
+            ``[k, C]`` and ``[k]``. The value -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, marks a position
+            without a label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
-        device: where the node computes.
-        folder: of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows. None
-            for no file.
-        keys: of samples that are dicts, the names of the model's inputs and, last, of the target. By default the
-            target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all others are inputs.
-            Several inputs are given to the model by name.
-        subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
-            is no input, and a subject in two of the sets is refused.
-        upload_transform: the node's own noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its
-            options. No document of the server lowers it: noise of the document counts where it clips to no
-            more and adds no less, else this one takes its place. Scores travel without noise.
-        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0. What is longer is
-            shortened, whatever the server's document says. None: any length.
-        analyses: analyses by sums that the node answers, with the agreement on its columns. None: it answers none.
+        device: device on which the node computes.
+        folder: folder of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows.
+            None to write no file.
+        keys: for samples that are dicts, the names of the model's inputs and, last, of the target. By default the
+            target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
+            inputs.
+            Several inputs are passed to the model by name.
+        subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient's
+            number. The entry is not an input, and a subject in two of the sets is rejected.
+        upload_transform: the node's noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options.
+            No document of the server lowers it: the document's noise applies if its clip is not larger and its noise is
+            not smaller, else the node's noise replaces it. Scores are sent without noise.
+        norm_bound: longest allowed difference (L2) of every field that leaves the node, greater than 0. Longer
+            differences are shortened, whatever the server's document says. None for any length.
+        analyses: analyses by sums that the node answers, with the agreement on its columns. None to answer no analysis.
     """
 
     model: nn.Module
@@ -76,11 +78,11 @@ class Local:
     analyses: Analyses | None = None
 
     def with_floor(self, setting: Setting) -> Setting:
-        """Give a run of the server's document at least the node's own noise.
+        """Return the setting of the server's document with at least the node's noise.
 
         Raises:
-            ConfigError: the channel is no noise.
-            Refused: the document has a channel that does something else, and two channels cannot be.
+            ConfigError: the channel is not a noise.
+            Refused: the document has a channel of another kind, and two channels are not possible.
         """
         own_noise, channel = self._noise(), setting.upload_transform
         if own_noise is None:
@@ -99,7 +101,7 @@ class Local:
         return setting.with_(upload_transform=own_noise)
 
     def shorten(self, job: Job, upload: Any, down: object) -> Any:
-        """Shorten the upload of a node to its own bound. Fields ``[1, .]``."""
+        """Return the upload of a node, shortened to the node's bound. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
         return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
@@ -120,10 +122,10 @@ class Local:
             ) from None
 
     def _check_floor(self) -> None:
-        """Refuse noise or a bound that cannot be.
+        """Raise if the noise or the bound is invalid.
 
         Raises:
-            ConfigError: what is wrong.
+            ConfigError: a description of the fault.
         """
         self._noise()
         bound: Any = self.norm_bound
@@ -131,10 +133,10 @@ class Local:
             raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
 
     def read(self) -> NodeProblem:
-        """Read the samples.
+        """Read the samples and return the local problem.
 
         Raises:
-            ConfigError: they are no samples, or the model or the loss does not take them.
+            ConfigError: the samples are invalid, or the model or the loss does not accept them.
             DataError: a subject is in two of the sets.
         """
         self._check_floor()
@@ -182,7 +184,7 @@ class Local:
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
-        """Build the local problem of samples with a label per position ``[n, L]``."""
+        """Return the local problem of samples with a label per position ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
         samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
@@ -208,10 +210,10 @@ class NodeProblem(NamedTuple):
     """A node's samples and loss.
 
     Attributes:
-        model: takes a row per sample and gives ``[b, k]``.
-        signature: how the app's module does it.
-        fed: the samples as a federation of one client.
-        objective: the node's own loss, if it has one.
+        model: model that takes a row per sample and returns ``[b, k]``.
+        signature: call signature of the app's module.
+        fed: samples as a federation of one client.
+        objective: the node's loss, or None for the loss of the task.
     """
 
     model: nn.Module
@@ -221,13 +223,13 @@ class NodeProblem(NamedTuple):
 
 
 def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
-    """Whose each sample is, of all parts one after another in the order of `DATA_PARTS`."""
+    """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
-    """Places of the samples of every part, one part after another."""
+    """Return the places of the samples of every part, one part after another."""
     splits, start = {}, 0
     for part in DATA_PARTS:
         count = len(parts[part].target) if part in parts else 0
@@ -237,15 +239,15 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
-    """Return whether targets ``[n, L]`` are labels of positions, for each of which a model gives a row ``[L, C]``."""
+    """Return whether targets ``[n, L]`` are labels of positions, for each of which a model returns a row ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
 def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
-    """Join an entry of all parts' samples.
+    """Return an entry of all parts' samples, joined.
 
     Raises:
-        ConfigError: they are of different shapes.
+        ConfigError: the shapes of the parts differ.
     """
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
@@ -255,7 +257,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """Return the task of a node, and whether its loss is the task's own."""
+    """Return the task of a node, and whether its loss is the loss of the task."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)
@@ -267,7 +269,7 @@ def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
 
 
 def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
-    """Return whether no option of one of torch's losses is changed but those that are ``free``."""
+    """Return whether a loss of torch has default options except for the options in ``free``."""
     plain = type(loss)()
     options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
     same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)
@@ -275,12 +277,12 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 
 def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
-    """Adapt an app's loss to the shapes in which the app has outputs and targets. ``y`` is one target."""
+    """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is one target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 
     def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss of the node's app."""
+        """Return the loss of the node's app."""
         place = outputs.device, outputs.dtype
         if place not in moved:
             moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
@@ -295,7 +297,7 @@ def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Compute a module's outputs on the first samples, in evaluation mode."""
+    """Return a module's outputs on the first samples, in evaluation mode."""
     training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
     try:
         outputs: Tensor = model.eval()(x[:PROBE_SAMPLES].to(first))
@@ -305,7 +307,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
-    """Describe a fault of a loss on some outputs and targets, or "" if it returns one number."""
+    """Return a description of a fault of a loss on some outputs and targets, or "" if the loss returns one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
         mean = loss(outputs, targets)

@@ -1,4 +1,4 @@
-"""Members: the nodes of a run as they introduce themselves, and as a run's folder has them."""
+"""Members: the nodes of a run, as they introduce themselves and as the run's folder stores them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from fedloom_sites.flower.samples import Signature
 from fedloom_sites.flwr_adapter import ErrorCode
 
 RUN_FILE = "run.json"
-"""File of a run in its folder, beside the checkpoints."""
+"""File of a run in its folder, next to the checkpoints."""
 NODE_POLL_SECONDS = 1.0
-"""Seconds between two looks for nodes."""
+"""Seconds between two searches for nodes."""
 MODS_HINT = (
     "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
     "noise with an upload transform of the strategy, such as upload_transform={'kind': 'clip', 'bound': 1.0}"
 )
-"""Advice for a node whose mods refuse messages."""
+"""Advice for a node whose mods reject messages."""
 STRANGE_NODE_REASON = (
     "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
     "Flower has new nodes; to begin anew, name another folder"
 )
-"""Why a node takes no part in a run that began without it."""
+"""Reason why a node takes no part in a run that began without it."""
 
 
 class Introduction(NamedTuple):
-    """Samples of a node: what they are, how its module takes them, and numbers of each part."""
+    """Samples of a node: their form, the call signature of the module, and the numbers of samples of each part."""
 
     schema: InputSpec
     signature: Signature
     sizes: list[int]
 
     def text(self, counted: bool = False) -> str:
-        """Describe the samples in a few words."""
+        """Return a short description of the samples."""
         inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
         count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
         what = ", ".join(inputs) or str([*self.schema.shape])
@@ -51,10 +51,10 @@ class Introduction(NamedTuple):
 
 
 def introduction(reply: Message) -> Introduction:
-    """Read what a node has.
+    """Return the introduction in a node's reply.
 
     Raises:
-        FedloomError: the node cannot take part. The message has the reason.
+        FedloomError: the node cannot take part. The message contains the reason.
     """
     if reply.has_error():
         cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
@@ -76,14 +76,14 @@ def introduction(reply: Message) -> Introduction:
 
 
 class SavedRun(NamedTuple):
-    """A run as its folder has it.
+    """A run as stored in its folder.
 
     Attributes:
-        members: its nodes.
-        schema: what their samples are.
-        signature: how their modules take them.
-        document: the method and the choices of the run.
-        parameters: of the model.
+        members: nodes of the run.
+        schema: form of the samples.
+        signature: call signature of the modules.
+        document: method and choices of the run.
+        parameters: names and shapes of the parameters of the model.
     """
 
     members: Members
@@ -93,7 +93,7 @@ class SavedRun(NamedTuple):
     parameters: str
 
     def check(self, document: str, parameters: str, folder: Path | None) -> None:
-        """Refuse to go on with another run.
+        """Raise if this run differs from the stored run.
 
         Raises:
             ConfigError: the method, a choice, or the model differs.
@@ -105,25 +105,27 @@ class SavedRun(NamedTuple):
                 )
 
     def introduction(self, node: int) -> Introduction:
-        """Return what a node had at the start of the run."""
+        """Return the introduction of a node at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
 def introductions(
     grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
 ) -> dict[int, Introduction]:
-    """Wait for nodes, and ask each what it has. Those that fit together, or the run, by their numbers.
+    """Wait for nodes, ask each for its introduction, and return the matching introductions by node number.
+
+    They match each other, or the saved run.
 
     Args:
-        grid: the way to the nodes.
-        parameters: of the server's model.
-        saved: the run to resume. None for a new one.
-        min_nodes: nodes that are needed.
-        wait: seconds to wait for them to be there.
+        grid: Flower's connection to the nodes.
+        parameters: parameters of the server's model.
+        saved: run to resume. None for a new run.
+        min_nodes: number of nodes that are needed.
+        wait: seconds to wait for the nodes.
         timeout: seconds to wait for their answers.
 
     Raises:
-        ConfigError: too few nodes are there and fit.
+        ConfigError: too few nodes are present and match.
     """
     end, reasons, strangers, logged = time.monotonic() + wait, dict[int, str](), dict[int, str](), -1
     while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
@@ -156,12 +158,15 @@ def introductions(
 
 
 def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
-    """Return the samples that most nodes have, the earlier node's in a tie, or None without nodes."""
+    """Return the most frequent form of samples, the earlier node's in a tie, or None without nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
 def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
-    """Nodes that are there and may take part. All others are added to ``strangers``, with the reason, and logged."""
+    """Return the nodes that are present and may take part.
+
+    All other nodes are added to ``strangers``, with the reason, and logged.
+    """
     here = sorted(grid.get_node_ids())
     if saved is None:
         return here
@@ -173,7 +178,7 @@ def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> l
 
 
 def read_run(folder: Path) -> SavedRun | None:
-    """Read the run of a folder, or None without a run.
+    """Return the run stored in a folder, or None if the folder contains no run.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -191,10 +196,10 @@ def read_run(folder: Path) -> SavedRun | None:
 
 
 def write_run(folder: Path, saved: SavedRun) -> None:
-    """Write a run into its folder.
+    """Write a run to its folder.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the disk rejects the file.
     """
     make_folder(folder)
     content = {

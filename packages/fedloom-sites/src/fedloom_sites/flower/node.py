@@ -1,4 +1,4 @@
-"""Node: the client app of a user trains, answers and scores by a method of fedloom, on the user's model and samples."""
+"""Node: a user's client app trains, answers and scores by a method of fedloom, on the user's model and samples."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ from fedloom_sites.flower.records import (
 from fedloom_sites.flwr_adapter import ErrorCode, mods_of
 
 DEFAULT_ACTION = "default"
-"""Flower's name of a function without a name."""
+"""Flower's name for a function without a name."""
 STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
 """Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
-"""Runs of nodes that a process keeps ready."""
+"""Number of runs of nodes that a process keeps ready."""
 LocalFunction = Callable[[Context], Local]
-"""Makes a node's model and samples. It is called once per run and process."""
+"""Function that returns a node's model and samples. It is called once per run and process."""
 
 
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
-    """Have an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
+    """Return a decorator that makes an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
         app: Flower's app of the nodes. Its functions for training and evaluation are set.
 
     Returns:
-        A decorator of the function that gives a node's `Local` from Flower's context.
+        A decorator of the function that returns a node's `Local` from Flower's context.
 
     Example:
         >>> app = ClientApp()
@@ -74,7 +74,8 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
 
     Raises:
-        ConfigError: this is no app, or it has a function of its own under one of these messages, or gets one later.
+        ConfigError: the argument is not an app, or the app has, or later gets, another function for one of these
+            messages.
     """
     if not isinstance(app, ClientApp):
         raise ConfigError(f"client takes the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
@@ -100,7 +101,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
-    """Make an app's decorator of functions that keeps fedloom's own functions."""
+    """Return an app's decorator of functions, changed so that it keeps fedloom's functions."""
 
     @wraps(register)
     def keeping(action: str = DEFAULT_ACTION, **options: Any) -> Any:
@@ -119,15 +120,15 @@ def _already_registered(kind: str) -> ConfigError:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """Read the state dict of the node's newest model, after an evaluation: the personal one, else the global one.
+    """Return the state dict of the node's newest model after an evaluation: the personal model, else the global model.
 
-    Statistics of normalisation layers are those of the node's training samples.
+    Statistics of normalization layers are computed from the node's training samples.
 
     Args:
-        context: Flower's, of a node of the app.
+        context: Flower's context of a node of the app.
 
     Raises:
-        ConfigError: there is none yet.
+        ConfigError: the model does not exist yet.
     """
     state = tensors_of(context.state, MODEL_KEY)
     if not state:
@@ -148,13 +149,13 @@ class _Run:
 
 
 class _Node:
-    """Answers of a node."""
+    """Answers of a node to the server's messages."""
 
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
-        """Wrap a handler for Flower so that a failure becomes a sentence here and at the server."""
+        """Return a handler for Flower that turns a failure into a sentence here and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
@@ -177,7 +178,7 @@ class _Node:
         return handler
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Say what the node's samples look like, and how many there are."""
+        """Return the form and the number of the node's samples."""
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
@@ -191,7 +192,7 @@ class _Node:
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Answer a sampler about the global model."""
+        """Return the answer to a sampler about the global model."""
         job = self._job(values, message, context)
         model = tensors_of(message.content, "model")["model"].to(job.oracle.dtype)
         answer, counts = ask_chunk(job, model, AskTask(values["round"], _ids(values)))
@@ -199,12 +200,15 @@ class _Node:
         return RecordDict({VALUES_RECORD: write_values(work=work), "answers": arrays_of({"sampler": answer})})
 
     def analyze(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Answer a step of an analysis by sums."""
+        """Return the answer to a step of an analysis by sums."""
         run = self._run(context)
         return answer_step(values, run.local.analyses, run.problem.fed, context.state)
 
     def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Train from the state that the server names as accepted. The new state waits for the next message."""
+        """Train from the state that the server names as accepted, and return the upload.
+
+        The new state waits for the next message.
+        """
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
         down = to_device(self._down(values, message, context), job.oracle.device)
         with make_repeatable(job.oracle.device, job.setting.engine.precision):
@@ -225,7 +229,7 @@ class _Node:
         )
 
     def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Score the models on the node's own samples, and keep the newest one."""
+        """Return the scores of the models on the node's samples, and keep the newest model."""
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
         down = self._down(values, message, context) if job.has_personal else None
         tensors = tensors_of(message.content, "model")
@@ -258,7 +262,7 @@ class _Node:
         )
 
     def _run(self, context: Context) -> _Run:
-        """Return the node's model and samples, read once per run."""
+        """Return the node's model and samples, which are read once per run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
             local = self._function(context)
@@ -296,7 +300,7 @@ class _Node:
         return job
 
     def _keep(self, context: Context, run: str) -> None:
-        """Write the node's states to its folder, for a run that can be resumed."""
+        """Write the node's states to its folder, if the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
             return
@@ -307,7 +311,7 @@ class _Node:
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
     def _recall(self, context: Context, run: str, accepted: int) -> None:
-        """Read the state of a round of a resumed run from the node's folder, if it is there."""
+        """Read the state of a round of a resumed run from the node's folder, if the folder contains the state."""
         folder = self._run(context).local.folder
         if not run or folder is None or not _rows_file(folder, context).exists():
             return
@@ -319,7 +323,7 @@ class _Node:
                 context.state[f"{STATE_PREFIX}{accepted}"] = arrays_of(rows)
 
     def _restore(self, job: Job, context: Context, accepted: int, seat: int, run: str) -> None:
-        """Put the accepted state into the stores, and forget all others."""
+        """Load the accepted state into the stores, and forget all other states."""
         newest = f"{STATE_PREFIX}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
             del context.state[name]
@@ -337,7 +341,7 @@ class _Node:
                 store.write(torch.tensor([seat]), fields_like(template, rows, f"state of {group}"))
 
     def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
-        """Decode the node's download."""
+        """Return the node's decoded download."""
         run = self._run(context)
         assert run.job is not None
         template = run.job.down(run.server, 1, _ids(values))
@@ -348,7 +352,7 @@ class _Node:
 
 
 class _Lost(FedloomError):
-    """The node has lost the state that the server expects of it."""
+    """Error of a node that has lost the state that the server expects."""
 
 
 def _rows_file(folder: Path | str, context: Context) -> Path:
@@ -356,7 +360,7 @@ def _rows_file(folder: Path | str, context: Context) -> Path:
 
 
 def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the module's state dict with some parameters ``[d]`` and statistics of a client's samples."""
+    """Return the module's state dict with the given parameters ``[d]`` and statistics of a client's samples."""
     job.oracle.set_statistics(row, ids)
     module = copy.deepcopy(model).to(device="cpu", dtype=job.oracle.dtype)
     job.oracle.layout.load(module, row.cpu())

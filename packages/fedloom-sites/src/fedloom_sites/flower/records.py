@@ -1,4 +1,4 @@
-"""Records: what server and nodes exchange, as Flower's records."""
+"""Records: the data that server and nodes exchange, as Flower's records."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ from fedloom.trained.model import running_statistics
 from fedloom.version import __version__
 
 VALUES_RECORD = "fedloom"
-"""Name of the record that has the plain values of a message, and of a reply."""
+"""Name of the record with the plain values of a message or a reply."""
 NUMPY_STYPE = "numpy.ndarray"
 """Format of an array's bytes: a numpy file."""
 FROZEN_TOLERANCE = 1e-3
-"""Difference of means and spreads from which values that do not train are not the same."""
+"""Largest difference of means and spreads at which values that are not trained count as the same."""
 log = logging.getLogger("flwr").log
-"""Writes to Flower's log. Releases of Flower differ in where it can be imported from."""
+"""Function that writes to Flower's log. Releases of Flower differ in the module that exports it."""
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Write a tensor as Flower does, in one pass over its values."""
+    """Return a tensor as Flower writes it, in one pass over its values."""
     values, header = tensor.detach().cpu().contiguous().numpy(), io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
     return Array(str(values.dtype), values.shape, NUMPY_STYPE, b"".join([header.getvalue(), values.data]))
 
 
 def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
-    """Write tensors as a record.
+    """Return tensors as a record.
 
     Args:
-        tensors: by name.
-        encoded: those that are written already.
+        tensors: tensors by name.
+        encoded: tensors that are already encoded.
     """
     return ArrayRecord({name: encoded.get(name) or array_of(tensor) for name, tensor in tensors.items()})
 
 
 def array_of_each(down: Any) -> dict[str, Array]:
-    """Write the fields ``[d]`` of a download, which every client receives, once for all. None of None."""
+    """Return the encoded fields ``[d]`` of a download, which are the same for every client.
+
+    The dict is empty if the download is None.
+    """
     fields = {} if down is None else down._asdict()
     return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
 
 
 def tensor_of(array: Array) -> Tensor:
-    """Read an array, whose bytes the tensor shares: it must not be modified."""
+    """Return an array as a tensor, which shares its bytes and must not be modified."""
     stream = io.BytesIO(array.data)
     if array.stype != NUMPY_STYPE or npy.read_magic(stream) != (1, 0):
         return torch.from_numpy(array.numpy())
@@ -67,7 +70,7 @@ def tensor_of(array: Array) -> Tensor:
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Read the tensors of a record, which must not be modified. None where it is not there.
+    """Return the tensors of a record, which must not be modified. The dict is empty if the record does not exist.
 
     Raises:
         WireError: an array is damaged.
@@ -82,15 +85,15 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
 
 
 def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """Build a named tuple of tensors after checking their shapes and types against a template.
+    """Return a named tuple of tensors after a check of their shapes and types against a template.
 
     Args:
         template: a named tuple of tensors.
-        tensors: by name.
-        what: the tuple in a word, for errors.
+        tensors: tensors by name.
+        what: short name of the tuple, for errors.
 
     Raises:
-        WireError: other names, shapes, or no numbers with a fraction.
+        WireError: the names or shapes differ, or the tensors are not floating-point.
     """
     wanted = {name: tuple(value.shape) for name, value in template._asdict().items()}
     got = {name: tuple(value.shape) for name, value in tensors.items()}
@@ -103,11 +106,11 @@ def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
 
 
 def head_of(records: RecordDict) -> dict[str, Any]:
-    """Read the plain values of a message.
+    """Return the plain values of a message.
 
     Raises:
-        WireError: it is not one of fedloom's.
-        Refused: another release wrote it.
+        WireError: the message is not a message of fedloom.
+        Refused: another release wrote the message.
     """
     record = records.get(VALUES_RECORD)
     if not isinstance(record, ConfigRecord) or "release" not in record:
@@ -120,19 +123,19 @@ def head_of(records: RecordDict) -> dict[str, Any]:
 
 
 def write_values(**values: Any) -> ConfigRecord:
-    """Write the plain values of a message.
+    """Return the plain values of a message as a record.
 
     Returns:
-        A record with them and the release.
+        A record with the values and the release.
     """
     return ConfigRecord({"release": __version__, **values})
 
 
 def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
-    """Read the values of a module from a record.
+    """Return the values of a module from a record.
 
     Raises:
-        ConfigError: they are those of another module.
+        ConfigError: the values belong to another module.
     """
     if not isinstance(arrays, ArrayRecord):
         got = type(arrays).__name__
@@ -156,9 +159,9 @@ def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Shapes of a module's parameters, and of those values that do not train also mean and spread, as text.
+    """Return the shapes of a module's parameters, and shape, mean and spread of values that are not trained, as text.
 
-    Statistics of normalisation layers are left out: a node computes them from its samples.
+    Statistics of normalization layers are left out, since a node computes them from its samples.
     """
     statistics = {id(value) for value in running_statistics(module)}
     facts: dict[str, Any] = {}
@@ -173,7 +176,7 @@ def shapes_of(module: nn.Module) -> str:
 
 
 def check_alike(node: str, server: str) -> None:
-    """Refuse a model that differs from the server's.
+    """Raise if a model differs from the server's model.
 
     Raises:
         Refused: the first parameter that differs, on both sides.

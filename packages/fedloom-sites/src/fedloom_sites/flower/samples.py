@@ -1,4 +1,4 @@
-"""Samples: the data sets of a node's app as tensors, and its module as one that takes and gives a row per sample."""
+"""Samples: the data sets of a node's app as tensors, and its module with a row per sample as input and output."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from fedloom.data.sources.rereading import steady, varies
 from fedloom.errors import ConfigError, DataError, WireError
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
-"""Names under which a sample that is a dict has its target."""
+"""Names of the target in a sample that is a dict."""
 AUGMENT_HINT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
 COLLATED_AGAIN = 8
-"""So many samples a loader's own collate_fn puts together so many times, to find random changes.
+"""Number of samples that a loader's collate_fn joins, and number of times that it joins them, to find random changes.
 
-A token that is masked with a probability of 0.15 differs in the 64 of one position with 1 - 1e-4."""
+A token that is masked with a probability of 0.15 differs in the 64 values of one position with probability 1 - 1e-4."""
 MAX_EXACT_INTEGER = 2**24
-"""Whole numbers below it are exact in float32."""
+"""Bound below which whole numbers are exact in float32."""
 INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
-"""Types of a module's inputs. Those with a fraction are in the run's own type."""
+"""Types of a module's inputs. Inputs of a floating-point type get the type of the run."""
 
 
 class Input(NamedTuple):
     """An input of a module.
 
     Attributes:
-        name: its keyword. Empty where inputs are given by position.
-        shape: of one sample.
-        dtype: a name of `INPUT_DTYPES`.
+        name: keyword of the input. The keyword is empty if inputs are given by position.
+        shape: shape of one sample.
+        dtype: name in `INPUT_DTYPES`.
     """
 
     name: str
@@ -56,10 +56,11 @@ class Signature(NamedTuple):
     """Call signature of an app's module.
 
     Attributes:
-        inputs: what it takes, side by side in a row. None where a sample is its only input as it is.
-        outputs: shape of what it gives for one sample.
-        fields: whether it gives several fields, of which one is ``logits``.
-        positions: whether a sample has a label per position, of which ``outputs`` has a row each.
+        inputs: inputs of the module, next to each other in a row. The tuple is empty if a sample is the only input and
+            is passed unchanged.
+        outputs: shape of the output for one sample.
+        fields: True if the output has several fields, including ``logits``.
+        positions: True if a sample has a label per position, with a row of ``outputs`` each.
     """
 
     inputs: tuple[Input, ...]
@@ -69,19 +70,19 @@ class Signature(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Numbers of each input in a row."""
+        """Number of values of each input in a row."""
         return [math.prod(part.shape) for part in self.inputs]
 
     def text(self) -> str:
-        """Render the signature as JSON."""
+        """Return the signature as JSON."""
         return json.dumps(self)
 
     @classmethod
     def read(cls, text: str) -> Signature:
-        """Read what `text` gives.
+        """Return the signature in the JSON of `text`.
 
         Raises:
-            WireError: it is no signature.
+            WireError: the text is not a signature.
         """
         try:
             inputs, outputs, fields, positions = json.loads(text)
@@ -98,7 +99,7 @@ class Signature(NamedTuple):
 
 
 class Unpack:
-    """A hook before a module's call: the inputs of the module out of the rows ``[b, p]``."""
+    """Hook before a module's call that makes the inputs of the module from the rows ``[b, p]``."""
 
     def __init__(self, signature: Signature) -> None:
         self.inputs, self._widths = signature.inputs, signature.widths
@@ -115,14 +116,14 @@ class Unpack:
 
 
 def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """Reshape a module's outputs to ``[b, k]`` in a hook, of several fields, take the logits."""
+    """Return a module's outputs as ``[b, k]`` in a hook, and of several fields only the logits."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def logits(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """Take the logits of a module's outputs in a hook. Other outputs stay as they are."""
+    """Return the logits of a module's outputs in a hook. Other outputs stay unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
@@ -133,9 +134,9 @@ def _logits_of(outputs: Any) -> Any:
 
 
 def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
-    """Adapt a module to take a row per sample and return ``[b, k]``, or ``[b, L, k]`` with a label per position.
+    """Return a module that maps a row per sample to ``[b, k]``, or to ``[b, L, k]`` with a label per position.
 
-    A copy, or the module itself if it is one.
+    The result is a copy, or the module itself if it already does so.
     """
     if signature.inputs or signature.fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
@@ -152,7 +153,7 @@ class NodeSamples(NamedTuple):
     Attributes:
         inputs: ``[n, ...]`` by name.
         target: ``[n, ...]``.
-        subject: whose each sample is ``[n]``. None where that is not named.
+        subject: subject of each sample ``[n]``. None if subjects are not named.
     """
 
     inputs: dict[str, Tensor]
@@ -161,16 +162,17 @@ class NodeSamples(NamedTuple):
 
 
 def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
-    """Read the inputs by name and the targets of a data set.
+    """Return the inputs by name and the targets of a data set.
 
     Args:
-        part: its name, for messages.
+        part: name of the part, for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
-        keys: of samples that are dicts, the names of the inputs and of the target, which is last. Empty for a default.
-        subject: of samples that are dicts, the entry that names whose a sample is, which is no input. None: none does.
+        keys: for samples that are dicts, the names of the inputs and, last, of the target. Empty for the default.
+        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None
+            without subjects.
 
     Raises:
-        ConfigError: they are no samples with a target.
+        ConfigError: the data set does not contain samples with a target.
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
         batch: Any = tuple(map(torch.as_tensor, samples))
@@ -215,7 +217,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
 
 
 def _batch(part: str, samples: Any) -> Any:
-    """All samples as one batch, put together as the loader does it."""
+    """Return all samples as one batch, joined in the way of the loader."""
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
@@ -268,10 +270,10 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
 
 
 def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the inputs and, last, of the target.
+    """Return the names of the inputs and, last, of the target.
 
     Raises:
-        ConfigError: no entry has a name of `TARGET_KEYS`, or several have.
+        ConfigError: no entry has a name in `TARGET_KEYS`, or several entries have such a name.
     """
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
@@ -283,7 +285,7 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Find how a module takes its inputs, by calling it on two samples.
+    """Return the inputs in the form that a module accepts, and its signature, found by calling it on two samples.
 
     Args:
         module: the app's.
@@ -293,7 +295,7 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
         A row or array per sample ``[n, ...]``, and the signature.
 
     Raises:
-        ConfigError: it takes them in none.
+        ConfigError: the module accepts the inputs in no form.
     """
     names, values = [*inputs], [*inputs.values()]
     if len(values) == 1:
@@ -325,10 +327,10 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
 
 @torch.no_grad()
 def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
-    """Determine the signature of a module that takes these parts.
+    """Return the signature of a module that takes these parts.
 
     Raises:
-        ConfigError: it fails on them, or does not give a tensor with a row per sample.
+        ConfigError: the module fails on the parts, or does not return a tensor with a row per sample.
     """
     training, two = module.training, x[:2]
     try:

@@ -1,4 +1,4 @@
-"""Strategy: a method of fedloom, as Flower's strategies are used."""
+"""Strategy: a method of fedloom in the form of Flower's strategies."""
 
 from __future__ import annotations
 
@@ -56,32 +56,32 @@ CONFIG_HINTS = {
 }
 """Replacements of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Rounds of a trial setting, which shows options that differ from a single-round run's."""
+"""Number of rounds of a trial setting, which shows options that differ from the options of a single-round run."""
 
 
 class Strategy(FlowerStrategy):
-    """A method of fedloom at the server of a Flower app, whose nodes have `fedloom_sites.flower.client`.
+    """A method of fedloom at the server of a Flower app, whose nodes use `fedloom_sites.flower.client`.
 
     Args:
-        algorithm: a name of ``fl.algorithms.REGISTRY``.
-        model: the module, as at the nodes. Its values are replaced by ``initial_arrays``.
-        min_nodes: nodes to wait for before the first round. Those that are there then are the federation.
-        wait: seconds to wait for them.
-        evaluate_every: rounds between two evaluations at the nodes. 0 for none.
-        folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
-            interrupted resumes it, with the same nodes. None for no checkpoint.
+        algorithm: name in ``fl.algorithms.REGISTRY``.
+        model: the module, as at the nodes. The values of ``initial_arrays`` replace its values.
+        min_nodes: number of nodes to wait for before the first round. All nodes that are present then are the
+            federation.
+        wait: seconds to wait for the nodes.
+        evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
+        folder: folder of the run's checkpoint, which is written after every round. `start` with the folder of an
+            interrupted run resumes the run with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
-            ``upload_transform``, ``client_weights``, ``seed``,
-            ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`. All others are options of
-            the method.
+            ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine`` as in an experiment file or
+            `fedloom.Setting`. All other choices are options of the method.
 
     Attributes:
-        state: the state of the run after the newest round (`fedloom.engine.state.State`). None before the first.
-        client_metrics: figures of every client by round of evaluation.
+        state: state of the run after the newest round (`fedloom.engine.state.State`). None before the first round.
+        client_metrics: metrics of every client by round of evaluation.
 
     Raises:
-        ConfigError: an unknown method, option or choice.
-        Refused: a method that real nodes cannot compute.
+        ConfigError: a method, an option or a choice is unknown.
+        Refused: real nodes cannot compute the method.
     """
 
     @undisturbed()
@@ -119,15 +119,18 @@ class Strategy(FlowerStrategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds, or those that an interrupted run has left, see ``flwr.serverapp.strategy.Strategy.start``.
+        """Run the rounds and return the result, see ``flwr.serverapp.strategy.Strategy.start``.
 
-        Local training follows the strategy's ``local``. The configs go along, and no function of fedloom reads them.
+        An interrupted run continues with its remaining rounds.
+
+        Local training follows the strategy's ``local``. The configs are sent too, but no function of fedloom reads
+        them.
 
         Returns:
-            Flower's result. Its rounds are numbered from the first round of the run on.
+            Flower's result. Rounds are numbered from the first round of the run.
 
         Raises:
-            ConfigError: too few nodes are there and fit, or the folder has another run.
+            ConfigError: too few nodes are present and match, or the folder contains another run.
             RunStopped: every node refused a round, or no reply was used in any round, so that nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
@@ -174,10 +177,10 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort of the next round, and make its messages.
+        """Draw the cohort of the next round, and return its messages.
 
         Raises:
-            ConfigError: a wrapper of Flower's differential privacy, or arrays that are not this strategy's.
+            ConfigError: Flower's differential privacy wraps this strategy, or the arrays are not from this strategy.
         """
         refuse_privacy(config)
         self._warn_of_unread("train_config", config)
@@ -214,14 +217,16 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the usable replies, without enough of them nothing changes.
+        """Aggregate the usable replies, and return the global model and counts of the round.
+
+        With too few replies nothing changes.
 
         Returns:
-            The global model, before the last round None where nothing reads it: without an ``evaluate_fn`` or functions
-            of a subclass. And counts of the round, None without enough replies.
+            The global model, which is None before the last round if nothing reads it: without an ``evaluate_fn`` or
+            functions of a subclass. Also the counts of the round, which are None with too few replies.
 
         Raises:
-            RunStopped: every node that was asked refused the round, which asking again would not change.
+            RunStopped: every node that was asked refused the round, and another request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -257,10 +262,10 @@ class Strategy(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask all nodes for the scores of their models.
+        """Return the requests for the scores of the models of all nodes.
 
         Returns:
-            A request for each node. None in a round that is not evaluated.
+            A request for each node. The list is empty in a round without an evaluation.
         """
         if self._job is None or self._clients is None or self.state is None:
             return []
@@ -279,10 +284,10 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average the scores over the nodes, by samples of the part.
+        """Return the mean scores over the nodes, weighted by samples of the part, or None without an evaluation.
 
         Returns:
-            The means by ``model/part/metric``. None in a round that is not evaluated.
+            The means by ``model/part/metric``. None in a round without an evaluation.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
@@ -300,7 +305,7 @@ class Strategy(FlowerStrategy):
         return MetricRecord(figures) if figures else None
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Refuse Flower's older server, whose strategies have this function.
+        """Raise in Flower's older server, which calls this function of its strategies.
 
         Raises:
             ConfigError: always.
@@ -317,7 +322,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
+        """Find the nodes of the run, make the job of their samples, and return the state at the start."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -349,17 +354,17 @@ class Strategy(FlowerStrategy):
 
     @property
     def _running(self) -> tuple[FlowerClients, Job, State]:
-        """The clients, the job and the state of a run.
+        """Clients, job and state of a run.
 
         Raises:
-            ConfigError: none has begun.
+            ConfigError: no run has begun.
         """
         if self._clients is None or self._job is None or self.state is None:
             raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
-        """Log once of every key that it does nothing."""
+        """Log once for every key that it has no effect."""
         keys = [key for key in config if key != ROUND_KEY and (name, key) not in self._unread]
         self._unread |= {(name, key) for key in keys}
         if keys:
@@ -372,7 +377,7 @@ class Strategy(FlowerStrategy):
             )
 
     def _look(self, grid: Grid) -> None:
-        """Look which nodes of the run are there now."""
+        """Update the set of nodes of the run that are present."""
         clients = self._running[0]
         here, before = set(grid.get_node_ids()), clients.reachable
         clients.reachable = {node for node in self._members if node in here}
@@ -386,15 +391,15 @@ class Strategy(FlowerStrategy):
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
-        """Greet the nodes and return them by number, with a description of their samples.
+        """Greet the nodes, and return them by number with a description of their samples.
 
         Args:
-            grid: the way to the nodes.
-            parameters: of the server's model.
-            saved: the run to resume. None for a new one.
+            grid: Flower's connection to the nodes.
+            parameters: parameters of the server's model.
+            saved: run to resume. None for a new run.
 
         Raises:
-            ConfigError: too few nodes are there and fit, or the run is another one.
+            ConfigError: too few nodes are present and match, or the run is another run.
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
@@ -426,7 +431,7 @@ class Strategy(FlowerStrategy):
 
 
 def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
-    """Log which options of a method follow from the number of rounds, which a loop of the app's own lacks."""
+    """Log the options of a method that follow from the number of rounds, which is unknown in an app's own loop."""
     options, of_many = dump(setting.method), dump(longer.method)
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
@@ -436,10 +441,10 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
 
 
 def _scores(answer: Any) -> MetricRecord | None:
-    """Check the result of an ``evaluate_fn``.
+    """Return the result of an ``evaluate_fn`` after a check, or None if the function returned None.
 
     Raises:
-        ConfigError: it is no record.
+        ConfigError: the result is not a record.
     """
     if answer is None or isinstance(answer, MetricRecord):
         return answer
@@ -449,4 +454,4 @@ def _scores(answer: Any) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """The messages of a round are made. Its replies come later."""
+    """Exception that signals that the messages of a round are made. The replies come later."""

@@ -1,1 +1,1 @@
-"""Operation of a deployment: plan, keys, files of every side, commands of Flower, processes, checks and status."""
+"""Operation of a deployment: plan, keys, files of every party, Flower commands, processes, checks and status."""

@@ -1,7 +1,8 @@
-"""Admit sites' keys to Flower's server: the keys in ``nodes/``, and never a revoked key again.
+"""Admission of the sites' keys to Flower's server: the keys in ``nodes/``, except revoked keys.
 
-``nodes/NAME.pub`` is to be let in. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing lets it in anew:
-no start with an empty database, no second walk over the directions, no copy of the folder as it was.
+``nodes/NAME.pub`` holds a key that the server admits. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing
+admits it again: neither a start with an empty database, nor a second pass through the instructions, nor an old copy of
+the folder.
 """
 
 from __future__ import annotations
@@ -23,36 +24,39 @@ from fedloom_sites.deploy.settings import read_server
 
 KEYS_FOLDER, ADMITTED_SUFFIX, REVOKED_SUFFIX = "nodes", ".pub", ".revoked"
 UNREGISTERED_STATUS = "unregistered"
-"""Flower's word for a node whose key was revoked."""
+"""Flower's status of a node whose key was revoked."""
 
 
 def key_file(server: Path, name: str) -> Path:
-    """Return the path, in the server's folder, of the key of a site to be admitted."""
+    """Return the path of the key of a site to be admitted, in the server's folder."""
     return server / KEYS_FOLDER / f"{name}{ADMITTED_SUFFIX}"
 
 
 def is_revoked(server: Path, name: str) -> bool:
-    """Return whether a site has no key to be let in by, since it was revoked.
+    """Return whether a site has no key to be admitted by, because its key was revoked.
 
     Args:
         server: folder of the server.
-        name: of the site.
+        name: name of the site.
     """
     former, file = _revoked_keys(server, name), key_file(server, name)
     return bool(former) and (not file.exists() or _line(file) in former)
 
 
 def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
-    """Revoke the key of a site's connection at Flower's server, which must run. The number of its node.
+    """Revoke the key of a site at Flower's running server, and return the number of the site's node.
+
+    The key is the key of the site's connection.
 
     Args:
-        folder: of the deployment, or of its server.
-        name: of the site, which may have been taken out of the settings.
+        folder: folder of the deployment, or of its server.
+        name: name of the site, which may already be removed from the settings.
         programs: folder of Flower's programs.
 
     Raises:
-        ConfigError: there is no such site, the server never let its key in, or its database cannot be read.
-        ProcessError: the key was revoked before. Or Flower refuses, or does not answer.
+        ConfigError: the site does not exist, the server never admitted its key, or the server's database cannot be
+            read.
+        ProcessError: the key was revoked before, Flower reports an error, or Flower does not answer.
     """
     file = server_file(folder)
     database, home = _running(file)
@@ -72,10 +76,10 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
 
 
 def _set_aside(server: Path, name: str) -> list[str]:
-    """Move the key of a site out of what is let in. Its keys that were revoked, the last one now.
+    """Move the key of a site out of the admitted keys, and return the site's revoked keys. The newest key is the last.
 
     Raises:
-        ConfigError: there is no such site.
+        ConfigError: the site does not exist.
     """
     file = key_file(server, name)
     sites = sorted({path.stem for kind in (ADMITTED_SUFFIX, REVOKED_SUFFIX) for path in file.parent.glob(f"*{kind}")})
@@ -99,7 +103,10 @@ def _line(file: Path) -> str:
 
 
 def _running(file: Path) -> tuple[Path, Path]:
-    """Return the server's database and its command line's folder. A local trial's, if no other deployment runs."""
+    """Return the paths of the server's database and of the folder of its command line.
+
+    If only a local trial runs, the paths are the trial's.
+    """
     home, tried = file.parent / CLI_FOLDER, file.parent.parent / LOCAL_FOLDER
     connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
     if (tried / CLI_FOLDER).is_dir() and not Path(connection["root-certificates"]).exists():
@@ -108,7 +115,7 @@ def _running(file: Path) -> tuple[Path, Path]:
 
 
 def _node_of(database: Path, key: str) -> tuple[int, str] | None:
-    """Look up number and status of the node with a key, an OpenSSH line, or None if the key was never admitted.
+    """Look up and return number and status of the node with an OpenSSH key, or None if the key was never admitted.
 
     Raises:
         ConfigError: the database cannot be read.

@@ -1,4 +1,4 @@
-"""The state of a run's analyses on the server's disk, for `fedloom deploy status`."""
+"""State of a run's analyses on the server's disk, for `fedloom deploy status`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fedloom_sites.deploy.server.analyses import SUMS_PATTERN
 def analysis_states(
     document: Mapping[str, Any], checkpoints: Path, log: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Describe the progress of a run's analyses by sums.
+    """Return the progress of a run's analyses by sums.
 
     Args:
         document: the experiment file.
-        checkpoints: folder of the server's.
-        log: lines of the audit log, those of earlier versions too.
+        checkpoints: folder of the server's checkpoints.
+        log: lines of the audit log, which an earlier version may have written.
 
     Returns:
-        Of each analysis its ``name``, ``state`` ("waits", "begun", "none" or "done"), ``sums`` so far, ``reason``, in
-        the end ``rows``.
+        For each analysis its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
+        far, the ``reason``, and at the end the number of ``rows``.
     """
     return [_state(name, checkpoints, log) for name in _names(document)]
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of analyses that are, or may be, by sums."""
+    """Yield the names of the analyses that are computed, or may be computed, by sums."""
     for table in move_analyses(document).get("analysis", ()):
         name = str(table.get("kind", ""))
         try:
@@ -56,7 +56,10 @@ def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> di
 
 
 def _is_end(line: Mapping[str, Any], name: str) -> bool:
-    """Whether a line of the log tells the end of an analysis. Earlier versions wrote the name of a regression there."""
+    """Return True if a line of the log reports the end of an analysis.
+
+    In earlier versions the line contains the name of a regression.
+    """
     what = str(line.get("what"))
     if what in ("analysis", "no result"):
         return line.get("analysis") == name
@@ -64,7 +67,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
 
 
 def words_of(state: Mapping[str, Any]) -> str:
-    """Describe the state of an analysis."""
+    """Return a description of the state of an analysis."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

@@ -1,4 +1,4 @@
-"""Checks of a site before it joins: everything that would stop it later. Each finding is a sentence."""
+"""Checks of a site before it joins, for everything that would stop the site later. Each finding is a sentence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
 FLOWER_VERSIONS = ((1, 41), (1, 43))
-"""First version of Flower that works, and the first that is not known to."""
+"""First version of Flower that works, and the first later version that is not known to work."""
 COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
@@ -54,13 +54,13 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice on a certificate of the right authority, by OpenSSL's error number."""
+"""Advice on a certificate from the right authority, by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of one check.
 
-    level: ok, note (worth knowing) or refused (the site cannot take part). sentence: what was found.
+    level: ok, note (worth knowing) or refused (the site cannot take part). sentence: the finding.
     """
 
     level: Literal["ok", "note", "refused"]
@@ -71,11 +71,11 @@ Check = Callable[[Site], Iterator[Finding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
-    """Everything that must hold before a site joins, in an order in which the first refusal is the one to mend.
+    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix.
 
     Args:
-        site: its settings.
-        offline: leave the server alone.
+        site: settings of the site.
+        offline: True to skip the connection to the server.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()
@@ -114,7 +114,7 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Collect the versions that a result can depend on: Python, and packages that train, mask, sign or transport."""
+    """Return the versions that a result can depend on: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -173,7 +173,7 @@ def _data(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Warn of a site that may have too much of the weight of a secure sum, by the agreement or beyond it."""
+    """Yield a warning if a site may have too much of the weight of a secure sum, under the agreement or beyond it."""
     if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
@@ -290,9 +290,10 @@ def _server(site: Site) -> Iterator[Finding]:
 
 
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
-    """Return whether the server lets the key of the site's connection in.
+    """Yield a finding on the admission of the site's connection key by the server.
 
-    The request has seconds between heartbeats that are refused to a registered key, so nothing changes there.
+    The request contains an interval between heartbeats that the server rejects for a registered key, so the request
+    changes nothing there.
     """
     from fedloom_sites.flwr_adapter import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,

@@ -1,4 +1,4 @@
-"""The files of `ops/`, filled: command lines and environment of Flower's programs, units, gate and directions."""
+"""The filled files of `ops/`: command lines and environment of Flower's programs, units, gate and instructions."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ ANSWER_SECONDS = 90.0
 """Seconds that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
-"""Folder of this environment's programs."""
+"""Folder of the programs of this environment."""
 
 
 def fill_template(template: str, **values: object) -> str:
-    """Fill the placeholders of a file in `ops/`."""
+    """Return a file of `ops/` with its placeholders filled."""
     return Template((OPS_FOLDER / template).read_text()).substitute(values)
 
 
 def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER, **values: object) -> list[str]:
-    """Build a command line of `ops/commands.toml`, as a list of words.
+    """Return a command line of `ops/commands.toml` as a list of words.
 
     Args:
-        name: of the command.
-        of: settings of the server or of a site. Its fields fill the places.
+        name: name of the command.
+        of: settings of the server or of a site. The fields of the settings fill the placeholders.
         programs: folder of Flower's programs.
-        values: what fills the other places. ``file`` is the absolute path of the TOML file that the app reads.
+        values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 
     Raises:
-        ConfigError: Flower cannot be given that path.
+        ConfigError: the path contains characters that Flower does not accept.
     """
     path = str(values.get("file", ""))
     if set(path) & set("\"'\\\n"):
@@ -52,12 +52,12 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
 
 
 def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | None = None) -> dict[str, str]:
-    """Build the environment of a Flower process.
+    """Return the environment of a Flower process.
 
     Args:
-        home: its own folder, for the app it unpacks and, for the command line, the connection.
+        home: folder of the process, for the app that it unpacks and, for the command line, the connection.
         programs: folder of Flower's programs.
-        threads: threads of numerical libraries. None: theirs to decide.
+        threads: number of threads of numerical libraries. None for the default of the libraries.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}
@@ -74,7 +74,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
         values: see `command`.
 
     Raises:
-        ProcessError: it failed or took too long.
+        ProcessError: the command failed or took too long.
     """
     words, variables = command(question, None, programs, **values), {**os.environ, **environment(home, programs)}
     try:
@@ -90,7 +90,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
 
 def profile(address: str, ca: Path) -> str:
-    """Render the `config.toml` with which Flower's command line reaches the server."""
+    """Return the `config.toml` with which Flower's command line reaches the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 

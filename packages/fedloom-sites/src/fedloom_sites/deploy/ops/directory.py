@@ -1,6 +1,6 @@
-"""The ready directory of a deployment: everything that the server and every site need, each in a folder of its own.
+"""The complete directory of a deployment, with a folder for the server and a folder for every site.
 
-Units, gate, app and directions are the files of `ops/`, filled.
+Units, gate, app and instructions are the filled files of `ops/`.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ APP_FOLDER = "app"
 CLI_FOLDER = "cli"
 """Folder of Flower's command line on the server, which the administrator uses."""
 LOCAL_FOLDER = "local"
-"""Folder of a local trial on one machine, beside the server's and the sites' folders."""
+"""Folder of a local trial on one machine, next to the server's and the sites' folders."""
 SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
-"""Files that only their owner reads."""
+"""Files that only their owner may read."""
 WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
-"""Folders that the processes of a side write into."""
+"""Folders that the processes of a party write to."""
 MEMORY_LIMITS = {"server": "40%", "site": "50%"}
-"""Most memory of a unit, as systemd takes it. A percentage is of the machine's."""
+"""Memory limit of a unit in systemd's notation. A percentage refers to the memory of the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
-"""Folder of a deployment on a machine, by default."""
+"""Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
+"""Days for which the authority is valid: the sites have its certificate, so it should outlive the server's
+certificate."""
 
 Files = dict[str, str | bytes]
 """Contents by path."""
 
 
 def _plain(path: Path) -> Path:
-    """Refuse a path that units, reverse proxy or instructions could not hold unchanged. Return the path."""
+    """Return a path, and raise if it has characters that units, reverse proxy or instructions would change."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
     return path
@@ -86,12 +87,12 @@ class Location(Value):
 
 
 def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
-    """Write the directory, as a whole or not at all.
+    """Write the directory completely or not at all.
 
     Raises:
-        ConfigError: there is something at ``out`` already, ``out`` lies in a run directory or another deployment, or a
-            value cannot be.
-        RunDirError: it can be no folder.
+        ConfigError: ``out`` already exists, ``out`` lies in a run directory or another deployment, or a value is
+            invalid.
+        RunDirError: the folder cannot be created.
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
@@ -111,20 +112,21 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
 
 
 def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
-    """Make another certificate of the server and its key, by the authority of a deployment's directory.
+    """Create another server certificate and key by the authority of a deployment's directory, and return its path.
 
-    Killed between the two, it leaves a pair that does not fit, which no server takes. The next call makes both anew.
+    If the process is killed between the two files, they do not match, and no server accepts them. The next call creates
+    both files again.
 
     Args:
         folder: the directory.
-        host: name or address that sites reach the server by. None: that of its server.toml.
-        days: that the certificate is valid.
+        host: name or address by which sites reach the server. None for the host in its server.toml.
+        days: number of days for which the certificate is valid.
 
     Returns:
-        The certificate's path, and whether a call before was killed, whose files are removed.
+        The path of the certificate, and whether an earlier call was killed (its files are removed).
 
     Raises:
-        ConfigError: the directory holds no authority, or not its key any more, or no settings that name the host.
+        ConfigError: the directory does not contain the authority, its key, or settings that name the host.
     """
     here = folder / "authority"
     try:
@@ -161,7 +163,7 @@ def _host_of(server_file: Path) -> str:
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:
-    """Render the systemd units of one side, by name."""
+    """Return the systemd units of one party by name."""
     about = {
         "superlink": "the server's connections",
         "superexec": "the server's work",
@@ -179,13 +181,13 @@ def _side(of: Server | Site) -> str:
 
 
 def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
-    """Build the environment of a process of one side, by the name of the process."""
+    """Return the environment of the processes of one party by the name of the process."""
     home = place.home / _side(of) / (CLI_FOLDER if name == "run" else "flower")
     return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 
 
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
-    """Build the command lines of one side's processes, by name."""
+    """Return the command lines of one party's processes by name."""
     home, programs = place.home / _side(of), place.programs
     if isinstance(of, Site):
         return {"site": command("join", None, programs, file=home / "site.toml")}
@@ -197,7 +199,7 @@ def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
 
 
 def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
-    """Write the files of a single site: settings, keys, unit."""
+    """Return the files of a single site: settings, keys, unit."""
     return {
         "site.toml": text_of(site),
         "node-key": node.private,
@@ -209,7 +211,7 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
 
 
 def compose(of: Server | Site, place: Location) -> str:
-    """Render the ``docker compose`` file of one side, equivalent to its systemd units."""
+    """Return the ``docker compose`` file of one party, which is equivalent to its systemd units."""
     folder, services = place.home / _side(of), []
     for name, words in _commands(of, place).items():
         services.append(
@@ -229,18 +231,21 @@ def compose(of: Server | Site, place: Location) -> str:
 
 
 def _project(place: Location, side: str) -> str:
-    """Return the ``docker compose`` project name of a side. The default, the folder's name alone, is ambiguous."""
+    """Return the ``docker compose`` project name of a party.
+
+    The default is only the name of the folder, which is ambiguous.
+    """
     return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
 
 def gate(server: Server, place: Location) -> str:
-    """Render the nginx configuration of the reverse proxy."""
+    """Return the nginx configuration of the reverse proxy."""
     places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server", "prefix": place.prefix}
     return fill_template("gate.conf", **places, limit=server.body_limit, behind=_gate_target(server))
 
 
 def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
-    """Yield side, folder and files of every party."""
+    """Yield name, folder and files of every party."""
     ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
     members = tuple(
@@ -320,11 +325,11 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
-"""The app that Flower carries to the sites: two modules that name what is installed there."""
+"""The app that Flower carries to the sites: two modules that name code that is installed there."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:
-    """Issue a new server certificate for the reverse proxy's host and for loopback."""
+    """Issue and return a new server certificate for the reverse proxy's host and for loopback."""
     names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
     certificate = keys.server_certificate(ca, tuple(names), place.days)
     return {"server.crt": certificate.certificate, "server.key": certificate.key}
@@ -373,7 +378,7 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
 
 
 def _only_to(peer: str) -> str:
-    """Return the addresses that a unit may talk to: loopback, and the other side if its address is known."""
+    """Return the addresses that a unit may talk to: loopback, and the other party if its address is known."""
     try:
         address = "" if peer == "localhost" else f" {ip_address(peer)}"
         return f"IPAddressDeny=any\nIPAddressAllow=localhost{address}"
@@ -387,23 +392,23 @@ def _gate_target(server: Server) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word of a systemd command line."""
+    """Return a word quoted for a systemd command line."""
     word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
     return f'"{word}"' if set(word) & set(" \"'") else word
 
 
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
-    """Make the folder of a side, with the folders that its units write into: without these, systemd starts none."""
+    """Create the folder of a party with the folders that its units write to, since systemd requires them."""
     write_files(folder, contents)
     for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Make new files last. Those with secrets for their owner only.
+    """Write new files durably. Files with secrets are readable by their owner only.
 
     Raises:
-        FileExistsError: one is there already.
+        FileExistsError: a file already exists.
     """
     for name, content in contents.items():
         path = folder / name

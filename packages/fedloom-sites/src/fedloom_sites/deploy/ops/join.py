@@ -1,6 +1,6 @@
-"""Start of a site as a service, by what `site.toml` has now: a server or port that was corrected needs no new unit.
+"""Start of a site as a service, with the present `site.toml`: after a correction of server or port the unit stays.
 
-``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
+The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedloom_sites.deploy.settings import read_site
 
 
 def main(file: Path) -> None:
-    """Become the network process of the site with this TOML file."""
+    """Replace this process by the network process of the site with this TOML file."""
     try:
         words = command("supernode", read_site(file.resolve()), file=file.resolve())
     except FedloomError as error:

@@ -1,4 +1,4 @@
-"""Keys and certificates of a deployment: its own authority, the server's certificate, two key pairs per site."""
+"""Keys and certificates of a deployment: an authority, the server's certificate, two key pairs per site."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Certificates are valid from this long before they are made: clocks differ."""
+"""Time by which the validity of a certificate begins before its creation, since clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before a certificate's end at which it is reported."""
+"""Time before a certificate's end from which the end is reported."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),
@@ -39,17 +39,18 @@ class KeyPair(NamedTuple):
 
 
 class Authority(NamedTuple):
-    """A certificate authority of one deployment."""
+    """Certificate authority of one deployment."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
     @classmethod
     def load(cls, key: bytes, certificate: bytes) -> Authority:
-        """Load an authority from its two PEM files.
+        """Return the authority in two PEM files.
 
         Raises:
-            ValueError, TypeError, UnsupportedAlgorithm: they are no certificate, or no such key.
+            ValueError, TypeError, UnsupportedAlgorithm: the files are not a certificate and a key of the supported
+            kind.
         """
         private = load_pem_private_key(key, password=None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
@@ -73,7 +74,7 @@ class ServerCertificate(NamedTuple):
 
 
 def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
-    """Generate a key pair of a site: ECDSA P-384 for its connection, as Flower requires, or Ed25519 for its replies."""
+    """Return a new key pair of a site: ECDSA P-384 for its connection (as Flower requires), Ed25519 for its replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
     return KeyPair(
         key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
@@ -82,7 +83,7 @@ def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
 
 
 def authority(name: str, days: int, now: datetime | None = None) -> Authority:
-    """Create an authority that may sign servers only, valid for ``days`` days from ``now``."""
+    """Create and return an authority that may only sign servers, valid for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(f"{name} authority")
     usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))
@@ -98,10 +99,10 @@ def authority(name: str, days: int, now: datetime | None = None) -> Authority:
 def server_certificate(
     ca: Authority, names: Sequence[str], days: int, now: datetime | None = None
 ) -> ServerCertificate:
-    """Issue a server certificate for host names and IP addresses.
+    """Issue and return a server certificate for host names and IP addresses.
 
     Raises:
-        ConfigError: no name is given.
+        ConfigError: the list of names is empty.
     """
     if not names:
         raise ConfigError("a server certificate needs at least one host name or IP address")

@@ -1,4 +1,4 @@
-"""A whole deployment on this machine: the server, its sites and a run, over TLS and with node keys, on loopback."""
+"""A complete deployment on this machine: server, sites and a run, over TLS and with node keys, on loopback."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Print = Callable[[str], None]
 
 
 class Loopback:
-    """The server and the sites of a deployment's directory, on this machine.
+    """Server and sites of a deployment's directory on this machine.
 
     Args:
-        folder: the directory that `fedloom deploy init` wrote.
-        processes: what is started. It ends when that block is left.
-        port: of the server. None: a free one.
+        folder: directory that `fedloom deploy init` wrote.
+        processes: block of processes that starts server and sites. They end when the block is left.
+        port: port of the server. None for a free port.
 
     Raises:
-        ConfigError: the directory is not one, or a file is not the one agreed on.
+        ConfigError: the folder is not a deployment's directory, or a file differs from the agreed file.
     """
 
     def __init__(self, folder: Path, processes: Processes, port: int | None = None) -> None:
@@ -73,11 +73,11 @@ class Loopback:
         return self.folder / "sites" / name / "site.toml"
 
     def start_server(self) -> None:
-        """Start the server's two processes and wait until it answers.
+        """Start the server's two processes and wait until the server answers.
 
         Raises:
-            ConfigError: the port is in use, or a file of its certificate is missing, damaged or of another one.
-            ProcessError: it ended, or does not answer.
+            ConfigError: the port is in use, or a file of the certificate is missing, damaged or of another certificate.
+            ProcessError: the server ended or does not answer.
         """
         check_free(self.server.port, "the server")
         check_certificate(self.server)
@@ -88,16 +88,22 @@ class Loopback:
         self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
 
     def register(self, public_key: Path) -> int:
-        """Let the node with this key in. Its number."""
+        """Admit the node with this key, and return its number."""
         return int(self.ask("register", public_key=public_key)["node-id"])
 
     def register_all(self) -> dict[str, int]:
-        """Let every site in whose key was not revoked. Their numbers by name."""
+        """Admit every site whose key was not revoked, and return their numbers by name.
+
+        The numbers are the numbers of the sites' nodes.
+        """
         server = self.folder / "server"
         return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
 
     def start_site(self, name: str, **changes: object) -> Process:
-        """Start a site's process. It joins by itself. ``changes`` replace some of its settings."""
+        """Start and return a site's process.
+
+        The site joins without further commands. The arguments ``changes`` replace some of the settings.
+        """
         number = list(self.sites).index(name)
         settings = {"server": self.address, "port": self._ports[1 + number], **changes}
         site = self.sites[name].model_copy(update=settings)
@@ -108,10 +114,10 @@ class Loopback:
         """Run the experiment to its end.
 
         Args:
-            show: called with every line of the server's log.
+            show: function that is called with every line of the server's log.
 
         Raises:
-            ProcessError: the run stopped early or failed, or the server ended before it.
+            ProcessError: the run stopped early or failed, or the server ended before the run.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
@@ -152,18 +158,21 @@ class Loopback:
         """Run a command of `ops/commands.toml` with Flower's command line and return its answer.
 
         Raises:
-            ProcessError: it failed or took too long.
+            ProcessError: the command failed or took too long.
         """
         return ask(question, self.work / CLI_FOLDER, **values)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the latest figures of every site, see `site_table`."""
+        """Return the latest metrics of every site, see `site_table`."""
         return site_table(self.server.results / "metrics.parquet", {m.client: m.site for m in self.server.sites})
 
     def _start(
         self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None
     ) -> Process:
-        """Start a process of the server or of a site. The folder is its working directory, as under systemd."""
+        """Start and return a process of the server or of a site.
+
+        The party's folder is the working directory, as under systemd.
+        """
         variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
         return self._processes.start(name, words, variables, log, folder or self.folder / "server")
@@ -190,7 +199,7 @@ class Loopback:
 
 
 def check_certificate(server: Server) -> None:
-    """Refuse files of the server's certificate that cannot be used together."""
+    """Raise if files of the server's certificate cannot be used together."""
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
         content_of(path, f"the server's {what}", RENEW_HINT)
     content_of(server.ca, "the authority's certificate", "authority/ has another copy")
@@ -207,17 +216,19 @@ def check_certificate(server: Server) -> None:
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
-    """Run a deployment's directory on this machine to the end of its experiment. Nothing runs any more afterwards.
+    """Run a deployment's directory on this machine to the end of its experiment, and return the deployment.
+
+    All processes have ended afterwards.
 
     Args:
         folder: the directory.
-        show: called with what a person wants to see.
-        port: of the server. None: a free one.
+        show: function that is called with every message for people.
+        port: port of the server. None for a free port.
 
     Raises:
-        ConfigError: the directory is not one, or the port is in use.
-        DataError: a site's data cannot be read, or are not the experiment's.
-        RunDirError: another process runs it.
+        ConfigError: the folder is not a deployment's directory, or the port is in use.
+        DataError: a site's data cannot be read, or do not match the experiment.
+        RunDirError: another process runs the deployment.
         ProcessError: the server or the run failed.
     """
 

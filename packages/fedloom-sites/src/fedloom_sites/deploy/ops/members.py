@@ -1,8 +1,9 @@
-"""Members of a deployment that come and go: a site that joins later, one that leaves.
+"""Members that join or leave a deployment after its start.
 
-A later site makes a new agreement, with a fingerprint of its own, which has the digest of all members' keys in it. It
-begins with the last round's model. A site stays with the agreement before until it has approved the new one (`take`),
-and answers no message of another: a server that adds sites by itself gets refusals.
+A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
+agreement begins with the model of the last round. A site keeps the previous agreement until it has approved the new
+agreement (`take`), and answers messages of no other agreement. A server that adds sites without approval therefore only
+gets refusals.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ class Change(NamedTuple):
 
 
 def keys_digest(members: Sequence[Member]) -> str:
-    """SHA-256 of the names, numbers and public keys of sites."""
+    """Return the SHA-256 of the names, numbers and public keys of sites."""
     lines = [f"{m.client} {m.site} {m.node_key} {m.signing_key}\n" for m in members]
     return digest("".join(lines).encode())
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
-    """Make a new agreement with one site more: folders for the server, the new site, and the approval of all others.
+    """Create and return an agreement with a new site: folders for server and site, and the others' approval.
 
     Args:
-        folder: of the deployment, or of its server. Nothing in it changes but the new folder ``changes/NAME``.
-        name: of the new site.
-        place: where its files will lie. Its host is the server's.
+        folder: folder of the deployment, or of its server. Only the new folder ``changes/NAME`` is written in it.
+        name: name of the new site.
+        place: location of the new site's files. Its host is the host of the server.
 
     Raises:
-        ConfigError: there is such a site or such a change, or the sites share the data of one partition.
+        ConfigError: the site or the change already exists, or the sites share the data of one partition.
         RunDirError: a run or a secure session is under way.
     """
     file = server_file(folder)
@@ -152,12 +153,12 @@ def add(folder: Path, name: str, place: Location) -> Change:
 
 
 class Proposal(NamedTuple):
-    """A new agreement as a site would have it, from the bytes that were checked.
+    """A new agreement as a site would store it, from the bytes that were checked.
 
     Attributes:
-        site: the settings under it.
+        site: settings of the site under the new agreement.
         new: members that are new to the site.
-        files: contents of the files that it brings, by name.
+        files: contents by name of the files that come with the agreement.
     """
 
     site: Site
@@ -166,14 +167,14 @@ class Proposal(NamedTuple):
 
 
 def proposed(folder: Path, change: Path) -> Proposal:
-    """Read a new agreement for a site, and refuse what the digest does not cover.
+    """Return a new agreement for a site, and raise if its digest does not cover everything.
 
     Args:
-        folder: of the site.
-        change: folder of the new agreement, ``approval`` of a change.
+        folder: folder of the site.
+        change: folder of the new agreement (``approval`` of a change).
 
     Raises:
-        ConfigError: it is of other sites, or changes more than the members, the rounds left and the initial model.
+        ConfigError: the agreement is for other sites, or changes more than members, remaining rounds and initial model.
         RunDirError: a secure session is under way.
     """
     site = read_site(folder / "site.toml")
@@ -222,10 +223,12 @@ def proposed(folder: Path, change: Path) -> Proposal:
 
 
 def take(folder: Path, change: Path, digest: str) -> Site:
-    """Approve a new agreement at a site: from then on it answers messages of that one, and of no other.
+    """Approve a new agreement at a site, and return the new settings of the site.
+
+    The site then answers messages of this agreement only.
 
     Raises:
-        ConfigError: the digest is not that of the new agreement, or see `proposed`.
+        ConfigError: the digest is not the digest of the new agreement, or an error of `proposed`.
         RunDirError: a secure session is under way.
     """
     before = read_site(folder / "site.toml")
@@ -241,10 +244,10 @@ def take(folder: Path, change: Path, digest: str) -> Site:
 
 
 def remove(folder: Path, name: str) -> Server:
-    """Take a site out of the server's settings. Under secure aggregation the agreed keys stay.
+    """Remove a site from the server's settings, and return the settings. Under secure aggregation the agreed keys stay.
 
     Raises:
-        ConfigError: there is no such site, or too few are left.
+        ConfigError: the site does not exist, or too few sites remain.
         RunDirError: a run is under way.
     """
     file = server_file(folder)
@@ -269,10 +272,10 @@ def _member(server: Server, name: str) -> Member:
 
 
 def _check_idle(server: Server) -> None:
-    """Refuse while a run is under way, or a sum under masks whose shares were asked for.
+    """Raise if a run is under way, or a masked sum whose shares were requested.
 
     Raises:
-        RunDirError: what is.
+        RunDirError: a run or such a sum is under way.
     """
     try:
         with lock(server.checkpoints, wait=0):
@@ -289,7 +292,7 @@ def _check_idle(server: Server) -> None:
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
-    """Return whether secure aggregation has the same sites, and the new one, under a threshold that is as high."""
+    """Return whether secure aggregation has the same sites plus the new site, and at least the same threshold."""
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
@@ -299,10 +302,10 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
 
 
 def _last_model(server: Server) -> bytes | None:
-    """Return the global model after the last round as a file of initial values, else the agreed initial model.
+    """Return the global model after the last round as a file of initial values, else the agreed initial model or None.
 
     Raises:
-        Refused: the experiment trains adapters, whose model is not whole.
+        Refused: the experiment trains adapters, so the model is not complete.
     """
     file = server.results / "global.safetensors"
     if not file.exists():

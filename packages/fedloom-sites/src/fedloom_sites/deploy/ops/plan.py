@@ -1,4 +1,4 @@
-"""Plan a deployment from an experiment: one method, one seed, the sites' names, and the form of a sample."""
+"""Plan of a deployment from an experiment: one method, one seed, names of the sites, and the form of a sample."""
 
 from __future__ import annotations
 
@@ -44,25 +44,27 @@ from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
-"""Factor by which a difference may exceed the first round's. Over 20 rounds of the registry's methods the longest was
-up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
+"""Factor by which a difference may exceed the longest difference of the first round. Over 20 rounds of the registry's
+methods the longest difference was up to 4 times the longest of the first round, and up to 7 times with a channel that
+keeps errors, unless a method diverged."""
 DRAWS_CHECKED = 50
-"""Rounds whose cohorts are drawn to see whether all sites train in each: a sampler that draws fewer shows it soon."""
+"""Rounds whose cohorts are drawn to check that all sites train in each round: a sampler that draws fewer shows soon."""
 OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
-"""Options of a table that are agreed on, or hold for one file."""
+"""Options of a table that are agreed on, or that hold for one file."""
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
     """Contents of a deployment.
 
-    name: of the experiment. experiment: text of the experiment file, of one method and one seed, without the path of
-    any data. sites: their names, in the order of the clients. samples: what one looks like. data: where a
-    site's samples are. data_dir: folder of data sets on this machine. Share, fixed_data: see `Site`. code: what the
-    experiment names by import path. norm_bound: longest difference that the server accepts, None for any.
-    threshold: of secure aggregation, None without it. most_samples: of any part of a site, None where sites have their
-    own data and none is stated. start: file of the initial model, None for one drawn by the seed. sends: whether sites
-    send anything. by_samples: whether a site counts by its samples.
+    name: name of the experiment. experiment: text of the experiment file, with one method and one seed and without any
+    path of data. sites: names of the sites, in the order of the clients. samples: form of a sample. data: place of a
+    site's samples. data_dir: folder of data sets on this machine. Share, fixed_data: see `Site`. code: code that the
+    experiment names by import path. norm_bound: longest difference that the server accepts, None for any length.
+    threshold: threshold of secure aggregation, None without it. most_samples: largest number of samples of any part of
+    a site, None if sites have their own data and no number is stated. start: file of the initial model, None for a
+    model drawn by the seed. sends: True if sites send anything. by_samples: True if a site is weighted by its number of
+    samples.
     """
 
     name: str
@@ -103,29 +105,30 @@ def plan(
     changes: int | None = None,
     data_name: str = "data",
 ) -> DeploymentPlan:
-    """Plan the deployment of an experiment.
+    """Return the plan of the deployment of an experiment.
 
     Args:
-        experiment: the comparison. Its data must be there, since they define what a sample looks like.
-        sites: number of sites. None: the clients of the partition, or as many as there are names.
-        names: of the sites. none: those of the clients, or site-0, site-1, ...
-        method: label of the method. None: the only one.
-        seed: None: the first.
-        rounds: None: the method's.
+        experiment: the comparison. The experiment's data must exist, since they define the form of a sample.
+        sites: number of sites. None for the clients of the partition, or for as many sites as there are names.
+        names: names of the sites. None for the names of the clients, or site-0, site-1, ...
+        method: label of the method. None for the only method.
+        seed: seed of the run, None for the first seed.
+        rounds: number of rounds, None for the rounds of the method.
         data_dir: folder of data sets.
-        own_data: every site has data of its own, in place of a share of the experiment's.
-        fixed_data: a site whose samples change in the run is refused. Otherwise the change is logged.
-        norm_bound: longest difference that the server accepts from a site (L2). None: `DRIFT_MARGIN` times the longest
-            of the first round, which is simulated for it.
-        most_samples: of any part of a site. None: the largest client's, and not known where sites have their own data.
-        secure_aggregation: the server gets masked sums (`fedloom_sites.deploy.secure.protocol`).
-        threshold: sites without which no sum is unmasked. None: more than two thirds.
-        changes: how often a site may leave the masked sums or return. None: `MAX_CHANGES`.
-        data_name: of the data, by which sites remember sums and budgets over experiments.
+        own_data: True if every site has its own data instead of a share of the experiment's.
+        fixed_data: True to reject a site whose samples change during the run. Otherwise the change is logged.
+        norm_bound: longest difference (L2) that the server accepts from a site. None for `DRIFT_MARGIN` times the
+            longest difference of the first round, which is simulated for this purpose.
+        most_samples: largest number of samples of any part of a site. None for the samples of the largest client, which
+            is not known if sites have their own data.
+        secure_aggregation: True if the server receives masked sums (`fedloom_sites.deploy.secure.protocol`).
+        threshold: smallest number of sites whose sum is unmasked. None for more than two thirds.
+        changes: number of times that a site may leave the masked sums or return. None for `MAX_CHANGES`.
+        data_name: name of the data, by which sites remember sums and budgets over experiments.
 
     Raises:
-        ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
-            what makes no sense at real sites.
+        ConfigError: no method is chosen from several, the number of sites does not match the partition, or (Refused)
+            the experiment makes no sense at real sites.
         DataError: the data cannot be read.
     """
     one = _single(experiment, method, seed, rounds)
@@ -189,10 +192,11 @@ def plan(
 
 
 def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
-    """Choose or check the threshold of secure aggregation among n sites, or None without secure aggregation.
+    """Return the chosen or default threshold of secure aggregation among n sites, or None without secure aggregation.
 
     Raises:
-        ConfigError: it is too small or too large, the cohorts are smaller, or there are too few or too many sites.
+        ConfigError: the threshold is too small or too large, the cohorts are smaller, or there are too few or too many
+            sites.
     """
     if not secure_aggregation:
         if threshold is not None:
@@ -214,10 +218,10 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
 
 
 def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
-    """Refuse masked sums of cohorts that differ from round to round, unless they have noise that is accounted for.
+    """Raise if masked sums have cohorts that change from round to round, unless their noise is accounted for.
 
     Raises:
-        ConfigError: the sampler draws fewer than all sites, and not so many changes are agreed on.
+        ConfigError: the sampler does not draw all sites, and the agreed number of changes is too small.
     """
     setting, sampler = job.setting, job.setting.sampler
     if not masked or accounted(setting.upload_transform, setting.aggregator) is not None or changes >= setting.rounds:
@@ -235,9 +239,11 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:
-    """`DRIFT_MARGIN` times the longest difference of a first round, to three digits. None for a method that sends none.
+    """Return `DRIFT_MARGIN` times the longest difference of a first round, to three digits, or None.
 
-    By field where an upload has several whose length is bounded.
+    The result is None for a method that sends no difference.
+
+    If several fields of an upload are bounded, the result is a dict by field.
     """
     everyone = torch.arange(job.n)
     for store in job.stores.values():
@@ -253,7 +259,7 @@ def _bound(job: Job, server: Any) -> NormBound | None:
 
 
 def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
-    """Restrict an experiment to one method and one seed."""
+    """Return an experiment restricted to one method and one seed."""
     chosen = _chosen(experiment, label)
     method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
     seeds = [experiment.head.seeds[0] if seed is None else seed]
@@ -272,17 +278,17 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
 
 
 def _names(names: Sequence[object]) -> tuple[str, ...]:
-    """Return the clients' names as folder names: the data's names, or site-K."""
+    """Return the clients' names as folder names: the names in the data, or site-K."""
     safe = tuple(_safe(str(name)) for name in names)
     plain = any(case_twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
 def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Check the given site names.
+    """Return the given site names after a check.
 
     Raises:
-        ConfigError: another number of them, one that cannot be a folder, or two that are one folder.
+        ConfigError: the number of names is wrong, a name cannot be a folder, or two names denote one folder.
     """
     if len(names) != count:
         raise ConfigError(f"--names has {len(names)} names ({', '.join(names)}) for {count} sites")
@@ -316,7 +322,7 @@ def _placeless(one: Experiment) -> dict[str, Any]:
 
 
 def _data_table(one: Experiment) -> dict[str, Any]:
-    """Return the table [data] of a site with its own data: a file of the same name beside the site's settings."""
+    """Return the table [data] of a site with its own data: a file of the same name next to the site's settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
@@ -327,7 +333,7 @@ def _data_table(one: Experiment) -> dict[str, Any]:
 
 
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table [data] for an additional site, without the values that belong to the other site alone."""
+    """Return the table [data] for an additional site, without the values that belong only to the other site."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})

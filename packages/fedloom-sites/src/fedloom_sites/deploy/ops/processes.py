@@ -1,4 +1,4 @@
-"""Processes that never outlive what started them: each is ended by its id, with everything that it started."""
+"""Processes that never outlive the process that started them: each is ended by its id, with all its descendants."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix with which a Flower program reports why it ended. Lines about its end follow."""
+"""Prefix with which a Flower program reports the reason of its end. Lines about the end follow."""
 
 
 class ProcessError(FedloomError):
-    """A process that ended, or did not answer, when it should have."""
+    """A process that ended or did not answer unexpectedly."""
 
 
 class Process:
-    """One process, the leader of a group of its own. Its output goes to a file.
+    """A process that is the leader of its own group. The output goes to a file.
 
     Args:
-        name: for messages.
-        command: the program and its arguments.
-        environment: what is added to this process's own environment.
-        log: file of its output.
-        folder: its working directory. None: this process's own.
+        name: name of the process in messages.
+        command: program and arguments.
+        environment: variables that are added to this process's environment.
+        log: file of the output.
+        folder: working directory. None for the working directory of this process.
     """
 
     def __init__(
@@ -55,21 +55,24 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its id, which is also the id of its group."""
+        """Id of the process, which is also the id of its group."""
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Whether it still runs. One that has ended keeps its id until it is reaped, so that no other can have it."""
+        """Return True if the process still runs.
+
+        A process that has ended keeps its id until it is reaped, so that no other process can get the id.
+        """
         if self._popen.returncode is not None:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def bury(self) -> None:
-        """Take its exit status if it has ended, so that its group is gone once the last of it is."""
+        """Collect the exit status if the process has ended, so that its group vanishes with the last process in it."""
         self._popen.poll()
 
     def reap(self) -> int:
-        """Its exit status. What is left of its group is killed first."""
+        """Return the exit status. The rest of its group is killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -84,10 +87,10 @@ class Process:
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 
     def check(self) -> None:
-        """Raise if it has ended.
+        """Raise if the process has ended.
 
         Raises:
-            ProcessError: with the end of its output.
+            ProcessError: the process has ended, and the message contains the end of its output.
         """
         if not self.alive():
             raise ProcessError(
@@ -96,9 +99,9 @@ class Process:
 
 
 class Processes:
-    """Processes that are ended when the block is left, however it is left, and if this process is killed.
+    """Processes that are ended when the block is left in any way, and when this process is killed.
 
-    A reaper ends them (`reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
+    A reaper ends them (`reaper`) within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the block as
     Ctrl-C does. While processes are being ended, further signals wait.
     """
 
@@ -109,7 +112,7 @@ class Processes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> Process:
-        """Start a process. Arguments as of `Process`."""
+        """Start and return a process. The arguments are the arguments of `Process`."""
         if self._reaper is None:
             words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
@@ -121,12 +124,12 @@ class Processes:
         return process
 
     def check(self) -> None:
-        """Raise a `ProcessError` if any of them has ended."""
+        """Raise a `ProcessError` if any of the processes has ended."""
         for process in self.started:
             process.check()
 
     def stop(self) -> None:
-        """End all of them, and everything that they started."""
+        """End all processes and their descendants."""
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             with suppress(BrokenPipeError):
@@ -159,17 +162,17 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now, all different."""
+    """Return ports of loopback that are free now, all different."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]
 
 
 def check_free(port: int, what: str) -> None:
-    """Refuse a port that is in use.
+    """Raise if a port is in use.
 
     Raises:
-        ConfigError: somebody listens there.
+        ConfigError: another process listens on the port.
     """
     try:
         socket.create_server(("127.0.0.1", port)).close()

@@ -1,6 +1,7 @@
-"""Reaper: ends process groups when whoever started them closes the pipe to it, which a killed process does as well.
+"""Reaper that ends process groups when their starter closes the pipe to it (a killed starter closes it too).
 
-Its standard input has a line with the id of every group that has begun. Run as a script, which imports nothing else.
+Its standard input contains a line with the id of every group that was started. The module runs as a script and imports
+only the standard library.
 """
 
 import os
@@ -10,11 +11,11 @@ import time
 from collections.abc import Iterable
 
 GROUP_GRACE_SECONDS = 10.0
-"""Seconds that groups have to end by themselves."""
+"""Seconds within which groups can end after SIGTERM."""
 
 
 def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
-    """Read until the pipe is closed, then end what has not ended: last begun, first ended."""
+    """Read until the pipe is closed, then end the remaining groups, the newest first."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:
@@ -25,7 +26,7 @@ def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
 
 
 def _tell(group: int, number: int) -> bool:
-    """Return whether the group was there to be ended."""
+    """Send a signal to a group, and return whether the group existed."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""Run of an experiment as a service: it starts Flower's run, whose rounds stand in the journal, until all are done.
+"""Run of an experiment as a service: it starts Flower runs, with the rounds in the journal, until all are done.
 
-``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 once nothing is left to do, else with 1,
-and systemd starts it again: after a stop, a crash, or a reboot of the machine.
+``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 if nothing is left to do, else with 1.
+After 1 systemd starts it again: after a stop, a crash, or a reboot of the machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fedloom_sites.deploy.settings import read_server
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command of Flower unless the experiment has come to its end.
+    """Run a command of Flower unless the experiment is complete, and return the exit code.
 
     Args:
         words: the server's TOML file, and the command.
 
     Returns:
-        The exit code: 0 once the experiment has come to its end or is to stop, else 1.
+        The exit code: 0 if the experiment is complete or is to stop, else 1.
     """
     server = read_server(Path(words[0]))
     if finished(server) is None and not stop_file(server).exists():

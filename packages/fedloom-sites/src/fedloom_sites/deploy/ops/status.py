@@ -1,6 +1,8 @@
-"""Status of a deployment, from the server's files only: audit log, checkpoints, results. Nothing is locked or written.
+"""Status of a deployment from the server's files only: audit log, checkpoints, results.
 
-`serve_metrics` gives the same figures in Prometheus' format.
+Reading the status locks and writes nothing.
+
+`serve_metrics` provides the same numbers in Prometheus' format.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import Server, read_server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States of a run that ended, by the reason. One that is stopped can be resumed."""
+"""States of a run that ended, by the reason. A stopped run can be resumed."""
 CERTIFICATE_CURES = {
     "server's certificate": "fedloom deploy renew, then reload the gate and restart the superlink's unit",
     "authority's certificate": "begin a new deployment",
@@ -41,7 +43,7 @@ TRAINING_MESSAGES = ("train", "masked")
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Explain files whose contents are not what a server writes."""
+    """Return a context that raises with an explanation if files contain something that a server does not write."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -52,19 +54,19 @@ def _fitting() -> Iterator[None]:
 
 
 def server_of(folder: Path) -> Server:
-    """Read the server's settings from a deployment's directory or from the server's own folder.
+    """Return the server's settings from a deployment's directory or from the server's folder.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the settings do not exist.
     """
     return read_server(server_file(folder))
 
 
 def server_file(folder: Path) -> Path:
-    """Locate the server's TOML file in a deployment's directory or in the server's own folder.
+    """Return the path of the server's TOML file in a deployment's directory or in the server's folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file does not exist.
     """
     files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
     if not files:
@@ -73,17 +75,17 @@ def server_file(folder: Path) -> Path:
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
-    """Summarize the audit log by client.
+    """Return a summary of the audit log by client.
 
     Args:
-        log: its lines.
-        members: names of the sites, by client.
-        rounds: rounds done. What was accepted for a later one has no effect yet.
+        log: lines of the audit log.
+        members: names of the sites by client.
+        rounds: rounds done. Replies that were accepted for a later round have no effect yet.
 
     Returns:
-        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (the mean
-        of its uploads, None but in a buffered run), and ``rejected``: by step of the check, how many replies and the
-        newest ``reason``.
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (mean of
+        its uploads, None except in a buffered run), and ``rejected``: number of replies and the newest ``reason`` by
+        step of the check.
     """
     blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
     stale: dict[str, list[int]] = {}
@@ -118,7 +120,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 
 
 def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on each counter of the sums: in how many rounds it was above zero, and the newest of them."""
+    """Return a sentence on each counter of the sums: its number of rounds above zero, and its newest text."""
     sentences = []
     for what in ("neutral uploads", "clipped uploads"):
         reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}
@@ -132,19 +134,24 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
 def status_of(server: Server) -> dict[str, Any]:
     """Return the progress of a deployment as plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
-    ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
-    None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
-    ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
-    ``analyses``: of each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the ``sums`` so
-    far, ``reason``, and of one that is done ``rows``;
-    ``counted``: sentences on the counters of masked sums, see `summarize_counters`;
-    ``means``: newest figures of the federation, a row per model, see `mean_table`;
-    ``certificates``: their ends (ISO 8601);
-    ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
+    The keys are:
+
+    - ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
+    - ``rounds``: rounds done, of ``planned``.
+    - ``round_seconds``: ``last`` and ``median``.
+    - ``epsilon``: epsilon spent after these rounds, None without a delta.
+    - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, None if sites share no noise.
+    - ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the newest ``scores``.
+    - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
+      of ``sums`` so far, ``reason``, and the number of ``rows`` if it is done.
+    - ``counted``: sentences on the counters of masked sums, see `summarize_counters`.
+    - ``means``: newest metrics of the federation, a row per model, see `mean_table`.
+    - ``certificates``: their ends (ISO 8601).
+    - ``disk``: bytes by kind of content, and ``free``.
+    - ``last_event``: time of the log's last line.
 
     Raises:
-        RunDirError: the files do not fit together.
+        RunDirError: the files do not match each other.
     """
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
@@ -171,7 +178,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
 @_fitting()
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Render a status as a few lines of text. `table` has the sites."""
+    """Return a status as a few lines of text. The function `table` shows the sites."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -198,7 +205,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 @_fitting()
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per site for people. Losses are measured on the site's own test samples."""
+    """Return one row per site for people. Losses are measured on the test samples of the site."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -217,10 +224,12 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def serve_metrics(server: Server) -> Iterator[None]:
-    """Serve the status over HTTP while the block runs, where the settings name a port. Read anew for each request.
+    """Return a block during which the status is served over HTTP, if the settings name a port.
+
+    The status is read again for each request.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
     """
     if server.metrics_port is None:
         yield
@@ -245,7 +254,7 @@ def serve_metrics(server: Server) -> Iterator[None]:
 
 
 class _Collector:
-    """The figures of a status, each time it is asked."""
+    """Source of the metrics of a status, which is read at each request."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -313,7 +322,7 @@ def _planned(document: Mapping[str, Any]) -> int | None:
 
 
 def _document(experiment: Path) -> dict[str, Any]:
-    """Read an experiment file. Return an empty table if it cannot be read."""
+    """Return an experiment file as a table. The table is empty if the file cannot be read."""
     try:
         return tomllib.loads(regular(experiment).read_text())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tables of the last figures of a deployed run, site by site."""
+"""Tables of the last metrics of a deployed run by site."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedloom.storage.disk import regular
 
 
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the latest test figures, one row per site and model: ``site``, ``model``, ``round`` and metrics.
+    """Return the latest test metrics, one row per site and model: ``site``, ``model``, ``round`` and metrics.
 
-    They are of the last round in which the site had any.
+    The metrics are from the last round in which the site has any.
 
     Args:
-        metrics: a file `metrics.parquet`.
-        sites: names by client. The figures of other clients, as of a site that was taken out, are left out.
+        metrics: file `metrics.parquet`.
+        sites: names of the sites by client. The metrics of other clients (sites that were removed) are left out.
     """
     records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
@@ -38,10 +38,10 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 def mean_table(metrics: Path) -> list[dict[str, Any]]:
     """Return the latest means over sites, one row per model: ``model``, ``round`` and metrics.
 
-    ``sites``: how many a mean of losses is of.
+    ``sites``: number of sites in a mean of losses.
 
     Args:
-        metrics: a file `metrics.parquet`.
+        metrics: file `metrics.parquet`.
     """
     rows: dict[str, dict[str, Any]] = {}
     losses = [r for r in _read(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
@@ -56,7 +56,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
 
 
 def _read(metrics: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Figures of test parts by their names, by round."""
+    """Return the metrics of test parts by name and round."""
     table = pq.read_table(regular(metrics))
     mask = pc.and_(pc.equal(table["part"], "test"), pc.is_in(table["metric"], pa.array(names)))
     records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()

@@ -1,1 +1,1 @@
-"""Rehearsals: a dishonest server attacks a site's own data and settings before a study, on copies of the site."""
+"""Rehearsals before a study: a dishonest server attacks copies of a site with the site's own data and settings."""

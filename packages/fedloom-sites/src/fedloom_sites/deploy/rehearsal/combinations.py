@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Row = Mapping[tuple[str, int], float]
-"""A sum: what it counts of each unknown, which is what one site sends of one kind in all rounds."""
+"""A sum, as the coefficient of each unknown, where an unknown is all that one site sends of one kind in all rounds."""
 
 
 def find_isolated(rows: Sequence[Row], threshold: int) -> set[tuple[tuple[str, int], ...]]:
-    """Find the smallest sets of fewer unknowns than the threshold that a combination of the sums is of alone.
+    """Return the smallest sets of unknowns, below the threshold, that a combination of the sums isolates.
 
-    A combination that is zero outside a set and not within it exists if and only if the rank falls without the set.
+    A combination that is zero outside a set and nonzero within it exists if and only if the rank is lower without the
+    set.
 
     Args:
         rows: the sums.
-        threshold: fewest sites of a sum.
+        threshold: smallest number of sites of a sum.
     """
     isolated = set[tuple[tuple[str, int], ...]]()
     for kind in {kind for row in rows for kind, _ in row}:

@@ -1,7 +1,7 @@
-"""Copies of a site for a rehearsal: its code, data and settings, with keys and a state that are thrown away.
+"""Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
-The other sites are stand-ins. They follow the protocol with all of its checks, and they send zeros. So an attack that
-isolates this site in a sum reads what this site sends, and nothing of a stand-in hides it.
+The other sites are stand-ins. They follow the protocol with all of its checks and send zeros. Therefore an attack that
+isolates this site in a sum reads the numbers that this site sends, and no number of a stand-in hides them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SIGNING_KEY_FILE = "signing-key"
 
 
 class StandIn:
-    """Another site in a session: it follows the protocol and sends zeros.
+    """Stand-in for another site in a session, which follows the protocol and sends zeros.
 
     Args:
-        site: its settings.
-        key: its signing key.
-        trainer: of the rehearsed site, for the weights of a sum.
-        sizes: samples that it says it has.
-        figures: that it says its samples define.
+        site: settings of the site.
+        key: signing key of the stand-in.
+        trainer: trainer of the rehearsed site, for the weights of a sum.
+        sizes: numbers of samples that the stand-in states.
+        figures: figures that the stand-in states for its samples.
 
     Attributes:
-        length: numbers of its next vector.
+        length: length of its next vector.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class RehearsedSite:
     """A site whose copies are attacked.
 
     Args:
-        site: its settings. Nothing in its folders is changed.
-        folder: for the copies' keys and state.
+        site: settings of the site. Nothing in the site's folders is changed.
+        folder: folder for keys and state of the copies.
     """
 
     def __init__(self, site: Site, folder: Path) -> None:
@@ -104,24 +104,24 @@ class RehearsedSite:
 
     @cached_property
     def fed(self) -> Federation:
-        """The site's samples, read once as the site reads them.
+        """Samples of the site, read once as the site reads them.
 
         Raises:
-            FedloomError: they cannot be read, or are not as agreed on.
+            FedloomError: the samples cannot be read, or differ from the agreement.
         """
         return Trainer(self.site, SiteState(self.folder / "read", self.site.fingerprint, self.client)).fed
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Training, validation and test samples of the site. The stand-ins say that they have as many."""
+        """Numbers of training, validation and test samples of the site. The stand-ins state the same numbers."""
         return tuple(self.copy().sizes)
 
     def copy(self, fed: Federation | None = None, **settings: Any) -> Client:
-        """Make a copy of the site with an empty state.
+        """Return a copy of the site with an empty state.
 
         Args:
-            fed: its samples. None: the site's own.
-            settings: of its site.toml, in place of the site's own.
+            fed: samples of the copy. None for the samples of the site.
+            settings: settings in site.toml, instead of the site's settings.
         """
         self._copies += 1
         state = self.folder / f"copy-{self._copies}"
@@ -132,11 +132,11 @@ class RehearsedSite:
     def rogue(
         self, client: Client | None = None, sizes: Mapping[int, Sequence[int]] | None = None, **settings: Any
     ) -> RogueServer:
-        """Give a copy of the site, and stand-ins, to a dishonest server.
+        """Return a dishonest server of a copy of the site and of stand-ins.
 
         Args:
-            client: the copy. None: a new one.
-            sizes: samples of stand-ins by number, where they are not as many as the site's own.
+            client: the copy. None for a new copy.
+            sizes: samples of stand-ins by number, where they differ from the site's.
             settings: see `copy`.
         """
         client = self.copy(**settings) if client is None else client
@@ -151,16 +151,16 @@ class RehearsedSite:
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
-        """Give the site to a server in one of several experiments on the same data, which the site remembers together.
+        """Return a server in one of several experiments on the same data, which the site remembers together.
 
         Args:
-            number: of the experiment. 0 for that of the site's settings.
-            memory: folder of what the site remembers.
+            number: number of the experiment. 0 for the experiment of the site's settings.
+            memory: folder of the site's memory.
         """
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write the experiment again, under another digest."""
+        """Write the experiment again under another digest, and return the changed settings."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

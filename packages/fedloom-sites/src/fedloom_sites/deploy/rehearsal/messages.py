@@ -36,24 +36,24 @@ from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
 MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
-"""Models of one round beyond which differences between answers show single samples."""
+"""Number of models in one round from which differences between answers show single samples."""
 MODELS_TRIED = 12
 LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
-"""Rows of a group, and of each class in it, below which its figures show single patients."""
+"""Number of rows of a group, and of each class in it, below which its figures show single patients."""
 BOMB_BYTES, BOMB_PATIENCE = 1 << 30, 90.0
-"""Bytes that a crafted table unpacks to."""
+"""Number of bytes that a crafted table unpacks to."""
 BIDI_NAME = "age\u202egnp"
 
 
 class Message(NamedTuple):
-    """A message that a site should refuse.
+    """A message that a site should reject.
 
     Attributes:
-        name: what is wrong with it.
-        kind: of the message.
-        head: fields of its head.
-        arrays: its arrays.
-        drop: a field of the head that is left out.
+        name: description of the fault in the message.
+        kind: kind of the message.
+        head: fields of the head.
+        arrays: arrays of the message.
+        drop: field of the head that is left out.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Message(NamedTuple):
 
 
 def write_good_message(site: RehearsedSite, rogue: RogueServer) -> Message:
-    """Write a message that asks for the upload of the first round, after the first steps of a session."""
+    """Return a message that requests the upload of the first round, after the first steps of a session."""
     download = rogue.download()
     if site.site.secure is None:
         return Message("good", "train", {"round": 1, "weight": 0.5, "scored": -1}, [download])
@@ -75,7 +75,7 @@ def write_good_message(site: RehearsedSite, rogue: RogueServer) -> Message:
 
 
 def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Message]:
-    """Write messages that no site should answer: each is a good one but for one thing."""
+    """Yield messages that no site should answer, each of them with a single fault."""
     rounds = rogue.trainer.rounds
     heads: Mapping[str, Mapping[str, Any]] = {
         "another protocol": {"protocol": 10**9},
@@ -126,7 +126,7 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Mess
 
 
 def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
-    """Send malformed, foreign and truncated messages, and count those that are answered."""
+    """Return the outcome of malformed, foreign and truncated messages, by the number of answers."""
     rogue = site.rogue(**BUDGET_SETTINGS)
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
@@ -169,7 +169,7 @@ def _files_of(folder: Path) -> set[str]:
 
 
 def send_huge_message(site: RehearsedSite) -> AttackOutcome:
-    """Send more bytes than the site reads."""
+    """Return the outcome of a message with more bytes than the site reads."""
     limit = min(site.site.message_limit, 4 << 20)
     rogue = site.rogue(message_limit=limit)
     message = Message("huge", "train" if site.site.secure is None else "masked", {"round": 1}, [bytes(limit + 1)])
@@ -182,7 +182,7 @@ def send_huge_message(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_many_models(site: RehearsedSite) -> AttackOutcome:
-    """Ask for answers to many models in one round."""
+    """Return the outcome of requests for answers to many models in one round."""
     rogue = site.rogue()
     answered = sum(ask_upload(site, rogue, 1, rogue.download(0.01 * k)) > 0 for k in range(MODELS_TRIED))
     return judge(
@@ -195,7 +195,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
-    """Repeat a message and send rejected ones, and see whether the site raises an alarm."""
+    """Return the outcome of repeated and rejected messages, by whether the site raises an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
     for kind in ("hello", "train" if site.site.secure is None else "keys"):
@@ -213,7 +213,7 @@ def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
 
 
 def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
-    """Ask for releases beyond the site's epsilon: all rounds, again, and from a state that was put back."""
+    """Return the outcome of requests beyond the site's epsilon: all rounds, repeated, and from a restored state."""
     copy = site.copy()
     trainer = copy.trainer
     noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))
@@ -238,7 +238,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
-    """Ask for the figures of small groups of patients."""
+    """Return the outcome of a request for the figures of small groups of patients."""
     trainer = site.copy().trainer
     groups = SiteGroups(trainer)
     if not groups.sums.groups:
@@ -255,7 +255,7 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
-    """Ask analyses for cells with few patients of this site."""
+    """Return the outcome of questions to analyses about cells with few patients of this site."""
     trainer = site.copy().trainer
     agreed = SiteAnalyses(trainer, site.folder).agreed
     if not agreed:
@@ -276,7 +276,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Ask crafted questions of agreed analyses, and of others, of two sites that differ in one sample."""
+    """Return the outcome of crafted questions of analyses, agreed or not, to two sites that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])
@@ -322,7 +322,7 @@ def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -
 
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
-    """Give the site a table with a name that changes the direction of text."""
+    """Return the outcome of a table with a name that changes the direction of text."""
     path, data = _table_of(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)
@@ -336,7 +336,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
 
 
 def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
-    """Give the site a small file that unpacks to a huge table."""
+    """Return the outcome of a small file that unpacks to a huge table."""
     path, data = _table_of(site, ".csv.gz")
     block = b"1,0\n" * (1 << 18)
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -365,7 +365,7 @@ def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str
 
 
 def _read_table(site: RehearsedSite, data: Mapping[str, Any]) -> str:
-    """Return why the site does not read a table. Empty if it does."""
+    """Return the reason why the site does not read a table. The reason is empty if the site reads the table."""
     trainer = site.copy().trainer
     try:
         read_data(trainer.experiment, site.site.with_(data=dict(data)))

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
-"""stopped: a rule of the site stopped the attack. remains: what is agreed on reveals this much, as the pages say.
-OPEN: the server learned something of this site that it should not. not tried: the attack does not apply here."""
+"""stopped: a rule of the site stopped the attack. remains: the agreement reveals this much, as the documentation says.
+OPEN: the server learned something about this site that it should not. not tried: the attack does not apply here."""
 
 
 class Inapplicable(Exception):
-    """An attack that does not apply to a site. The text says why."""
+    """An attack that does not apply to a site. The message contains the reason."""
 
 
 class AttackOutcome(NamedTuple):
-    """What became of an attack.
+    """Outcome of an attack.
 
     Attributes:
         verdict: see `Verdict`.
-        tried: what the server tried.
-        learned: what it learned of the site.
-        rule: the rule that stopped it, or what remains.
+        tried: description of the attack.
+        learned: information that the server learned about the site.
+        rule: rule that stopped the attack, or description of the remaining risk.
     """
 
     verdict: Verdict
@@ -34,7 +34,7 @@ class AttackRow(NamedTuple):
 
     Attributes:
         attack: name of the attack.
-        outcome: what became of it.
+        outcome: outcome of the attack.
     """
 
     attack: str
@@ -46,14 +46,14 @@ class AttackRow(NamedTuple):
 
 
 def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "nothing") -> AttackOutcome:
-    """Make the outcome of an attack that a rule stops or does not.
+    """Return the outcome of an attack that a rule stops or does not stop.
 
     Args:
-        is_open: whether the server got what it tried to get.
-        tried: what it tried.
-        rule: that stops it.
-        learned: what it then knows.
-        nothing: what it learned otherwise.
+        is_open: True if the attack succeeded.
+        tried: description of the attack.
+        rule: rule that stops the attack.
+        learned: information that the server learned if the attack succeeded.
+        nothing: information that the server learned otherwise.
     """
     if is_open:
         return AttackOutcome("OPEN", tried, learned, f"not stopped; the rule would be: {rule}")

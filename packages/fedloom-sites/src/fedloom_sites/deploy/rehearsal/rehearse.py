@@ -1,4 +1,4 @@
-"""The rehearsal: all attacks on copies of one site, one after the other."""
+"""The rehearsal, which plays all attacks on copies of one site in turn."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
 
 
 def rehearse(site: Site) -> Iterator[AttackRow]:
-    """Play a dishonest server against copies of a site, with its data and settings.
+    """Yield the results of a dishonest server against copies of a site, with its data and settings.
 
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
 
     Args:
-        site: its settings.
+        site: settings of the site.
 
     Yields:
-        A row for each attack. An attack that fails by itself is a row of the verdict OPEN: it has shown nothing.
+        A row for each attack. An attack that fails because of an error is a row with the verdict OPEN, since it has
+        shown nothing.
 
     Raises:
-        FedloomError: the experiment or the data cannot be read, or no run can be made of them.
+        FedloomError: experiment or data cannot be read or do not make a run.
         ConfigError: the site has no training samples.
     """
     with TemporaryDirectory(prefix="fedloom-rehearsal-") as folder:

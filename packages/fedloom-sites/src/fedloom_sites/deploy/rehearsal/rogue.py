@@ -1,4 +1,4 @@
-"""A dishonest server: it asks sites what it likes, and keeps all that it gets. The attacks are in the other modules."""
+"""A dishonest server: it asks the sites anything, and keeps all answers. The attacks are in the other modules."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
 
 BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-"""A value of each type of a field of a head."""
+"""Value for each type of the fields of a head."""
 
 
 class AskedSite(Protocol):
-    """What a server sees of a site: its public facts, and its replies."""
+    """The server's view of a site: public facts and replies."""
 
     site: Site
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Training, validation and test samples."""
+        """Numbers of training, validation and test samples."""
         ...
 
     @property
@@ -57,12 +57,12 @@ class RogueServer:
     """A dishonest server with its sites.
 
     Args:
-        sites: by number.
-        trainer: of a site, for the forms of messages.
+        sites: sites by number.
+        trainer: trainer of a site, for the forms of messages.
 
     Attributes:
         sizes: samples of every site, as the server states them.
-        refused: the sentences of all refusals so far.
+        refused: messages of all refusals so far.
     """
 
     def __init__(self, sites: Sequence[AskedSite], trainer: Trainer) -> None:
@@ -79,7 +79,7 @@ class RogueServer:
         return data[0] if data else b""
 
     def exchange(self, c: int, kind: str, *arrays: bytes, **fields: Any) -> tuple[dict[str, Any], list[bytes]]:
-        """Send a message with any fields. Return the head and the arrays of the reply."""
+        """Send a message with any fields, and return the head and the arrays of the reply."""
         head = {name: BLANK_VALUES[type_] for name, type_ in {**COMMON_FIELDS, **REQUEST_FIELDS.get(kind, {})}.items()}
         head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_of(arrays)) | fields
         reply = self.sites[c].reply(seal(head, arrays))
@@ -89,29 +89,29 @@ class RogueServer:
         return dict(reply_head), [array.data for array in data.values()]
 
     def download(self, change: float = 0.0) -> bytes:
-        """Write the first model, moved by a number in each coordinate, as a download."""
+        """Return the first model, moved by a number in each coordinate, as a download."""
         down, _ = self.first_download()
         return self.write(down[0] + change * torch.ones_like(down[0]))
 
     def first_download(self) -> tuple[Any, Any]:
-        """Return what a client of the run receives first, and the server's first state."""
+        """Return the first download of a client of the run, and the server's first state."""
         job, server = self.trainer.first_state
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Write a download whose first field is another row."""
+        """Return a download with another row as its first field."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
     def model(self, change: float = 0.0) -> bytes:
-        """Write the global model times 1 plus a number, to be scored."""
+        """Return the global model times 1 plus a number, as a model to be scored."""
         job, server = self.trainer.first_state
         model = job.algorithm.global_model(server)
         assert model is not None
         return self.trainer.forms.write_model(model * (1 + change))
 
     def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
-        """Write the terms of a session, true but for what is facts."""
+        """Return the terms of a session, which are true except for the given facts."""
         everyone = range(len(self.sites))
         facts = {"sizes": self.sizes, "cohort": everyone, "round": t, "trains": download is not None}
         facts["accepted"] = more.get("accepted", (0,) * len(more.get("cohort", everyone)))
@@ -122,7 +122,7 @@ class RogueServer:
         return Terms(**facts | more)
 
     def begin(self, t: int, clients: Collection[int] | None = None) -> RogueSession:
-        """Ask some sites, or all, for the first two steps of a session."""
+        """Ask some or all sites for the first two steps of a session, and return the session."""
         return RogueSession(self, t, range(len(self.sites)) if clients is None else clients)
 
 
@@ -130,9 +130,9 @@ class RogueSession:
     """A session of a dishonest server, after its first two steps.
 
     Attributes:
-        vectors: masked vectors that sites have sent, each behind a signature.
-        shown: shares that open the counters, by site.
-        told: shares that open the sum, by site.
+        vectors: masked vectors that sites have sent, each after a signature.
+        shown: shares by site that open the counters.
+        told: shares by site that open the sum.
     """
 
     def __init__(self, rogue: RogueServer, t: int, clients: Collection[int]) -> None:
@@ -151,7 +151,7 @@ class RogueSession:
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """Ask a site for a step of the session, see `RogueServer.ask`."""
+        """Ask a site for a step of the session, and return its answer or None, see `RogueServer.ask`."""
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(
@@ -173,7 +173,7 @@ class RogueSession:
             self.has_counters = has_counters(terms, self.rogue.trainer)
 
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for the shares that open the counters of those whose vector came."""
+        """Ask a site for the shares that open the counters of the sites whose vectors arrived."""
         sent_back = self.ask(
             c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors})
         )
@@ -181,7 +181,7 @@ class RogueSession:
             self.shown[c] = sent_back
 
     def counts(self, terms: Terms) -> tuple[int, int]:
-        """Open the sums of the counters."""
+        """Open and return the sums of the counters."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure
         assert agreed is not None
@@ -192,13 +192,15 @@ class RogueSession:
         )[0]  # fmt: skip
 
     def bound(self, terms: Terms) -> bytes:
-        """Return what the masks of the session are bound to."""
+        """Return the data that the masks of the session are bound to."""
         return secure.bound_to(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for its shares, for the sum of those whose vector came. Before, all of them for the counters.
+        """Ask a site for its shares of the sum of the sites whose vectors arrived, after all shares of the counters.
 
-        With too few shares of the counters there is nothing to ask: no site opens a sum without them.
+        The shares of the counters come first.
+
+        With too few shares of the counters the site is not asked, since no site opens a sum without them.
         """
         listed = [*(survivors or self.vectors)]
         signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
@@ -218,11 +220,11 @@ class RogueSession:
 
     @property
     def is_open(self) -> bool:
-        """Whether the shares that came are enough to take the masks off."""
+        """True if enough shares arrived to remove the masks."""
         return len(self.told) >= self.session.threshold
 
     def total(self, terms: Terms) -> Integers:
-        """Return the sum of the vectors, without masks."""
+        """Return the sum of the vectors without masks."""
         bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
@@ -231,7 +233,7 @@ class RogueSession:
 
 
 def has_counters(terms: Terms, trainer: Trainer) -> bool:
-    """Whether the vectors of a session come with counters."""
+    """Return True if the vectors of a session contain counters."""
     return terms.question is not None or (terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted)
 
 
@@ -243,7 +245,7 @@ def sum_honestly(
     clients: Collection[int] | None = None,
     **more: Any,
 ) -> RogueSession:
-    """Ask for all steps as an honest server asks."""
+    """Ask for all steps in the way of an honest server, and return the session."""
     clients = range(len(rogue.sites)) if clients is None else clients
     more |= {} if download is not None else {"scored": t, "common": True}
     session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)

@@ -23,27 +23,27 @@ from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.vectors import UploadVector
 
 QUESTIONS, QUESTION_SECONDS = 24, 90.0
-"""Crafted models that are asked about, and seconds after which no further one is."""
+"""Number of crafted models that are tried, and seconds after which no further model is tried."""
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
-"""Settings without a budget, where an attack needs more answers than an agreement allows."""
+"""Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
 """Relative error up to which a sample counts as read."""
 MOST_COMPARED = 2000
-"""Samples that are compared with what was read."""
+"""Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""Area under the curve of guesses which samples a model was trained on, from which on it memorizes. 0.5 is chance."""
+"""Area under the curve of guesses of the training samples from which a model counts as memorizing. 0.5 is chance."""
 MOST_TWINS = 8
-"""Samples that are tried in the place of the first one."""
+"""Number of samples that are tried as a replacement of the first sample."""
 UNIT_SCALE = 1e-3
-"""Size of crafted weights, so small that the loss is nearly the same for all samples."""
+"""Size of crafted weights, which is so small that the loss is nearly the same for all samples."""
 
 
 class FirstLayer(NamedTuple):
-    """The linear layer that a model begins with, and the next one.
+    """The first linear layer of a model, and the next layer.
 
     Attributes:
         weight, bias, following: names of parameters.
-        units: of the layer.
+        units: number of units of the layer.
     """
 
     weight: str
@@ -53,10 +53,10 @@ class FirstLayer(NamedTuple):
 
 
 def find_first_layer(job: Job, features: int) -> FirstLayer:
-    """Find the first linear layer of a model, if the model begins with one.
+    """Return the first linear layer of a model that begins with one.
 
     Raises:
-        Inapplicable: it does not, or has one layer only.
+        Inapplicable: the model does not begin with a linear layer, or consists of a single layer.
     """
     layout = job.oracle.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -80,15 +80,15 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
 
 
 def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
-    """Write a model whose first layer sorts samples into bins along one direction, one unit for each edge.
+    """Return a model whose first layer sorts samples into bins along one direction, with one unit for each edge.
 
-    The gradient of two neighboring units differs by the samples in between, so a bin with one sample shows it.
-    (L. Fowl et al., "Robbing the fed", ICLR 2022.)
+    The gradients of two neighboring units differ by the samples between their edges, so a bin with one sample shows the
+    sample. (L. Fowl et al., "Robbing the fed", ICLR 2022.)
 
     Args:
         rogue: the server.
         layer: the first layer.
-        rows: samples, from which the edges follow. A server knows their distribution from data like them.
+        rows: samples that determine the edges. A server knows the distribution of the samples from similar data.
     """
     job = rogue.trainer.job
     down, _ = rogue.first_download()
@@ -117,7 +117,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
 
 
 def count_read(candidates: Tensor, rows: Tensor) -> int:
-    """Count the samples of which some candidate is a copy, to a relative error of `READ_ERROR`."""
+    """Return the number of samples that some candidate matches to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
         return 0
@@ -126,10 +126,10 @@ def count_read(candidates: Tensor, rows: Tensor) -> int:
 
 
 def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
-    """Return the change of the model ``[d]`` that an upload or a sum of uploads has.
+    """Return the change of the model ``[d]`` in an upload or a sum of uploads.
 
     Raises:
-        Inapplicable: uploads of the method are no changes of the model.
+        Inapplicable: uploads of the method are not changes of the model.
     """
     for name, kind in job.fields.items():
         field = fields.get(name)
@@ -141,7 +141,10 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
 
 
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
-    """Ask for one round on a model. Return the change of the model that the server then has, or None if none came."""
+    """Ask for one round on a model, and return the change of the model that arrives, or None if no change arrives.
+
+    The change comes from the upload, or from the sum of uploads.
+    """
     job = rogue.trainer.job
     if site.site.secure is not None:
         session, terms = play(site, rogue, 1, download)
@@ -158,7 +161,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
 
 
 def protection_of(site: RehearsedSite) -> str:
-    """Name what hides the upload of a site: masks, noise, or nothing."""
+    """Return the protection of a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
     if noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"
@@ -166,7 +169,7 @@ def protection_of(site: RehearsedSite) -> str:
 
 
 def read_single_upload(site: RehearsedSite) -> AttackOutcome:
-    """Look at the upload of this site alone."""
+    """Return the outcome of an attack on the upload of this site alone."""
     rogue, c = site.rogue(), site.client
     tried = "the upload of this site alone, and its masked numbers in two sessions"
     upload = rogue.ask(c, "train", rogue.download(), round=1, weight=1 / site.clients, scored=-1)
@@ -188,7 +191,7 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
 
 
 def read_by_bins(site: RehearsedSite) -> AttackOutcome:
-    """Read samples from one answer to a model whose first layer sorts them into bins (R6)."""
+    """Return the outcome of reading samples from one answer to a model that sorts them into bins (R6)."""
     rogue = site.rogue()
     rows = training_rows(site.client, site.fed)
     layer = find_first_layer(rogue.trainer.job, rows.shape[1])
@@ -205,7 +208,7 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
 
 
 def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
-    """Write models that a site might answer only with, or without, a certain sample."""
+    """Yield models that a site might answer only with, or only without, a certain sample."""
     down, _ = rogue.first_download()
     first, draws = down[0].double(), torch.Generator().manual_seed(1)
     noise = torch.randn(first.shape, generator=draws, dtype=torch.float64)
@@ -228,7 +231,7 @@ def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
 
 
 def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
-    """Write a model with one unit that the first sample alone makes live, and that is huge then."""
+    """Return a model with a huge unit that only the first sample activates."""
     job = rogue.trainer.job
     layer = find_first_layer(job, rows.shape[1])
     tree = job.oracle.layout.tree(torch.zeros(1, job.oracle.layout.d, dtype=torch.float64))
@@ -242,9 +245,10 @@ def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
 
 
 def change_first_sample(site: RehearsedSite) -> Federation:
-    """Return the site's samples with another first one, and with the same published facts.
+    """Return the site's samples with another first sample, and with the same published facts.
 
-    It has the largest value of each feature. If that changes a published fact, it is a copy of another sample.
+    The other sample has the largest value of each feature. If this changes a published fact, the other sample is a copy
+    of another of the site's samples.
 
     Raises:
         Inapplicable: every other sample changes a published fact.
@@ -262,7 +266,10 @@ def change_first_sample(site: RehearsedSite) -> Federation:
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
-    """Ask crafted models of two copies of the site that differ in one sample, and compare all but masked numbers."""
+    """Return the outcome of crafted models at two copies of the site that differ in one sample.
+
+    All numbers except the masked numbers are compared.
+    """
     if site.site.secure is None and not site.copy().trainer.private:
         raise Inapplicable("the server gets this site's answers themselves, see the row on single uploads")
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
@@ -288,14 +295,17 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
 
 
 def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
-    """Return all that a server sees of the answer to a model before any sum is opened."""
+    """Return everything that a server sees of the answer to a model before any sum is opened."""
     before = len(rogue.refused)
     length = ask_upload(site, rogue, 1, download)
     return (tuple(rogue.refused[before:]), length)
 
 
 def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
-    """Ask the site alone for its upload of a round, under masks where they are agreed on. Return its bytes, or 0."""
+    """Ask the site alone for its upload of a round, and return its number of bytes, or 0.
+
+    The upload is masked if masks are agreed on.
+    """
     c = site.client
     if site.site.secure is None:
         return len(rogue.ask(c, "train", download, round=t, weight=1 / site.clients, scored=-1) or b"")
@@ -305,7 +315,7 @@ def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes)
 
 
 def guess_members(site: RehearsedSite) -> AttackOutcome:
-    """Guess from the loss of the new model which samples it was trained on (models that memorize)."""
+    """Return the outcome of guessing the training samples from the new model's loss (for models that memorize)."""
     rogue = site.rogue()
     job, (down, _) = rogue.trainer.job, rogue.first_download()
     change = ask_change(site, rogue, rogue.download())

@@ -1,4 +1,4 @@
-"""Attacks on secure sums: a dishonest server tries to get a sum that is of one site, or mostly of one."""
+"""Attacks on secure sums: a dishonest server tries to get a sum of one site, or mostly of one site."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agreed_of(site: RehearsedSite) -> Secure:
     """Return the agreed settings of secure sums.
 
     Raises:
-        Inapplicable: there are none.
+        Inapplicable: secure sums are not agreed on.
     """
     if site.site.secure is None:
         raise Inapplicable(NOT_SUMS)
@@ -51,16 +51,19 @@ def play(
     survivors: Collection[int] | None = None,
     **more: Any,
 ) -> tuple[RogueSession, Terms]:
-    """Ask for all steps of a session, the rehearsed site first, as its vector shows how long those of the others are.
+    """Ask for all steps of a session, the rehearsed site first, and return the session and its terms.
+
+    The vector of the rehearsed site shows the length of the others' vectors.
 
     Args:
-        site: the rehearsed one.
+        site: the rehearsed site.
         rogue: the server.
         t: round.
-        download: model to train from. None for scores alone.
-        models: to be scored.
-        clients: the sites that are requests. None for all.
-        survivors: the sites whose vectors the server says have arrived. None for those whose vectors did.
+        download: model from which the sites train. None for scores only.
+        models: models to be scored.
+        clients: sites that receive requests. None for all.
+        survivors: sites whose vectors have arrived, according to the server. None for the sites whose vectors did
+            arrive.
         more: facts of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
@@ -99,14 +102,17 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Move each number of a model to one of the next numbers that its type has."""
+    """Return a model with each number moved to one of the next numbers that its type can represent."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
 
 
 def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
-    """Control: asked honestly, the site and its stand-ins open a sum. Otherwise the other rows prove little."""
+    """Return the outcome of the control: asked honestly, the site and its stand-ins open a sum.
+
+    Without an open sum the other rows prove little.
+    """
     agreed_of(site)
     rogue = site.rogue()
     session, _ = play(site, rogue, 1, rogue.download())
@@ -120,7 +126,10 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
-    """Name a cohort in which this site and fewer than T sites have samples (R5 of the audit of trust)."""
+    """Return the outcome of cohorts in which this site and fewer than T sites have samples.
+
+    This is R5 of the audit of trust.
+    """
     agreed, opened = agreed_of(site), list[int]()
     empty = [0, 0, 0]
     for full in range(1, agreed.threshold):
@@ -139,7 +148,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
-    """Say that the vectors of most sites were lost, or tell two lists of the sites whose vectors arrived."""
+    """Return the outcome of the claim that most sites' vectors were lost, or of two lists of the arrived vectors."""
     agreed, learned_sums = agreed_of(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
@@ -162,7 +171,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Ask for sums in which this site has nearly all of the weight, of uploads and of scores."""
+    """Return the outcome of sums of uploads and of scores in which this site has nearly all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -192,7 +201,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Ask for one model again in the next round, without this site."""
+    """Return the outcome of a request for one model again in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -213,17 +222,17 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
 
 
 def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int]]) -> list[Row]:
-    """Ask for sums of uploads of these sites, one after the other, on models that differ by next to nothing.
+    """Request sums of uploads of these sites in turn on models that barely differ, and return the opened sums.
 
     If the rounds of the experiment end, the server begins it again on the same data.
 
     Args:
-        site: the rehearsed one.
-        name: of the folder of what the site remembers.
-        cohorts: of the sums.
+        site: the rehearsed site.
+        name: name of the folder of the site's memory.
+        cohorts: cohorts of the sums.
 
     Returns:
-        The sums that were opened.
+        The opened sums.
     """
     rows, memory, end = list[Row](), site.folder / name, time.monotonic() + SERIES_SECONDS
     rogue = site.later_rogue(0, memory)
@@ -239,7 +248,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Change a model by next to nothing from round to round, and leave this site out again and again (R7)."""
+    """Return the outcome of models that barely change between rounds and repeatedly leave this site out (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -258,7 +267,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Leave the others out one after the other, until what remains of a sum is this site's."""
+    """Return the outcome of leaving out the other sites in turn until a sum's remainder is this site's."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
@@ -271,7 +280,7 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
 
 
 def begin_again(site: RehearsedSite) -> AttackOutcome:
-    """Begin another experiment on the same data and the same model, without this site (R12)."""
+    """Return the outcome of another experiment on the same data and the same model, without this site (R12)."""
     agreed_of(site)
     memory = site.folder / "again"
     rogue = site.later_rogue(0, memory)
@@ -287,7 +296,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
-    """Ask one session twice with other models or terms, and tell each site another model."""
+    """Return the outcome of one session with changed models or terms, and of different models for different sites."""
     agreed_of(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)

@@ -1,1 +1,1 @@
-"""The app that Flower carries to the sites: it names what is installed there."""
+"""The app that Flower carries to the sites: it names code that is installed there."""
