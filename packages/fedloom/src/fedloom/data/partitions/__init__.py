@@ -1,4 +1,4 @@
-"""Partitions: ``partitions.mixed(clients=10, labels_per_client=2)(data, seed=0)`` is a federation."""
+"""Partitions: ``partitions.mixed(clients=10, labels_per_client=2)(data, seed=0)`` returns a federation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ femnist_fedprox, iid, label_swap, mixed = FemnistFedProx, Iid, LabelSwap, MixedS
 natural, quantity_skew, rotated, shards = Natural, QuantitySkew, Rotated, Shards
 
 _RENAMED_FUNCTIONS = {old: new.replace("-", "_") for old, new in RENAMED_VALUES["partition", "kind"].items()}
-"""Names of functions before they were the field's, and their names now."""
+"""Old names of functions, and their present names."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The base of partitions: common fields, the pool of samples, and the way from a draw to a federation."""
+"""Base class of partitions: common fields, the pool of samples, and the conversion of a draw to a federation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fedloom.values import Value
 
 
 class Pool(NamedTuple):
-    """The samples that a partition may give away.
+    """The samples that a partition may deal.
 
     Attributes:
-        data: the whole data set.
-        index: positions in the data set ``[k]`` int64, all but those of the official test set. Where the data have
-            subjects, the last row of each, which stands for all of its rows.
-        y: class of each ``[k]``. None for a regression or labels per position.
+        data: the complete data set.
+        index: positions in the data set ``[k]`` int64, without the official test set. If the data have subjects, it
+            contains each subject's last row, which represents all of its rows.
+        y: class of each sample ``[k]``. None for a regression, or for labels per position.
     """
 
     data: Dataset
@@ -58,7 +58,7 @@ class Pool(NamedTuple):
         """Return the classes, for a partition that needs them.
 
         Raises:
-            Refused: a regression, or a label per position.
+            ConfigError: the task is a regression, or has a label per position.
         """
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
@@ -69,7 +69,7 @@ class Pool(NamedTuple):
         return self.y
 
     def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
-        """Positions in the data set of every class, each list in random order."""
+        """Return the positions of every class in the data set, each list in random order."""
         labels, order = self.labels(kind), rng.permutation(len(self))
         order = order[np.argsort(labels[order], kind="stable")]
         counts = np.bincount(labels, minlength=len(self.data.classes))
@@ -77,20 +77,20 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Decision of a partition for n clients.
+    """A partition's decision for n clients.
 
     Attributes:
         dealt: samples of every client, from which its parts are cut.
-        test: samples of every client's test part, where the partition chooses it. The fraction ``test`` then has no
-            effect, and these samples are changed, scaled and encoded as those of ``dealt`` are.
-        common: positions ``[k]`` int64 of a common test set, on which global models are scored: no client holds these
-            samples, and columns of a table are scaled there as a new client's are. None: the data set's own.
+        test: samples of every client's test part, if the partition chooses it. The fraction ``test`` then has no
+            effect. These samples are changed, scaled and encoded like the samples of ``dealt``.
+        common: positions ``[k]`` int64 of a common test set, on which global models are evaluated: no client has these
+            samples, and columns of a table are scaled there as for a new client. None: the data set's own test set.
         noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or by channel ``[n, c]``.
-        anew: whether every step draws a client's noise anew ``[n]``.
+        anew: True if every step draws a client's noise again ``[n]``.
         relabel: new class of every class at every client, ``[n, C]``.
-        views: quarter turns of a client's images, and whether they are inverted, ``[n, 2]``.
+        views: quarter turns of a client's images, and whether the images are inverted, ``[n, 2]``.
         groups: planted group of every client ``[n]``.
-        names: name of every client. Their numbers if empty.
+        names: name of every client. The default names are numbers.
         notes: sentences for the report.
     """
 
@@ -106,7 +106,10 @@ class Draw(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
-        """Return the draw of the clients that train ``[n]``. Other clients' rows become the common test set."""
+        """Return the draw restricted to the clients that train ``[n]``.
+
+        Other clients' rows become the common test set.
+        """
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
         kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
@@ -126,19 +129,20 @@ class Draw(NamedTuple):
 
 
 PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
-"""Fields of a draw that have a row for each client. Where they are given."""
+"""Fields of a draw that have a row for each client, if they are given."""
 
 
 class Partition(Value):
     """Cuts a data set into clients: ``partition(data, seed) -> Federation``.
 
-    Small clients fill train, test and validation in that order, and a class never leaves a client's training part for
-    its test part altogether: the first sample of each class stays in training.
+    Small clients fill train, test and validation in this order, and at least one sample of each class stays in a
+    client's training part.
     """
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw deals rows as they are. Else each entry stands for all rows of its subject, if there are any."""
+    """True if a draw deals individual rows. False: each entry represents all rows of its subject, if there are
+    subjects."""
     test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
     validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
     test_from: Literal["own", "ratio", "clients"] = Field(
@@ -178,11 +182,11 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. Everything random comes from `seed`.
+        """Assign samples to clients. All random numbers come from `seed`.
 
         Raises:
-            PartitionError: the data cannot be split in this way. The message has the numbers.
-            Refused: the data have no classes, or are no images, where the kind needs them.
+            PartitionError: the data cannot be split in this way. The message contains the numbers.
+            ConfigError: the data have no classes, or are not images, and this kind needs them.
         """
         ...
 
@@ -191,15 +195,15 @@ class Partition(Value):
         """Build the federation of this partition.
 
         Args:
-            data: a `Dataset`, or what `Dataset.create` makes one of: arrays, tensors, torch, Hugging
-                Face and pandas data sets.
-            seed: everything random comes from it.
+            data: a `Dataset`, or an argument of `Dataset.create`: arrays, tensors, torch, Hugging Face and pandas data
+                sets.
+            seed: all random numbers come from it.
 
         Raises:
-            ConfigError: a seed that is no integer.
-            PartitionError: more clients than samples, more labels than classes, or a client below `min_size`.
-            Refused: a partition by class of a data set without classes.
-            DataError: data that cannot be read, or a table whose target is the same in every row.
+            ConfigError: the seed is not an integer.
+            PartitionError: there are more clients than samples, more labels than classes, or a client below `min_size`.
+            ConfigError: the partition needs classes, and the data set has none.
+            DataError: the data cannot be read, or a table's target is the same in every row.
         """
         data = Dataset.create(data)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -265,21 +269,21 @@ class Partition(Value):
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """Return the samples to deal, one per subject. Without ``pool = true`` the official test set is left out."""
+        """Return the samples to deal, one per subject. The official test set is left out unless ``pool = true``."""
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
         return Pool.create(data, index)
 
     def _dealt_from(self, data: Dataset) -> Ints:
-        """Positions of all samples that may be given away."""
+        """Return the positions of all samples that may be dealt."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Refuse marked test rows beside another choice of the test part."""
+        """Raise if test rows are marked and the test part is also chosen otherwise."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -317,7 +321,7 @@ class Partition(Value):
         return draw if trains.all() else draw.without_tested(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return the note on a share for test parts that the partition itself gives, or the data."""
+        """Return a note if a fraction for test parts has no effect because the partition or the data determine them."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None
@@ -362,7 +366,7 @@ class Partition(Value):
             raise Refused(f"{self.kind}: overlapping clients would need two versions of one sample; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """For every client `test_count` official test samples in the label ratio of its training part."""
+        """Choose for every client `test_count` official test samples, with the label shares of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
@@ -380,15 +384,15 @@ class Partition(Value):
 
 
 class Sized(Partition):
-    """A partition whose number of clients is chosen."""
+    """A partition with a chosen number of clients."""
 
     clients: int = Field(default=10, ge=1, description="number of clients")
 
     def fits(self, pool: Pool) -> None:
-        """Refuses more clients than the samples can serve.
+        """Raise if there are more clients than the samples allow.
 
         Raises:
-            PartitionError: some client would have fewer than `min_size`.
+            PartitionError: some client would have fewer than `min_size` samples.
         """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
@@ -398,7 +402,7 @@ class Sized(Partition):
 
 
 def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
-    """All rows of the subjects that are dealt, of those that may be."""
+    """Return all rows of the dealt subjects, among the rows that may be dealt."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 

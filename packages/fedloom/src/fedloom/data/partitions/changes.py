@@ -1,4 +1,4 @@
-"""Changes of samples by partitions: noise, other labels, views of images, and scaling fitted per client."""
+"""Changes of samples by partitions: noise, other labels, views of images, and scaling fitted at each client."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from fedloom.seeds import generator
 
 
 def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor) -> tuple[Dataset, Tensor | None]:
-    """Gaussian noise on the features of every client, drawn once per sample. Some samples get theirs later.
+    """Add Gaussian noise to the features of every client, drawn once per sample.
 
-    Bytes become float32 in [0, 1] before the noise. Mean and std of the data set apply afterwards.
+    Some samples receive their noise later.
+
+    Bytes are converted to float32 in [0, 1] before the noise. The data set's mean and standard deviation are applied
+    afterwards.
 
     Args:
         data: the data set.
         dealt: samples of every client, each sample once.
         std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
         seed: seed of the partition. Client i's noise comes from (seed, 0, i, "noise").
-        later: positions [k] of samples that stay as they are, for every step draws their noise anew.
+        later: positions [k] of samples that do not change, because every step draws their noise again.
 
     Returns:
         The data set, and the standard deviation [N, c] of noise still to be drawn. None if ``later`` is empty.
@@ -56,7 +59,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
-    """Every client's classes exchanged by its row of `relabel` [n, C]."""
+    """Permute every client's classes by its row of `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
     y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
@@ -64,7 +67,10 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
 
 
 def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
-    """Every client's images turned and inverted by its row of `views` [n, 2]. Inverted within the data set's range."""
+    """Turn and invert every client's images by its row of `views` [n, 2].
+
+    Inversion stays within the data set's range.
+    """
     x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
     darkest, brightest = data.x.min(), data.x.max()
     for turns, inverted in torch.unique(of_sample, dim=0).tolist():
@@ -77,17 +83,17 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
     """Apply a data set's `prepare`, fitted on each client's training part.
 
-    Samples that belong to no client are NaN, and `Dataset.ready` is False there: no part of a federation may have them.
-    Samples of a common test set that no client holds are scaled as a new client's are, by `Table.typical`.
+    Samples that belong to no client become NaN, with `Dataset.ready` False: no part of a federation may contain them.
+    Samples of a common test set that no client has are scaled like a new client's, by `Table.typical`.
 
     Args:
         data: the data set.
         dealt: samples of every client.
-        train: samples of its training part.
+        train: samples of each training part.
         common: positions of a common test set. None: there is none.
 
     Raises:
-        Refused: the common test set would need a scaling that is fitted by something else than a `Table`.
+        ConfigError: the common test set needs a scaling that something other than a `Table` fits.
     """
     assert data.prepare is not None
     owner = np.full(len(data), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Index arithmetic of the partitions: dealing samples to clients without a loop over samples."""
+"""Index arithmetic of partitions: deal samples to clients without a loop over samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_DEAL_ATTEMPTS = 100
 
 
 class Dealt(NamedTuple):
-    """Samples of n clients: client i holds ``index[offsets[i]:offsets[i + 1]]``.
+    """Samples of n clients: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
     Attributes:
         index: positions in the data set ``[k]`` int64, client by client.
-        offsets: ``[n + 1]`` int64, rising from 0 to k.
+        offsets: ``[n + 1]`` int64, increasing from 0 to k.
     """
 
     index: Ints  # type: ignore[assignment]
@@ -28,30 +28,30 @@ class Dealt(NamedTuple):
 
 
 def offsets_of(sizes: Ints) -> Ints:
-    """Offsets [n + 1] of clients of these sizes [n]."""
+    """Return offsets [n + 1] of clients with these sizes [n]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
 def owners(dealt: Dealt) -> Ints:
-    """Client of every entry of ``dealt.index``."""
+    """Return the client of every entry of ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
 def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
-    """Entries of both, client by client, the first ones before the second."""
+    """Return the entries of both, client by client, the first ones before the second."""
     owner = np.concatenate([owners(first), owners(second)])
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
-    """N sizes that sum to `total` and differ by at most 1, the larger first."""
+    """Return n sizes that sum to `total` and differ by at most 1, the larger ones first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
 def sort_by_key(keys: Ints, start: Ints) -> Ints:
-    """Return places sorted by their keys (>= 0), equal keys in the order of ``start``, in linear time.
+    """Return positions sorted by their keys (>= 0), equal keys in the order of ``start``, in linear time.
 
-    numpy sorts numbers of 16 bits by radix, so the keys are gone through 16 bits at a time, the lowest first.
+    NumPy sorts 16-bit numbers by radix, so the keys are processed 16 bits at a time, the lowest first.
     """
     for shift in range(0, int(keys.max(initial=0)).bit_length(), 16):
         start = start[np.argsort((keys >> shift).astype(np.uint16)[start], kind="stable")]
@@ -59,19 +59,19 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
 
 
 def distinct(index: Ints, total: int) -> int:
-    """Return the distinct numbers of ``index``, which are within 0..total-1."""
+    """Return the distinct numbers of ``index``, which must be within 0..total-1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())
 
 
 def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Sort samples by their client. Within a client they stay in the order given.
+    """Sort samples by their client. Within a client they keep their order.
 
     Args:
         index: positions in the data set ``[k]``.
         owner: client of each ``[k]``, from 0 to n - 1.
-        n: clients. One without an entry holds no sample.
+        n: clients. A client without an entry has no sample.
 
     >>> group_by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
@@ -92,7 +92,7 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
-    """Give client i ``counts[i, c]`` different entries of list c, drawn anew for each client: clients may overlap."""
+    """Give client i ``counts[i, c]`` different entries of list c. Clients draw separately, so they may overlap."""
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
         for i, c in np.argwhere(counts).tolist()
@@ -101,14 +101,14 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
 
 
 def cut_by(shares: Floats, totals: Ints) -> Ints:
-    """Convert shares ``[n, C]`` (columns sum to 1) to counts by cuts at rounded-down running sums, as NIID-Bench."""
+    """Convert shares ``[n, C]`` (columns sum to 1) to counts by cuts at floored cumulative sums, as in NIID-Bench."""
     ends = np.floor(np.cumsum(shares, 0) * totals + 1e-9).astype(np.int64)
     ends[-1] = totals
     return np.diff(ends, axis=0, prepend=0)
 
 
 def round_to_total(shares: Floats, total: int) -> Ints:
-    """Whole numbers close to ``shares * total`` with rows that sum to `total`: largest remainders."""
+    """Return integers close to ``shares * total`` with rows that sum to `total`, by largest remainders."""
     exact = shares * total
     whole: Ints = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1, kind="stable")
@@ -116,10 +116,10 @@ def round_to_total(shares: Floats, total: int) -> Ints:
 
 
 def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> Ints:
-    """Draws counts [n, C] until every client has `min_size` samples.
+    """Draw counts [n, C] until every client has `min_size` samples.
 
     Raises:
-        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client below.
+        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client below this size.
     """
     best = -1
     for _ in range(MAX_DEAL_ATTEMPTS):

@@ -17,12 +17,12 @@ from fedloom.seeds import numpy_generator
 class Natural(Partition):
     """The natural clients of the source (writers, hospitals), or several of them per client.
 
-    Those with fewer than `min_size` samples are left out, as LEAF's `-k` does.
+    Natural clients with fewer than `min_size` samples are left out, as by LEAF's `-k`.
     """
 
     kind: ClassVar[str] = "natural"
     purpose: ClassVar[str] = "writers"
-    """Of the seed of its draws, which has the first name of the kind."""
+    """Purpose in the seed of its draws. It keeps the original name of the kind."""
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all of them)")
     per_client: int | None = Field(default=None, ge=1, description="natural clients per client (FLAME on FEMNIST: 338)")
@@ -52,7 +52,7 @@ class ByColumn(Partition):
     shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Whole values to clients."""
+        """Assign complete values to clients."""
         data = pool.data
         if self.column not in data.columns:
             raise PartitionError(
@@ -101,9 +101,9 @@ def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
 
 
 class Clusters(Partition):
-    """Planted clusters: blocks of classes, each known to a block of clients (Equitable-FL, Table 1 and section 5).
+    """Planted clusters: blocks of classes, each assigned to a block of clients (Equitable-FL, Table 1 and section 5).
 
-    Cluster k has the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these holds
+    Cluster k has the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these clients has
     ``per_class[k]`` samples of each of its classes.
     """
 
@@ -124,7 +124,7 @@ class Clusters(Partition):
         return self
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Blocks of classes to blocks of clients."""
+        """Assign blocks of classes to blocks of clients."""
         data, n = pool.data, sum(self.sizes)
         lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):

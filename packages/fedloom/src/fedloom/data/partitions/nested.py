@@ -1,4 +1,4 @@
-"""Partitions on top of others (mixed, feature noise, swapped labels and views), and every kind by name."""
+"""Partitions based on other partitions (mixed, feature noise, swapped labels, views), and all kinds by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Below = Annotated[
 class FeatureNoise(Sized):
     """Noise that grows with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
-    Client i = 1..m gets Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), on all its parts.
+    Client i = 1..m has Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), in all its parts.
     """
 
     kind: ClassVar[str] = "feature-noise"
@@ -64,10 +64,10 @@ class FeatureNoise(Sized):
 
 
 class LabelSwap(Sized):
-    """Concept skew: the same features mean other classes in another group of clients.
+    """Concept skew: the same features have other classes in another group of clients.
 
-    Clients form `groups` blocks. The first keeps the classes, each other block has its own random exchange of them, in
-    all parts. The common test set keeps the true classes.
+    Clients form `groups` blocks. The first block keeps the classes, and each other block has its own random permutation
+    of them, in all parts. The common test set keeps the true classes.
     """
 
     kind: ClassVar[str] = "label-swap"
@@ -75,7 +75,7 @@ class LabelSwap(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base's clients, and their group's classes for each."""
+        """Draw the base's clients, and the classes of each client's group."""
         pool.labels(self.kind)
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
@@ -95,10 +95,10 @@ class LabelSwap(Sized):
 
 
 class Rotated(Sized):
-    """Feature skew: clients see images turned, and inverted (as IFCA's Rotated MNIST).
+    """Feature skew: clients have turned and inverted images (as in IFCA's Rotated MNIST).
 
-    Clients form a block for every view, all turns and then all turns inverted. The first keeps the images. A view holds
-    for all parts of a client. The common test set keeps the images as they are.
+    Clients form one block per view: all turns, and then all turns inverted. The first block keeps the images. A view
+        applies to all parts of a client. The common test set keeps the images.
     """
 
     kind: ClassVar[str] = "rotated"
@@ -115,7 +115,7 @@ class Rotated(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base's clients, and their group's view for each."""
+        """Draw the base's clients, and the view of each client's group."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
             raise Refused(f"rotated: needs images [channels, height, width], and samples of {name} are {[*shape]}")
@@ -138,8 +138,8 @@ class Rotated(Sized):
 class MixedSkew(Sized):
     """Two kinds of skew in one federation (FLAME, section V-A: half the clients # label = 2, half quantity Dir(0.5)).
 
-    The first round(ratio * clients) clients are cut by `first_partition`, the others by `second_partition`, each
-    from its own random share of the samples.
+    `first_partition` cuts the first round(ratio * clients) clients, and `second_partition` the others, each from its
+    own random share of the samples.
     """
 
     kind: ClassVar[str] = "mixed"
@@ -179,7 +179,7 @@ class MixedSkew(Sized):
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Both kinds' clients, one after the other."""
+        """Return both kinds' clients, one after the other."""
         self.fits(pool)
         first, second = self._halves()
         k = round(self.ratio * self.clients)
@@ -200,14 +200,17 @@ def _sub(pool: Pool, chosen: Ints) -> Pool:
 
 
 def _join_draws(draws: list[Draw], classes: int) -> Draw:
-    """Draws one after the other. A draw without noise, views or exchange of classes gets none."""
+    """Concatenate draws. A draw without noise, views or permuted classes receives neutral values."""
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
     channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
 
     def joint(values: list[Any], none: NDArray[Any]) -> Any:
-        """Join the kinds' values, a row per client, with `none` for clients of other kinds, or None without values."""
+        """Concatenate the kinds' values, one row per client, with `none` for clients of other kinds.
+
+        None if there are no values.
+        """
         rows = [np.broadcast_to(none if v is None else v, (n, *none.shape)) for v, n in zip(values, sizes, strict=True)]
         return np.concatenate(rows) if any(v is not None for v in values) else None
 
@@ -238,14 +241,14 @@ PARTITIONS: dict[str, type[Partition]] = {
 }
 
 OUTER_FIELDS = tuple(Partition.model_fields)
-"""Fields of the federation as a whole. A partition inside another has none of its own."""
+"""Fields of the federation as a whole. A partition inside another one must not set them."""
 
 
 def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
     """Read the partition of a table ``{kind = ..., ...}`` for some of the clients.
 
     Raises:
-        ConfigError: no kind, an unknown kind, or a field that belongs to the federation as a whole.
+        ConfigError: the kind is missing or unknown, or a field belongs to the federation as a whole.
     """
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)

@@ -13,17 +13,17 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Cuts each client's samples.
+    """Cut each client's samples.
 
-    At least one sample goes to training, then (from 2 samples on) one to test, then (from 3 on) one to validation. The
-    fractions are rounded. One sample of each class a client has stays in training.
+    At least one sample is for training, then (from 2 samples on) one for test, then (from 3 on) one for validation.
+    Fractions are rounded. One sample of each of a client's classes stays in training.
 
     Args:
         dealt: samples of every client.
         y: classes of the whole data set [N], None for a regression.
-        quota: how much goes into which part.
+        quota: sizes of the parts.
         rng: source of the random order.
-        design: whose samples belong together. Then subjects are cut, see `parts_by_subject`.
+        design: says which samples belong together. If it is given, subjects are cut, see `parts_by_subject`.
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)
     if design is not None:
@@ -59,7 +59,7 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
-    """Rank of each sample at its client: one of each class first, the others in random order. And how many first."""
+    """Return each sample's rank at its client, one of each class first, and the number of these first ones."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
     by_class = sort_by_key(cell, drawn)
     first = np.ones(len(owner), bool)
@@ -72,7 +72,10 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 
 
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
-    """Stratified folds: samples in class order are dealt to folds in turn. A class of one sample is never tested."""
+    """Return stratified folds: samples in class order are dealt to folds in turn.
+
+    A class of one sample is never tested.
+    """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
     turn = np.empty_like(owner)
@@ -82,16 +85,16 @@ def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, o
 
 
 def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: int) -> None:
-    """Refuse positions outside the data, offsets that do not fit, and test samples that the client trains on.
+    """Raise for positions outside the data, wrong offsets, and test samples that the client trains on.
 
     Args:
         dealt: samples of every client.
-        test: samples of its test part, where the partition gives it.
-        common: samples of a common test set, where the partition gives one.
-        samples: of the data set.
+        test: samples of its test part, if the partition determines it.
+        common: samples of a common test set, if the partition determines one.
+        samples: number of samples in the data set.
 
     Raises:
-        ValueError: the partition's code is wrong. The message has the field.
+        ValueError: the partition's code is wrong. The message names the field.
     """
     for name, lists in (("dealt", dealt), ("test", test)):
         if lists is None:

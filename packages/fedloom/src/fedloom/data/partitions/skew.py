@@ -38,14 +38,14 @@ class Iid(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Cut a permutation evenly."""
+        """Cut a permutation into equal parts."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
 
 
 class QuantitySkew(Sized):
-    """Sizes by Dirichlet shares, labels alike (NIID-Bench, section 4.1, "q ~ Dir(alpha)"; FLAME)."""
+    """Sizes by Dirichlet shares, with equal label distributions (NIID-Bench, section 4.1, "q ~ Dir(alpha)"; FLAME)."""
 
     kind: ClassVar[str] = "quantity-skew"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
@@ -90,7 +90,7 @@ class Shards(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Shards or classes, dealt at random."""
+        """Deal shards or classes at random."""
         self.fits(pool)
         q, n, classes = self.labels_per_client, self.clients, len(pool.data.classes)
         rng = numpy_generator(seed, purpose="shards")
@@ -116,7 +116,7 @@ class Shards(Sized):
 
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
-    """Return counts ``[n, C]``: each client takes the q least-taken classes, with random ties."""
+    """Return counts ``[n, C]``: each client takes the q classes that were taken least, with random ties."""
     held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
@@ -141,11 +141,11 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
 
 
 class FemnistFedProx(Sized):
-    """A few classes per client, sizes log-normal: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
+    """A few classes per client with log-normal sizes: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
 
-    User i holds ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each
-    of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint, in the published code an index
-    is reset by mistake, such that they share the first images of a class. What is left over has no owner.
+    User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each of
+    the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint. In the published code an index is
+    reset by mistake, so users share the first images of a class. Remaining samples have no owner.
     """
 
     kind: ClassVar[str] = "femnist-fedprox"
@@ -158,7 +158,7 @@ class FemnistFedProx(Sized):
     extra: int = Field(default=5, ge=0, description="samples that every client gets in addition")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Sizes, then the next samples of each user's classes."""
+        """Draw sizes, then assign the next samples of each user's classes."""
         rng = numpy_generator(seed, purpose="few")
         lists = pool.by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
@@ -195,10 +195,11 @@ class FemnistFedProx(Sized):
 class Dirichlet(Sized):
     """Label skew by Dirichlet shares.
 
-    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is shared by p ~ Dir(alpha, ..., alpha) over clients.
-    By client (Acar et al. 2021, used by FedSLR, section 5.1): equal clients whose label distribution is
+    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is divided among clients by p ~ Dir(alpha, ...,
+    alpha).
+    By client (Acar et al. 2021, used by FedSLR, section 5.1): equal clients whose label distribution is drawn from
     Dir(alpha, ..., alpha) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): the same with
-    Dir(alpha * p), p the label distribution of all samples. Where a class runs out, the samples that are due go to the
+    Dir(alpha * p), p the label distribution of all samples. If a class is exhausted, the missing samples come from the
     client's other classes in proportion.
     """
 
@@ -261,7 +262,7 @@ class Dirichlet(Sized):
 
 
 def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
-    """Rows of `weights` over the open classes, each summing to 1. A row with nothing left is even."""
+    """Return rows of `weights` over the open classes, each summing to 1. A row without open classes is uniform."""
     rows = weights * open_
     rows[rows.sum(1) <= 1e-12] = open_
     return np.asarray(rows / rows.sum(1, keepdims=True))
@@ -270,8 +271,9 @@ def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
 def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generator) -> Ints:
     """Return counts ``[n, C]`` with the given row sums and with columns within `held`.
 
-    As if samples were drawn one by one, clients in random order: demands for a class beyond what is left are refused at
-    random and drawn again over the other classes. Each pass serves everyone or empties a class.
+    The result is distributed as if samples were drawn one by one, with clients in random order: demand beyond the rest
+    of a class is rejected at random, and drawn again over the other classes. Each pass serves all clients or exhausts a
+    class.
     """
     counts = np.zeros(prior.shape, np.int64)
     left = held.copy()

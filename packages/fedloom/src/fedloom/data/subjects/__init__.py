@@ -1,1 +1,1 @@
-"""Subjects: the rows of one patient stay together, and splits follow the calendar and keep shares."""
+"""Subjects: the rows of one patient stay together, and splits respect time and strata."""

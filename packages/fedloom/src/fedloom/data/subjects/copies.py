@@ -1,4 +1,4 @@
-"""Copies with small changes, as augmentation makes them: rows and images that lie far closer than all others do."""
+"""Near copies, as augmentation creates them: rows and images that are far closer than all others."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.design import Design, Ints
 
 NEIGHBOR_COUNT = 10
-"""Neighbours of a row by which a near copy differs from a dense place."""
+"""Number of neighbors of a row by which a near copy differs from a dense region."""
 CLOSENESS_LEVEL = 1e-3
-"""Probability that a row's nearest neighbour is as close, were all rows drawn alike. A note needs 50 times as many."""
+"""Probability that a row's nearest neighbor is as close, if all rows came from the same distribution. A note needs 50
+times as many."""
 CLOSE_SHARE = 0.05
 MOST_NEAR_ROWS = 20_000
-"""Rows up to which near copies are looked for. A tree of more takes seconds."""
+"""Largest number of rows for which near copies are searched. A tree of more rows takes seconds."""
 MOST_NEAR_IMAGES = 10_000
-"""Images up to which near copies are looked for. The distances of more take seconds."""
+"""Largest number of images for which near copies are searched. The distances of more images take seconds."""
 MOST_TREE_AXES = 8
-"""Axes up to which a tree finds neighbours faster than all distances do."""
+"""Largest number of axes for which a tree finds neighbors faster than all distances."""
 MOST_COMPARED_BYTES = 1 << 29
-"""Bytes of samples that are compared: above, it takes seconds, and samples may lie on disk."""
+"""Largest number of bytes that are compared. More would take seconds, and the samples may be on disk."""
 THUMB_PIXELS = 32
-"""Height and width to which larger images are averaged before they are compared."""
+"""Height and width to which larger images are averaged before the comparison."""
 LEAST_PIXELS = 8
-"""Height and width from which images can be told apart."""
+"""Smallest height and width at which images can be distinguished."""
 FREQUENCY_COUNT = 5
 SEEN_AXES = 12
-"""Principal axes of spectra and thumbnails in which images are compared."""
+"""Number of principal axes of spectra and thumbnails in which images are compared."""
 
 
 def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
-    """Return how many rows have a neighbour that is far closer than the next ones. 0 where that is chance.
+    """Return the number of rows with a neighbor that is far closer than the next ones, or 0 if chance explains them.
 
     Args:
-        points: ``[N, p]`` in which distances mean something.
-        units: subject ``[N]`` of each row, whose own rows do not count. None: no rows belong together.
-        ties: whether equal points are copies. Else points with several equal ones are coarse and say nothing.
+        points: ``[N, p]`` with meaningful distances.
+        units: subject ``[N]`` of each row. Rows of the same subject do not count. None: every row is independent.
+        ties: True if equal points are copies. False ignores points with several equal ones, because they are coarse.
     """
     if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
         return 0
@@ -61,7 +62,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
 
 def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
-    """Distances ``[N, k]`` of each point to its nearest ones, itself among them, and their places."""
+    """Return distances ``[N, k]`` of each point to its nearest points, including itself, and their positions."""
     if points.shape[1] <= MOST_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
@@ -78,14 +79,14 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
 
 
 def image_copies(images: torch.Tensor, design: Design | None) -> int:
-    """Return how many images look like copies of others with small changes. 0 where that is chance.
+    """Return the number of images that look like slightly changed copies of others, or 0 if chance explains them.
 
-    Mirror images, quarter turns, shifts and other contrasts leave the spectrum as it is, noise leaves the thumbnail.
-    Turns by another angle and crops of a small part change both.
+    Mirror images, quarter turns, shifts and contrast do not change the spectrum. Noise does not change the thumbnail.
+    Turns by other angles and crops of a small part change both.
 
     Args:
         images: ``[N, C, H, W]``.
-        design: of the data set. Images of one subject do not count.
+        design: design of the data set. Images of one subject do not count.
     """
     if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
         return 0
@@ -99,14 +100,14 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
 
 
 def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
-    """Images ``[N, 1, H, W]`` averaged to at most so many pixels in height and width."""
+    """Average images to at most this height and width, ``[N, 1, H, W]``."""
     return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
 
 
 def _spectra(grey: torch.Tensor) -> torch.Tensor:
-    """Low frequencies of the absolute Fourier transform, averaged with those of turned and mirrored images, ``[N, p]``.
+    """Return low frequencies of the absolute Fourier transform, averaged over turned and mirrored images, ``[N, p]``.
 
-    They are divided by their mean, which the contrast changes.
+    They are divided by their mean, which depends on the contrast.
     """
     absolute = torch.fft.fft2(grey[:, 0] - grey.mean((1, 2, 3))[:, None, None]).abs()
     k = min(FREQUENCY_COUNT, *(side // 2 for side in absolute.shape[1:]))
@@ -116,7 +117,7 @@ def _spectra(grey: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
-    """Thumbnails of 8 x 8 pixels around their mean, of length 1: ``[N, 64]``."""
+    """Return thumbnails of 8 x 8 pixels, centered and scaled to length 1: ``[N, 64]``."""
     thumbs = _thumbs(grey, LEAST_PIXELS).flatten(1)
     thumbs = thumbs - thumbs.mean(1, keepdim=True)
     unit: torch.Tensor = thumbs / thumbs.norm(dim=1, keepdim=True).clamp(min=1e-12)
@@ -124,7 +125,7 @@ def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
-    """Points ``[N, p]`` in their first principal axes."""
+    """Return points ``[N, p]`` in their first principal axes."""
     points = points.double() - points.double().mean(0)
     axes = torch.linalg.svd(points, full_matrices=False)[2][:count]
     return np.asarray((points @ axes.T).numpy())

@@ -1,4 +1,4 @@
-"""Cut by subject: deal whole subjects to clients, and put each subject into one part everywhere."""
+"""Cut by subject: deal complete subjects to clients, and put each subject into one part everywhere."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedloom.data.subjects.design import Design, Ints
 from fedloom.errors import PartitionError
 
 TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
-"""Codes of the parts. The last one is of samples that are left out."""
+"""Codes of the parts. The last code marks samples that are left out."""
 
 
 class Quota(NamedTuple):
-    """How much of a client goes into which part.
+    """Sizes of the parts of a client.
 
     Attributes:
         test: fraction for test. 0: no test part.
         validation: fraction for validation. 0: no validation part.
-        keep: training samples kept per client at most, of subjects where they are known. None: all.
-        folds: number of cross-validation folds, in place of `test`.
-        fold: which fold is the test part.
+        keep: largest number of training samples per client, or of subjects if they are known. None: all.
+        folds: number of cross-validation folds, instead of `test`.
+        fold: the fold that is the test part.
     """
 
     test: float
@@ -34,10 +34,10 @@ class Quota(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """What is cut, an entry per subject and client.
+    """Entries to cut, one per subject and client.
 
     Attributes:
-        owner: client ``[k]`` of each, rising.
+        owner: client ``[k]`` of each, increasing.
         label: class ``[k]`` of each, 0 without classes.
         stratum: stratum ``[k]`` of each. None without strata.
         n: number of clients.
@@ -50,16 +50,16 @@ class Cells(NamedTuple):
 
 
 def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return what clients hold once every dealt row stands for all rows of its subject.
+    """Return the clients' rows after each dealt row is replaced by all rows of its subject.
 
     Args:
-        design: of the data set.
+        design: design of the data set.
         index: dealt rows ``[k]``, one for each subject of a client.
-        offsets: of the clients ``[n + 1]``.
+        offsets: offsets of the clients ``[n + 1]``.
         rows: rows ``[p]`` that may be dealt.
 
     Returns:
-        rows and offsets as before, the rows of a subject side by side.
+        The rows and offsets in the same form, with the rows of a subject side by side.
     """
     units = design.units
     grouped = rows[np.argsort(units[rows], kind="stable")]
@@ -74,23 +74,23 @@ def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tu
 def parts_by_subject(
     design: Design, index: Ints, owner: Ints, n: int, y: Ints | None, quota: Quota, rng: np.random.Generator
 ) -> Ints:
-    """Return the part of each row ``[k]``, by code: one part for each subject, at all clients.
+    """Return the part of each row ``[k]``, by code: each subject has one part at all clients.
 
-    A subject of several clients counts at the one with the fewest subjects, and follows that everywhere. The latest
-    subjects are tested where the order is known, those that are marked where some are. Else a random share is, in
-    which strata have their shares. Fractions and numbers are of subjects.
+    A subject of several clients counts at the client with the fewest subjects, and has that part everywhere. The test
+    part contains the latest subjects if the order is known, or the marked ones if some are marked. Otherwise it is a
+    random share that preserves the shares of the strata. Fractions and numbers refer to subjects.
 
     Args:
-        design: of the data set.
+        design: design of the data set.
         index: rows ``[k]``.
-        owner: client ``[k]`` of each, rising.
+        owner: client ``[k]`` of each, increasing.
         n: number of clients.
         y: classes of the whole data set. None: there are none.
-        quota: how much goes into which part.
+        quota: sizes of the parts.
         rng: source of the random order.
 
     Raises:
-        PartitionError: a client is left without a training sample.
+        PartitionError: a client has no training sample left.
     """
     units, total = design.units[index], len(design.units)
     client, who = np.divmod(np.unique(owner * total + units), total)
@@ -128,16 +128,19 @@ def parts_by_subject(
 
 
 def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each subject ``[k]``. ``place`` has their last rows, ``draw`` a random number each."""
+    """Return the part of each subject ``[k]``.
+
+    ``place`` contains their last rows, and ``draw`` a random number each.
+    """
     if design.order is not None:
         return codes_in_order(cells, design.order.numpy()[place], quota, draw)
     return codes_at_random(cells, quota, draw)
 
 
 def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each subject, the earliest of a client in training, then validation, then test.
+    """Return the part of each subject: a client's earliest subjects are for training, then validation, then test.
 
-    With folds a client's subjects are cut into one more block than there are folds: fold f tests on block f + 1 and
+    With folds, a client's subjects are cut into one more block than there are folds: fold f tests on block f + 1 and
     trains on the blocks before it. Later blocks are left out.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
@@ -160,7 +163,10 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
 
 
 def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each entry at random, with the shares of strata. One of each class stays in training."""
+    """Return the part of each entry at random, preserving the shares of strata.
+
+    One entry of each class stays in training.
+    """
     owner, label, stratum, n = cells
     classes = int(label.max(initial=0)) + 1
     sizes = np.bincount(owner, minlength=n)
@@ -216,7 +222,7 @@ def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
 
 
 def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
-    """Return two parts that share a subject, and one of its rows. None where every subject is in one part.
+    """Return two parts that share a subject, and one of its rows. None if every subject is in a single part.
 
     Args:
         design: of the data set.

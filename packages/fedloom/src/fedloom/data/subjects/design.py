@@ -1,4 +1,4 @@
-"""Design of a data set: whose rows belong together, in which order rows came, and which of them are the test part."""
+"""Design of a data set: which rows belong together, in which order they came, and which of them are the test part."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
 SAMPLE_ROLES = ("subject", "order", "strata")
-"""What is known of every sample in memory. Rows of a table may be marked as test rows, too."""
+"""Facts about every sample in memory. Rows of a table may also be marked as test rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """What splits respect. A subject goes by its last row: the latest by `order`, without that the last in the data.
+    """What splits respect.
+
+    A subject is ordered by its last row: the latest by `order`, or without `order` the last in the data.
 
     Attributes:
-        subject: code ``[N]`` int64 of each row's subject, such as a patient. None: every row is one of its own.
-        order: when each row came, ``[N]`` float64: a number, or seconds since 1970 of a date. None: not known.
-        strata: code ``[N]`` int64 of each row's stratum, whose shares splits and folds keep. None: there are none.
-        held_out: whether each row is marked as a test row, ``[N]`` bool. None: partitions cut the test parts.
+        subject: code ``[N]`` int64 of each row's subject, such as a patient. None: every row is its own subject.
+        order: time of each row, ``[N]`` float64: a number, or seconds since 1970 for a date. None: not known.
+        strata: code ``[N]`` int64 of each row's stratum. Splits and folds preserve the shares of the strata. None:
+            there are none.
+        held_out: True for rows that are marked as test rows, ``[N]`` bool. None: partitions cut the test parts.
         names: column of each of these by its option, such as ``{"subject": "patient_id"}``.
     """
 
@@ -38,7 +41,7 @@ class Design:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def wrong(self, rows: int) -> list[str]:
-        """Return what is wrong with the design of a data set of so many rows, a sentence each."""
+        """Return the errors in the design of a data set with this number of rows, one sentence each."""
         kinds = {"subject": torch.int64, "order": torch.float64, "strata": torch.int64, "held_out": torch.bool}
         sentences = []
         for name, dtype in kinds.items():
@@ -61,19 +64,22 @@ class Design:
 
     @property
     def subject_name(self) -> str:
-        """Column of the subjects, or "subject"."""
+        """Name of the subjects' column, or "subject"."""
         return self.names.get("subject", "subject")
 
     @cached_property
     def units(self) -> Ints:
-        """Subject of each row ``[N]``, numbered from 0 to fewer than N. Each row is its own where none is known."""
+        """Subject of each row ``[N]``, numbered from 0 to less than N.
+
+        A row without a known subject is its own subject.
+        """
         rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
         if self.subject is None:
             return np.arange(rows)
         return np.unique(self.subject.numpy(), return_inverse=True)[1].astype(np.int64)
 
     def last_rows(self, rows: Ints) -> Ints:
-        """Return the last row of every subject among some rows ``[k]``, subjects by number: ``[s]`` positions."""
+        """Return the last row of every subject among some rows ``[k]``, by subject: ``[s]`` positions."""
         times = np.zeros(len(rows)) if self.order is None else self.order.numpy()[rows]
         ordered = rows[np.lexsort((rows, times, self.units[rows]))]
         ends = np.ones(len(ordered), bool)
@@ -82,7 +88,7 @@ class Design:
 
     @cached_property
     def tested(self) -> NDArray[np.bool_] | None:
-        """True if each row is in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
+        """True for rows in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
         if self.held_out is None:
             return None
         of_unit = np.zeros(len(self.units), bool)
@@ -92,11 +98,11 @@ class Design:
         return tested
 
     def count(self, rows: Ints) -> int:
-        """Return how many subjects some rows are of."""
+        """Return the number of subjects of some rows."""
         return len(np.unique(self.units[rows]))
 
     def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
-        """Return how many subjects each of ``total`` groups has, ``[total]``.
+        """Return the number of subjects in each of ``total`` groups, ``[total]``.
 
         Args:
             groups: group ``[k]`` of each row.
@@ -107,10 +113,10 @@ class Design:
         return np.bincount(pairs // len(self.units), minlength=total)
 
     def notes(self, rows: Ints, owner: Ints) -> list[str]:
-        """Return sentences for the report: how many subjects there are, and what has no effect.
+        """Return sentences for the report: the number of subjects, and options without effect.
 
         Args:
-            rows: positions ``[k]`` of what clients hold.
+            rows: positions ``[k]`` of the clients' rows.
             owner: client ``[k]`` of each.
         """
         notes = []
@@ -138,16 +144,16 @@ class Design:
 
 
 def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
-    """Return the design of samples in memory. None where nothing is said.
+    """Return the design of samples in memory. None if nothing is given.
 
     Args:
-        values: by name ``subject`` (anything that names it), ``order`` (numbers or dates) and ``strata`` (levels), each
-            a value for every sample.
+        values: by name ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), each with
+            one value per sample.
         rows: number of samples.
         place: for messages.
 
     Raises:
-        DataError: another number of values, missing ones, or an order that is neither of numbers nor of dates.
+        DataError: the number of values differs, values are missing, or an order consists of neither numbers nor dates.
     """
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
@@ -175,5 +181,5 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:
-    """Return how many subjects some rows are of, without a design, how many rows there are."""
+    """Return the number of subjects of some rows, or without a design the number of rows."""
     return len(rows) if design is None else design.count(rows)

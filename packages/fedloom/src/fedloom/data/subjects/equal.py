@@ -1,4 +1,4 @@
-"""Equal rows in two parts of a split, levels that only test rows have, and parts of a single class."""
+"""Equal rows in two parts of a split, levels that occur only in test rows, and parts with a single class."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
-"""Fewest equal rows that are noted."""
+"""Smallest number of equal rows that is noted."""
 CHANCE_RATIO = 10
-"""Times as many equal rows as chance makes from which they are noted."""
+"""Factor by which equal rows must exceed chance to be noted."""
 FINE_SHARE = 0.2
-"""Different values per row of a column in which rows differ."""
+"""Number of distinct values per row from which a column distinguishes rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
-    """Samples as numbers that are equal where samples and targets are.
+    """Samples as numbers that are equal if samples and targets are equal.
 
     Attributes:
         values: ``[N]``.
-        chance: how probably two samples are equal by chance: the product over the columns of a table, as if these were
-            independent. 0 of other samples.
-        fine: whether a column has so many different values that dependent columns make no equal rows.
+        chance: probability that two samples are equal by chance: the product over the columns of a table, as if they
+            were independent. 0 for other samples.
+        fine: True if a column has so many distinct values that dependent columns cannot explain equal rows.
     """
 
     values: NDArray[np.uint64]
@@ -71,10 +71,10 @@ def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np
 
 
 def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return the note on samples of one part that are equal to samples of another, more of them than chance makes.
+    """Return a note on equal samples in two parts, if there are more of them than by chance.
 
     Args:
-        data: as it was read.
+        data: the data as read.
         parts: samples of each part, all clients together.
         common: samples of a common test set.
     """
@@ -89,10 +89,10 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
 
 
 def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on levels of a table's columns that rows of a test part have and no training row.
+    """Return a note on levels of a table's columns that occur in a test part and not in training.
 
     Args:
-        data: as it was read, levels as codes.
+        data: the data as read, with levels as codes.
         parts: samples of each part, all clients together.
         common: samples of a common test set.
     """
@@ -115,10 +115,10 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
 
 
 def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on parts of all clients together in which every row is of one class.
+    """Return a note on parts, over all clients, that contain only one class.
 
     Args:
-        data: with classes, else there is no note.
+        data: data with classes. Other data have no note.
         parts: samples of each part, all clients together.
         common: samples of a common test set.
     """
