@@ -37,8 +37,7 @@ more for a decompression bomb."""
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
 """Number of seconds that are always allowed for a packed file, and number of packed bytes that add another second. A
 table of 5 MB in gz, with 50 MB of cells, takes about 3 s on one core. A decompression bomb of equal rows below
-`MAX_UNPACKING_RATIO` takes
-minutes."""
+`MAX_UNPACKING_RATIO` takes minutes."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (

@@ -44,10 +44,8 @@ class Heart(FileSource):
     """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, presence of a disease (num > 0).
 
     The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 counts as missing. Imputation
-    and
-    scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client becomes 0
-    for this client.
-    Columns with gaps get an additional feature that marks them.
+    and scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client
+    becomes 0 for this client. Columns with gaps get an additional feature that marks them.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -137,9 +135,7 @@ class Adult(FileSource):
 
     Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Coded columns
     become one feature per level, and `?` is a level. The sampling weight fnlwgt is not a feature. Every coded column
-    can
-    split a
-    federation.
+    can split a federation.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

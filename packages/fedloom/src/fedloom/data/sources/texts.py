@@ -157,7 +157,10 @@ class Shakespeare(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all speakers. A class is a character of the texts, and every character is a token."""
+        """Return the samples of all speakers.
+
+        Each class is a character of the texts, and every character is a token.
+        """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
         texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
