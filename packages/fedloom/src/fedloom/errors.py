@@ -2,19 +2,19 @@
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
-│   ├── InvalidValue              options that a value refuses
-│   ├── Refused                   two valid parts that make no sense together
-│   └── PartitionError            a split that the data cannot give
+│   ├── InvalidValue              invalid options of a value
+│   ├── Refused                   two valid parts that do not fit together
+│   └── PartitionError            a split that is not possible for the data
 ├── DataError (ValueError)        a data file or data set that is missing, damaged or out of range
-│   └── NoSamples                 a data set without a sample
+│   └── NoSamples                 a data set without samples
 ├── LayoutError (ValueError)      a vector, state or message of another model
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
 ├── CheckpointError               no checkpoint could be read, or none could be written
-│   └── DamagedCheckpoint         what one run has saved is damaged. Other runs are not concerned
-├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
+│   └── DamagedCheckpoint         the saved state of one run is damaged. Other runs are not affected
+├── CodeError                     code of a part failed, or gave an invalid result: part, round and cause are named
 │   └── ClientError               code of a client failed: round, client and stage are named
-├── GivenUp                       a round of a deployment that changes nothing but what it cost of privacy
+├── GivenUp                       a round of a deployment whose only effect is its privacy cost
 └── RunStopped                    a run that ended early, with its `Stop` reason
 """
 

@@ -138,8 +138,7 @@ TASK_ROLES = {
     "regression": Roles("rmse", "r2", "r2"),
 }
 """Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Otherwise the loss
-decides.
-Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Else the loss decides."""
+decides."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"

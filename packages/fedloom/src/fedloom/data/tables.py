@@ -116,8 +116,8 @@ class Table(Value):
     A number: missing values become the median of the client's observed training values, then the column is centered and
     divided by its standard deviation over the client's training part (by 1 if that is 0), unless switched off. A code:
     missing values become the client's most frequent training level, then one feature per level of the schema. A column
-    with fewer than `min_observed` observed training values at a client is 0 for this client. A flagged column gets one
-    more feature: 1 if the value was missing. Nothing is fitted across clients or on validation or test parts.
+    with fewer than `min_observed` observed training values at a client is 0 for this client. A flagged column gets an
+    additional feature: 1 if the value was missing. Nothing is fitted across clients or on validation or test parts.
 
     The same scaling applies to training, evaluation, prediction, exports and deployments: the rows of a client are
     encoded with the fit to its training part, for every model. A new client, which has no training part, uses

@@ -103,10 +103,7 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """NPZ file with x and y, or x_train, y_train, x_test, y_test.
-
-    Optional arrays are clients, subject, order and strata.
-    """
+    """NPZ file with x and y, or x_train, y_train, x_test, y_test. Optional: clients, subject, order, strata."""
 
     channels_last: bool | None = Field(
         default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"

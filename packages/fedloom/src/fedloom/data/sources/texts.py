@@ -147,10 +147,7 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF): the target is the character after each text.
-
-    Speakers are the natural clients.
-    """
+    """Shakespeare's plays by speaker (LEAF): next character of each text. Speakers are the natural clients."""
 
     length: int | None = Field(
         default=None, ge=1, description="last characters kept of a text (default: all (LEAF: 80))"

@@ -30,20 +30,19 @@ MISSING_TOKENS = frozenset(
 LEVELS_TOO = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are also levels in many tables. Only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values. Where they are
-few different ones."""
+"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values."""
 MOST_ODD = 4
-"""Largest number of different non-numeric cells in a column of numbers. A column with more contains levels or texts.
-More are levels or texts."""
+"""Largest number of different non-numeric cells in a column of numbers. A column with more contains levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
 """Smallest ratio of a column's smallest nonzero number to its median at which a zero cannot be a small value. The ratio
 is 14 to 125 for insulin."""
 MIN_ZERO_STEPS = 5
-"""Smallest distance between 0 and the smallest nonzero number, in steps of the column's numbers. The distance is one
-step in a count. A count has one."""
+"""Smallest distance between 0 and the smallest nonzero number, in steps of the column's numbers.
+
+The distance is one step in a count.
+"""
 MOST_ZERO = 0.6
-"""Largest share of zeros or codes in a column that may mean missing. More frequent values are regular values. More is
-what the column is about."""
+"""Largest share of zeros or codes in a column that may mean missing. More frequent values are regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
 """Codes in questionnaires that mean no answer."""
 MIN_CODE_DISTANCE = 3
@@ -70,8 +69,7 @@ ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", r
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
 """Pattern of names of dates of a person, which do not say when a row was recorded."""
 MOST_ALONE = 0.9
-"""Largest number of different values per row at which patients have several rows. Above, a few rows are duplicates.
-Above, a few are entered twice."""
+"""Largest number of different values per row at which patients have several rows. Above, a few rows are duplicates."""
 MAX_INDEX_SPARSITY = 20
 """Largest number of rows of the original table per remaining row of an index."""
 IN_STEP = 0.8

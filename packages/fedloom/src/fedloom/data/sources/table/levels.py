@@ -70,7 +70,7 @@ def alike(counts: Mapping[str, int]) -> str:
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Factors by which columns are multiplied, or such factors by client. Or such numbers by client."""
+"""Factors by which columns are multiplied, or such factors by client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:

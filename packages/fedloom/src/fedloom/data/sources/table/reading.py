@@ -438,8 +438,6 @@ class _Reading:
     def _leave_out(self) -> list[str]:
         """Remove features that number rows or name people, unless they are included, and return a note on each.
 
-        A note on each.
-
         Columns with an explicit role are kept, and agreed columns are read by the agreement.
         """
         spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
