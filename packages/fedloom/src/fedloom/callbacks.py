@@ -1,9 +1,9 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``. It changes nothing. A callback that returns a sentence ends the run after this round,
-which is evaluated first. The sentence becomes `Result.detail`. A callback that raises `fedloom.errors.RunStopped` ends
-the run immediately. Any other `Exception` becomes a warning and a note of the result: the run continues, and calls the
-function after the next round.
+A callback is any ``f(state)``. It must not change the state. A callback that returns a sentence ends the run after this
+round, which is evaluated first. The sentence becomes `Result.detail`. A callback that raises
+`fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` becomes a warning and a note of the result:
+the run continues, and calls the function after the next round.
 
 Decisions of a callback that depend only on ``state.records`` survive a restart, because the records of all rounds are
 in every checkpoint. The internal memory of a callback does not survive. A run that a callback has ended is complete:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # writes the same key in its own terms.
 
 Entrance = Literal["python", "file", "command", "estimator", "flower"]
-"""`simulate` and `compare`. A deployment's file. ``fedloom run`` and ``tune``; scikit-learn; a Flower app."""
+"""Entrances: `simulate` and `compare`, a file of a deployment, ``fedloom run`` and ``tune``, scikit-learn, Flower."""
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
@@ -347,7 +347,7 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Report in one sentence that a file could not be written.
+    """Raise a `CheckpointError` of one sentence if a file cannot be written in the block.
 
     Args:
         path: the file.

@@ -195,7 +195,7 @@ class Places:
 
         Args:
             key: the key, which may be a name in papers and other libraries.
-            value: its value.
+            value: value of the key.
             table: table that contains it. Empty outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))

@@ -45,7 +45,7 @@ def find(path: str, what: str, where: str = "") -> Any:
         where: file and table, for the message.
 
     Raises:
-        ConfigError: the module cannot be imported, or does not contain the name. Or `fedloom.trust` rejects it.
+        ConfigError: the module cannot be imported, or does not contain the name. Or `fedloom.trust` rejects the path.
     """
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
@@ -180,7 +180,7 @@ def _used(target: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Function:
-    """A user's function.
+    """Function of a user.
 
     Attributes:
         name: import path, or, for code of this process only (for example in a notebook's cell), its name and a digest.

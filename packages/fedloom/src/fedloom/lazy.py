@@ -23,7 +23,7 @@ def getter(
     """Return the ``__getattr__`` of a package.
 
     Args:
-        package: its name.
+        package: name of the package.
         places: place of every public name, such as ``"fedloom.engine.setting:Setting"`` or, for a module,
             ``"fedloom.models"``.
         classes: place of classes that the package does not contain, for the error.

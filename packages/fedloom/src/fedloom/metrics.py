@@ -25,7 +25,7 @@ class Metric(NamedTuple):
     """Title, format and direction of a metric.
 
     Attributes:
-        title: for people.
+        title: title for people.
         unit: unit of the shown value.
         scale: factor of the shown value.
         higher: True if larger values are better.
@@ -105,7 +105,7 @@ COST_FIGURES = {
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
-"""The equal-work columns."""
+"""Metrics of cost, the columns of equal work."""
 
 
 USER_METRICS: dict[str, Metric] = {}

@@ -45,7 +45,7 @@ Some = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """Common base. `FederatedClassifier` describes it."""
+    """Common base class of the estimators. `FederatedClassifier` describes it."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ def check_part(part: object, path: str, what: str) -> None:
     """Raise if a part is a module, class, function or method of Python itself, however it was reached.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the part is such an object.
     """
     while isinstance(part, functools.partial | functools.partialmethod):
         part = part.func
@@ -186,9 +186,9 @@ def is_installed(file: Path) -> bool:
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the owner of a file, folder or link target, if the owner is neither this user nor root. Else "".
+    """Return the owner of a file, folder or link target, if the owner is neither this user nor root.
 
-    Empty for files of this user and of root.
+    The result is "" for files of this user and of root.
     """
     for place in (path, path.resolve()):
         for one in (place, place.parent):

@@ -58,7 +58,7 @@ class Value(BaseModel, metaclass=Face):
     "local.weight_decay". A run gets a note if such a field is given and does
     not act."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names for fields in papers, and the fields. They are accepted."""
+    """Other names for fields in papers, and the fields. They are also accepted."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -182,7 +182,7 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Call ``make_value(**options)``. Return a value of options. Errors of pydantic become sentences.
+    """Return ``make_value(**options)``. Errors of pydantic become sentences.
 
     Args:
         make_value: class of a value, or a preset.

@@ -34,7 +34,8 @@ def as_federation(
 
     Args:
         clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each of
-            them the tuple (x, y) or any input of `Dataset.create`. Or one set, from which the test part is drawn.
+            them the tuple (x, y) or any input of `Dataset.create`. A client may also be one set, from which the test
+            part is drawn.
         test: fraction of a client's samples for its test part, if the client has no test set.
         validation: fraction of a client's training samples (or of all samples, if the client has no test set) for
             validation.

@@ -299,10 +299,10 @@ class Federation:
     def skew(self, part: str = "train") -> dict[str, Any]:
         """Return measures of the differences between clients, each a list with one value per client.
 
-        ``sizes``. And for classes, against the label distribution of the whole part: ``emd`` (sum of absolute
-        differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js`` (Jensen-Shannon
-        divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1, C]). NaN for a
-        client without samples in the part.
+        They are ``sizes``, and for classes, compared with the label distribution of the complete part: ``emd`` (sum of
+        absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js``
+        (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1,
+        C]). NaN for a client without samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
         if not self.data.classes:

@@ -147,8 +147,8 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
     If subjects are known, a row counts as its fraction of the subject's rows of that kind, so that a sum over rows is
     at most the number of their subjects.
 
-    The published results of a group contain numbers of rows and of correct predictions for every class. A class of
-    which the group has no row is a kind too: it follows that no patient of the group is of this class.
+    The published results of a group contain numbers of rows and of correct predictions for every class. A class without
+    a row in the group is also a kind, because the results show that no patient of the group belongs to it.
 
     Args:
         task: task of the data.

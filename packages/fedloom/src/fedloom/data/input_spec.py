@@ -187,7 +187,7 @@ class InputSpec(Value):
 
         Args:
             x: bytes, floats, or tokens.
-            name: for messages.
+            name: name for messages.
             original_dtype: as `Dataset.original_dtype`.
 
         Raises:

@@ -33,7 +33,7 @@ class NewRows(NamedTuple):
         x: raw columns ``[N, p]`` float64 of a table, in the order of training, with levels as codes and NaN for missing
             cells.
             Otherwise samples ``[N, *shape]``.
-        sites: owner of each row, from a column. Empty without one.
+        sites: owner of each row, from a column. None without such a column.
         notes: sentences on filled cells.
         files: file of each row, if each row is a separate file.
         kept: columns that accompany the predictions, by name, as text.
@@ -65,7 +65,7 @@ def new_rows(
             of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are ignored. Samples may
             also be a list of arrays, tensors or pictures, a torch data set, or a data set of the hub: see
             `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
-        name: for messages.
+        name: name for messages.
         users: column that names the client of a row.
         factors: factors by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
         keep: columns of a table that are included in the result, such as a patient number.

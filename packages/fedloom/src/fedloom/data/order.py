@@ -70,7 +70,7 @@ def plans(
         steps: ``[m]`` numbers of steps.
         seed: seed that names the generators, with the next three arguments.
         round: round of the run.
-        clients: their ids.
+        clients: ids of the clients.
         purpose: purpose of the draws.
 
     Returns:

@@ -27,7 +27,7 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 
     Args:
         x: samples ``[N, ...]``.
-        name: for messages.
+        name: name for messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
             from 0 to 1 unchanged. Other models accept floats unchanged. Integers and booleans are floats for a model
             trained on floats, as in its training. For a model trained on bytes, their meaning is ambiguous.

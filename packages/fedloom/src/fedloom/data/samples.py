@@ -98,7 +98,7 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
 
     Args:
         obj: the data set, whose samples are pairs (features, target), or, if not ``labelled``, also features alone.
-        name: for messages.
+        name: name for messages.
         labelled: True if every sample needs a target.
 
     Raises:
@@ -137,7 +137,7 @@ def paired(
 
     Args:
         samples: tuples (features, target), or dictionaries with both by the names of `FEATURE_TARGET_NAMES`.
-        name: for messages.
+        name: name for messages.
         labelled: True if every sample needs a target. Otherwise features alone are accepted, with the target 0.
         places: numbers of the samples, for messages. None: 0, 1, ...
 
@@ -169,7 +169,7 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
         x_name: column of features.
         y_name: column of targets. None: targets are 0.
         users: column of owners. None: no owners.
-        name: for messages.
+        name: name for messages.
 
     Raises:
         DataError: as `stacked`. Or a row differs in a second reading, for example because of ``set_transform``.
@@ -204,7 +204,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     Args:
         rows: an array or tensor. A list of samples: arrays, tensors or pictures. A torch data set, whose targets are
             ignored. A data set of the hub with a column of arrays or pictures.
-        name: for messages.
+        name: name for messages.
 
     Raises:
         ConfigError: the argument is a tuple, which means features with their targets, or something else.

@@ -24,7 +24,7 @@ class SiteRows(NamedTuple):
 
     Attributes:
         sites: columns ``[N, p]`` and targets ``[N, k]`` of every site.
-        columns: their names. Every level of a text column except the first is a column.
+        columns: names of the columns. Every level of a text column except the first is a column.
         names: names of the sites.
         data: data set of the rows.
         notes: sentences on rows that are left out.
@@ -126,11 +126,11 @@ def survival_rows(
     """Return `rows_by_site` with times from 0 on and events as targets.
 
     Args:
-        source: as there. The source's target is not a column.
+        source: as in `rows_by_site`. The source's target is not a column.
         time: column of times. None: the source's target.
         event: column with 1 for an event and 0 for no event. None: the source's.
         data_dir: folder of data sets.
-        test: as there.
+        test: as in `rows_by_site`.
 
     Raises:
         ConfigError: see `rows_by_site`. Or time and event are not named.

@@ -280,7 +280,7 @@ class Fitted(NamedTuple):
     """Table with its fit at every client ``[n, p, 5]``, see `Table.fit`.
 
     Attributes:
-        table: its columns.
+        table: table with the columns.
         values: values of the fit.
         raw: raw columns [N, p], which analyses of rows need.
     """

@@ -187,7 +187,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
     Args:
         x: samples ``[N, ...]``.
         channels_last: True for images ``[N, height, width, channels]``. None: raise if the shape looks like it.
-        place: for messages.
+        place: location for messages.
 
     Raises:
         DataError: the order of the axes is not given, or contradicts the shape.
@@ -202,7 +202,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return True if ``[N, ...]`` looks like images whose last axis is the channels.
+    """Return True if an array ``[N, ...]`` looks like images whose last axis is the channels.
 
     The number of channels is in `CHANNEL_COUNTS` and the first axis is not, or is 2, or is smaller than the sides of a
     square image, such as a satellite image.
@@ -234,7 +234,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     Args:
         x: ``[N, ...]``.
         out: array of the same shape.
-        place: for messages.
+        place: location for messages.
         first: number of the first row.
 
     Raises:

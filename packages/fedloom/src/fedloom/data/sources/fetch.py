@@ -120,7 +120,7 @@ def fetch(
     Existing files with the right digest stay unchanged.
 
     Args:
-        name: of `REMOTE_SETS`.
+        name: key of `REMOTE_SETS`.
         data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
         mirrors: further addresses of folders with the files, tried first.
         timeout: number of seconds without an answer after which the next address is tried.

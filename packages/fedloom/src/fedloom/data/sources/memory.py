@@ -42,9 +42,9 @@ def as_dataset(
             one of these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such
             dictionaries, and that are equal in every reading. A Hugging Face `Dataset` or `DatasetDict`. A pandas
             `DataFrame`, alone or with its targets. A table of pyarrow, or a table that Arrow can read (polars).
-        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. Or the name of
-            the target's column, None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or for a table
-            without these the last column.
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. The name of
+            the target's column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or
+            for a table without these the last column.
         task: meaning of the targets. None: classification if they are integers, text or booleans.
         test: the official test set, of the same type as `obj`. It is not allowed for tables, whose test rows are marked
             by a column (``test_column`` or ``test_since``).

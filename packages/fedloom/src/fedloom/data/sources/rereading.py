@@ -51,7 +51,7 @@ def steady(
     reading. A stream that can only be read once is not checked.
 
     Args:
-        first: the samples.
+        first: samples of the first reading.
         again: function that returns samples by their positions a second time. None: the samples are a stream.
         stream: function that restarts a stream.
         name: name of the data set, for messages.

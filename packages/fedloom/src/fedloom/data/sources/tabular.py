@@ -103,7 +103,7 @@ def _is_csv(name: str) -> bool:
 
 
 class Parquet(TableSource):
-    """A Parquet file."""
+    """Parquet file."""
 
     @property
     def unread(self) -> set[str]:

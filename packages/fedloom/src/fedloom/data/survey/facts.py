@@ -96,7 +96,7 @@ LATER_NAME_PATTERN = re.compile(
 
 @dataclass(eq=False)
 class ColumnProfile:
-    """One column.
+    """Profile of a column.
 
     Attributes:
         name: name in the header.

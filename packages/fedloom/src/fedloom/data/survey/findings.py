@@ -87,7 +87,7 @@ def findings(
     """Yield the notes on a table.
 
     Args:
-        features: by name.
+        features: features by name.
         outcome: the label and its event by name, each with "classification" or "regression".
         users: client of each row. None: no column contains the client.
         ranged: columns whose numbers are compared with an agreed range, which also finds markers.

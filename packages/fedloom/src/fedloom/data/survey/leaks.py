@@ -60,9 +60,9 @@ def leaks(
     """Yield the notes on columns that leak an outcome.
 
     Args:
-        features: by name.
+        features: features by name.
         of: name of the outcome.
-        target: the outcome.
+        target: column of the outcome.
         task: "classification" or "regression".
         users: client of each row. None: no column contains the client.
         rows: rows that are checked.

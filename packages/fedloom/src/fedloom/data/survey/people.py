@@ -31,7 +31,7 @@ NAME_COLUMNS = words(
 )
 """Names of columns with names of people, in lower case, without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Names of columns that may contain names of people. Their cells decide."""
+"""Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
     "mobilenumber cellphone handy handynummer fax puhelin телефон 电话 電話",

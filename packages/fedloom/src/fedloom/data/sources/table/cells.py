@@ -288,8 +288,8 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the columns and texts of a second header row above numbers, or [] if there is no such row.
 
-    The row is a second header if at least two such columns exist, at least three rows follow, and no column of numbers
-    has a number in it.
+    The row is a second header if at least two such columns exist, at least three rows follow, and the row contains no
+    number in a column of numbers.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
@@ -320,7 +320,7 @@ def pointed(cell: str) -> str:
 
 
 def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Return a mask of the missing cells: None, NaN, or a marker. Bool ``[k]``."""
+    """Return a mask of the missing cells: None, NaN, or a marker, bool ``[k]``."""
     hold = markers_of(missing).hold
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 

@@ -86,7 +86,7 @@ class Fractions:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Return numbers ``[N]`` as codes of their levels. Nan has none."""
+    """Return numbers ``[N]`` as codes of their levels, where NaN has no level."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -108,7 +108,7 @@ def impossible(
 
     Args:
         times: name of the column and its numbers ``[N]``, NaN for missing cells.
-        events: likewise.
+        events: name and numbers of the events, in the same form.
         first: number of the first row.
         eventless: True if a table may contain no event, such as one of several sites.
     """

@@ -35,7 +35,7 @@ class LoadedTable(NamedTuple):
 
     Attributes:
         names: names of the columns.
-        pieces: their cells.
+        pieces: pieces of the cells.
         coded: columns whose type has levels.
         notes: sentences for the report.
         first: number of the first row below the header.

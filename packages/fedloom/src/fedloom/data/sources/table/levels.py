@@ -90,7 +90,7 @@ def unapplied(factors: Factors, users: str | None, clients: Collection[str] | No
     """Return a sentence on every factor by client that applies to no row.
 
     Args:
-        factors: of columns.
+        factors: factors of columns.
         users: column with the client of a row.
         clients: clients with at least one row. None: the column does not exist.
     """
@@ -164,7 +164,7 @@ class Agreed:
         """Return the values of a piece of the column. A missing value or an unknown level becomes NaN.
 
         Args:
-            piece: of cells.
+            piece: piece of cells.
             missing: mask ``[k]`` of missing cells.
             problems: collector of cells that are not numbers or codes, and of missing or unknown cells unless they are
                 filled.
