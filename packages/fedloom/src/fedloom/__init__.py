@@ -1,6 +1,6 @@
 """fedloom: federated learning for clients that differ.
 
-Every public name is imported when it is first touched, so ``import fedloom`` costs nothing and loads no torch.
+Every public name is imported on first use, so ``import fedloom`` is fast and does not load torch.
 
 >>> import fedloom as fl
 >>> fl.seeds.derive(0, purpose="cohort") == fl.seeds.derive(0, purpose="cohort")
@@ -101,7 +101,7 @@ _RENAMED = {
     "partition": "partitions",
     "prox": "proxes",
 }
-"""Names of modules before they were plural nouns, and their names now."""
+"""Old singular names of modules, and their present plural names."""
 
 __getattr__ = getter(__name__, _ATTRIBUTE_PATHS, "methods are in fl.algorithms, models in fl.models", _RENAMED)
 

@@ -1,4 +1,4 @@
-"""A cache of expensive texts in the user's cache folder, kept between calls."""
+"""Cache of expensive texts in the user's cache folder, which is kept between calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _folder() -> Path:
-    """FEDLOOM_CACHE, or the folder ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
+    """Return FEDLOOM_CACHE, or the folder ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
     project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
@@ -22,7 +22,7 @@ def _head(key: str, text: bytes) -> bytes:
 
 
 def find(name: str, key: str) -> str | None:
-    """Look up a cached text by name and key, or None if it is missing or damaged."""
+    """Return a cached text by name and key, or None if it is missing or damaged."""
     try:
         head, _, text = (_folder() / name).read_bytes().partition(b"\n")
         return text.decode() if head + b"\n" == _head(key, text) else None
@@ -31,7 +31,7 @@ def find(name: str, key: str) -> str | None:
 
 
 def keep(name: str, key: str, text: str) -> None:
-    """Keep a text in place of the one of this name, where the folder cannot be written, nothing is kept."""
+    """Store a text and replace the previous text of the same name. If the folder is not writable, nothing is stored."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,10 +47,10 @@ def keep(name: str, key: str, text: str) -> None:
 
 
 def fingerprint(places: Iterable[Path]) -> str:
-    """Digest the name, size and time of every file at some places, and the versions of Python and its libraries.
+    """Return a digest of the name, size and time of every file at some paths, and of the versions of the software.
 
     Args:
-        places: files, and folders with all below them. One that does not exist counts as empty.
+        places: files, and folders with all files below them. A path that does not exist counts as empty.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:
@@ -64,7 +64,7 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _files(folder: Path) -> Iterable[str]:
-    """List the files below a folder in a fixed order, without Python's compiled files."""
+    """Return the files below a folder in a fixed order, without Python's compiled files."""
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__"})
         yield from (os.path.join(name, file) for file in sorted(files))

@@ -1,12 +1,13 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``. It changes nothing. One that returns a sentence ends the run after this round, which is
-evaluated first. The sentence is `Result.detail`. One that raises `fedloom.errors.RunStopped` ends the run at once. Any
-other `Exception` is a warning and a note of the result: the run goes on, and calls the function after the next round.
+A callback is any ``f(state)``. It must not change the state. A callback that returns a sentence ends the run after this
+round, which is evaluated first. The sentence becomes `Result.detail`. A callback that raises
+`fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` becomes a warning and a note of the result:
+the run continues, and calls the function after the next round.
 
-What a callback decides from ``state.records`` survives a restart, because the records of all rounds are in every
-checkpoint. A memory of its own does not. A run that a callback has ended is done: running it again gives the same
-result.
+Decisions of a callback that depend only on ``state.records`` survive a restart, because the records of all rounds are
+in every checkpoint. The internal memory of a callback does not survive. A run that a callback has ended is complete:
+running it again gives the same result.
 
     history = fl.callbacks.History()
     fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VirtualTime(Value):
-    """Ends a run when its clock has passed some seconds."""
+    """Callback that ends a run when its clock exceeds a number of seconds."""
 
     seconds: float = Field(gt=0, description="limit of virtual time, for a run with devices")
 
@@ -44,11 +45,11 @@ class VirtualTime(Value):
 
 
 class History:
-    """The measurements so far, during the run. After a restart also what was measured before it.
+    """Measurements so far, during the run. After a restart they include the measurements before it.
 
     Args:
-        show: called with this history after every evaluation, in a notebook
-            ``handle = display(display_id=True). History(show=handle.update)`` draws a curve that grows.
+        show: function that is called with this history after every evaluation, in a notebook ``handle =
+            display(display_id=True). History(show=handle.update)`` draws a growing curve.
     """
 
     def __init__(self, show: Callable[[History], object] | None = None) -> None:
@@ -61,11 +62,11 @@ class History:
             self._show(self)
 
     def table(self) -> pa.Table:
-        """Tidy, as `fedloom.engine.result.Result.table`."""
+        """Return a tidy table, as `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
+        """Return an Altair chart of a metric by round, see `fedloom.lazy.display`."""
         chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 

@@ -1,20 +1,20 @@
-"""Exceptions and stop reasons: every message has what happened, where, what was got and what to do.
+"""Exceptions and stop reasons. Every message says what happened, where, which value was given, and what to do.
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
-│   ├── InvalidValue              options that a value refuses
-│   ├── Refused                   two valid parts that make no sense together
-│   └── PartitionError            a split that the data cannot give
+│   ├── InvalidValue              invalid options of a value
+│   ├── Refused                   two valid parts that do not fit together
+│   └── PartitionError            a split that is not possible for the data
 ├── DataError (ValueError)        a data file or data set that is missing, damaged or out of range
-│   └── NoSamples                 a data set without a sample
+│   └── NoSamples                 a data set without samples
 ├── LayoutError (ValueError)      a vector, state or message of another model
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
 ├── CheckpointError               no checkpoint could be read, or none could be written
-│   └── DamagedCheckpoint         what one run has saved is damaged. Other runs are not concerned
-├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
+│   └── DamagedCheckpoint         the saved state of one run is damaged. Other runs are not affected
+├── CodeError                     code of a part failed, or gave an invalid result: part, round and cause are named
 │   └── ClientError               code of a client failed: round, client and stage are named
-├── GivenUp                       a round of a deployment that changes nothing but what it cost of privacy
+├── GivenUp                       a round of a deployment whose only effect is its privacy cost
 └── RunStopped                    a run that ended early, with its `Stop` reason
 """
 
@@ -44,29 +44,31 @@ if TYPE_CHECKING:
 # writes the same key in its own terms.
 
 Entrance = Literal["python", "file", "command", "estimator", "flower"]
-"""`simulate` and `compare`. A deployment's file. ``fedloom run`` and ``tune``; scikit-learn; a Flower app."""
+"""Entrances: `simulate` and `compare`, a file of a deployment, ``fedloom run`` and ``tune``, scikit-learn, Flower."""
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
-"""Keys of an experiment file that are in no table."""
+"""Keys of an experiment file that are outside tables."""
 ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
-"""Keys that are arguments of the scikit-learn estimators themselves, by their place in an experiment file."""
+"""Keys that are arguments of the scikit-learn estimators, by their place in an experiment file."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
-"""Other arguments of the estimators that have the name of a key."""
+"""Other arguments of the estimators with the name of a key."""
 QUOTES = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
-"""Keys that have a flag on the command line, beside ``--set``."""
+"""Keys with a flag on the command line, in addition to ``--set``."""
 
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Word the errors inside for an entrance. The outermost one counts, as `compare` calls `simulate`.
+    """Word the errors of the block for an entrance, and yield True in the outermost block.
+
+    The outermost entrance determines the wording, for example if `compare` calls `simulate`.
 
     Yields:
-        True if it is the outermost.
+        The value is True in the outermost block.
     """
     if _current.get() is not None:
         yield False
@@ -79,7 +81,7 @@ def entered(entrance: Entrance) -> Iterator[bool]:
 
 
 def worded(text: str) -> str:
-    """Return a text whose keys in braces are written as the current entrance has them.
+    """Return a text whose keys in braces are written in the form of the current entrance.
 
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
@@ -148,7 +150,7 @@ def _toml(value: str) -> str:
 
 
 def _options(value: str) -> str:
-    """Write the lines of a table that a value, a name of a kind or a dictionary, stands for."""
+    """Return the lines of a table that a value, a name of a kind or a dictionary represents."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
@@ -163,17 +165,17 @@ _WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
 
 
 class FedloomError(Exception):
-    """Base of every error that fedloom raises on purpose."""
+    """Base class of every error that fedloom raises on purpose."""
 
 
 class ConfigError(FedloomError, ValueError):
     """A value, key or name that is not allowed.
 
     Args:
-        message: what cannot be, where, and the value that was given.
-        rule: the id of the check that failed, as ``"cohort-too-small"``. It is the same at every entrance and in every
-            release. Empty for an error that belongs to no check before the first round.
-        fix: what to do, with keys in braces (see `worded`). The message ends with it in the entrance's terms.
+        message: description of the fault, its place, and the given value.
+        rule: id of the failed check, such as ``"cohort-too-small"``. It is the same at every entrance and in every
+            release. Empty for an error outside the checks before the first round.
+        fix: advice, with keys in braces (see `worded`). The message ends with the advice in the terms of the entrance.
     """
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
@@ -188,18 +190,18 @@ class ConfigError(FedloomError, ValueError):
         return error
 
     def placed(self, where: str) -> Self:
-        """Return the same error with the place where it was found before its message."""
+        """Return the same error with its place in front of the message."""
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
 
 
 class InvalidValue(ConfigError):
-    """Options that a value refuses: unknown, of a wrong type or out of range.
+    """Invalid options of a value: unknown, of a wrong type or out of range.
 
     Args:
-        message: a sentence for each.
-        details: pydantic's entry for each.
+        message: one sentence for each option.
+        details: pydantic's entry for each option.
     """
 
     def __init__(self, message: str, details: Sequence[ErrorDetails] = ()) -> None:
@@ -207,28 +209,28 @@ class InvalidValue(ConfigError):
         self.details = list(details)
 
     def errors(self) -> list[ErrorDetails]:
-        """Pydantic's entries, one for each option that is refused."""
+        """Return pydantic's entries, one for each invalid option."""
         return self.details
 
 
 class Refused(ConfigError):
-    """A combination that makes no sense. The message has the reason."""
+    """Combination of valid parts that does not make sense. The message contains the reason."""
 
 
 class PartitionError(ConfigError):
-    """A partition that the data set cannot give."""
+    """Partition that is not possible for the data set."""
 
 
 class DataError(FedloomError, ValueError):
-    """A data file or data set that is missing, damaged or out of range."""
+    """Data file or data set that is missing, damaged or out of range."""
 
 
 class NoSamples(DataError):
-    """A data set without a single sample."""
+    """Data set without samples."""
 
 
 class LayoutError(FedloomError, ValueError):
-    """A vector, state or message that belongs to another model."""
+    """Vector, state or message of another model."""
 
 
 class WireError(FedloomError, ValueError):
@@ -236,18 +238,18 @@ class WireError(FedloomError, ValueError):
 
 
 class RunDirError(FedloomError, ValueError):
-    """A run directory that is missing, not one, or of another experiment."""
+    """Run directory that is missing, invalid, or belongs to another experiment."""
 
 
 class CheckpointError(FedloomError):
-    """A checkpoint that cannot be read or written."""
+    """Checkpoint that cannot be read or written."""
 
 
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
     Args:
-        damage: the file, and what is wrong with it.
+        damage: the file, and the fault in it.
     """
 
     def __init__(self, damage: str) -> None:
@@ -259,16 +261,16 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Code of a part of the run, perhaps the user's, failed or gave what it must not."""
+    """Code of a part of the run, possibly the user's, that failed or returned an invalid result."""
 
 
 class ClientError(CodeError):
-    """Code of one client failed.
+    """Failed code of one client.
 
     Args:
-        stage: what the client was doing, e.g. ``"client step"``.
+        stage: stage of the client's work, e.g. ``"client step"``.
         round: round number, from 1.
-        clients: ids of the clients concerned.
+        clients: ids of the affected clients.
         cause: the sentence of the original error.
     """
 
@@ -282,7 +284,7 @@ class ClientError(CodeError):
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe an unexpected error: its message, and the last line of the user's code that it passed."""
+    """Return a description of an unexpected error: its message, and the last line of user code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
@@ -292,21 +294,24 @@ def cause_of(error: BaseException) -> str:
 
 
 def sentence_of(error: Exception) -> str:
-    """Describe an error in a sentence. Another package's error begins with its class."""
+    """Return a description of an error in one sentence.
+
+    For an error of another package, the description begins with its class.
+    """
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
-    """Attribute errors within to the code of ``part``.
+    """Attribute errors of the block to the code of ``part``.
 
     Args:
-        what: its role, e.g. ``"sampler"``.
-        part: the value whose code runs.
+        what: role of the part, e.g. ``"sampler"``.
+        part: value whose code runs.
         where: e.g. ``"round 3"``.
 
     Raises:
-        CodeError: an error that is neither one of fedloom's own nor of a file.
+        CodeError: the error is neither an error of fedloom nor of a file.
     """
     try:
         yield
@@ -319,10 +324,10 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a path that is no folder and cannot become one.
+    """Raise if a path is not a folder and cannot become one.
 
     Raises:
-        RunDirError: it, or what it is to lie in, is a file, or a link that leads nowhere.
+        RunDirError: the path, or its parent, is a file or a broken link.
     """
     for place in (folder, *folder.parents):
         try:
@@ -342,15 +347,15 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Report in one sentence that a file could not be written.
+    """Raise a `CheckpointError` of one sentence if a file cannot be written in the block.
 
     Args:
         path: the file.
-        kept: what is intact all the same.
-        again: what to do once there is room.
+        kept: parts that are still intact.
+        again: advice for the time after disk space is freed.
 
     Raises:
-        CheckpointError: the disk is full or refuses.
+        CheckpointError: the disk is full or rejects the write.
     """
     try:
         yield
@@ -362,10 +367,10 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Why a run ended. The value is the sentence shown to people.
+    """Reason why a run ended. The value is the sentence for people.
 
-    The same end has the same status in a simulation and in a deployment, and a run with the status "interrupted" is the
-    only one that the same command resumes.
+    The same reason has the same status in a simulation and in a deployment. Only a run with the status "interrupted" is
+    resumed by the same command.
     """
 
     DONE = "all rounds done"
@@ -380,12 +385,12 @@ class Stop(Enum):
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:
-        """The end in a word."""
+        """Status of the run in one word."""
         return _STOP_STATUSES[self]
 
     @property
     def resumable(self) -> bool:
-        """True if the same command resumes the run: sites may answer then, or a budget may be larger."""
+        """True if the same command resumes the run: sites may answer later, or a budget may be larger."""
         return self.status == "interrupted"
 
 
@@ -403,12 +408,12 @@ _STOP_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]]
 
 
 class RunStopped(FedloomError):
-    """A run that ended before its last round.
+    """Run that ended before its last round.
 
     Args:
-        reason: one of `Stop`.
+        reason: member of `Stop`.
         detail: round, clients and numbers.
-        events: sentences on what happened in the round that ended it.
+        events: sentences on the events of the last round.
     """
 
     def __init__(self, reason: Stop, detail: str, events: Iterable[str] = ()) -> None:
@@ -420,11 +425,13 @@ class RunStopped(FedloomError):
 
 
 class GivenUp(FedloomError):
-    """A round whose sum was asked for and never revealed, to ask for a sum of other sites would reveal the difference.
+    """Round whose sum was requested and never revealed.
+
+    A request for a sum over other sites would reveal the difference.
 
     Args:
         reason: a sentence.
-        clients: the sites that the sum was to be of.
+        clients: sites of the requested sum.
     """
 
     def __init__(self, reason: str, clients: Iterable[int]) -> None:
@@ -433,11 +440,11 @@ class GivenUp(FedloomError):
 
 
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-"""Unicode's bidirectional control characters, by which a text looks like another one."""
+"""Unicode's bidirectional control characters, which make a text look like another text."""
 
 
 def direction_in(*names: object) -> str:
-    r"""Return what is wrong with the first name that holds a character for the direction of text. Empty without one.
+    r"""Return a description of the first name that contains a control character for text direction, or "".
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"
@@ -454,7 +461,7 @@ def direction_in(*names: object) -> str:
 
 
 def printable(text: object) -> str:
-    r"""Text for a terminal: its control characters, which could move the cursor or hide words, as escapes.
+    r"""Return text for a terminal, with escapes for control characters, which could move the cursor or hide words.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'

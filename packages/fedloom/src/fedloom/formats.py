@@ -1,6 +1,6 @@
-"""Write numbers for people: the one place where a number of a table, a page, a chart or a line becomes text.
+"""Format numbers for people: the only module in which a number of a table, a page, a chart or a line becomes text.
 
-A table becomes a DataFrame here too.
+The module also converts tables to DataFrames.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN_DASH = "\N{EN DASH}"
-"""Stands for a number that is not known."""
+"""Text for an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
-"""Means from here on are written with an exponent. Totals from a thousand times more on."""
+"""Smallest mean that is written with an exponent. The threshold for totals is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
-"""Means below are what is left of 0 after sums."""
+"""Largest absolute mean that is a rounding error of a sum of 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
-"""The least and the most decimals of percentages, and of other figures."""
+"""Smallest and largest number of decimals of percentages, and of other numbers."""
 _THIN_SPACE = "\u202f"
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Write a number with significant digits, with an exponent if needed.
+    """Return a number with significant digits, with an exponent if needed.
 
     >>> significant(123456789.0, 3), significant(0.5), significant(0.123456)
     ('1.23e8', '0.5', '0.1235')
@@ -37,17 +37,17 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
-    """Round a number to significant digits, or None if it is not finite."""
+    """Return a number rounded to significant digits, or None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def finite(value: float) -> float | None:
-    """Convert a number for a file, or None if it is not finite."""
+    """Return a number for a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
-    r"""Write a number with fixed decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
+    r"""Return a number with fixed decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
 
     >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
     ('12\u202f345.7', '+0.50', '-0.50')
@@ -57,7 +57,7 @@ def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
 
 
 def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
-    """Render a share as a percentage.
+    """Return a share as a percentage.
 
     >>> percent(0.3), percent(0.1234, 1)
     ('30 %', '12.3 %')
@@ -66,7 +66,7 @@ def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
 
 
 def write_total(value: float) -> str:
-    r"""Render a total: three significant digits below 100, else whole, with thin spaces between thousands.
+    r"""Return a total: three significant digits below 100, otherwise an integer with thin spaces between thousands.
 
     >>> write_total(99.94), write_total(1234567), write_total(2.5e9)
     ('99.9', '1\u202f234\u202f567', '2.5e9')
@@ -79,15 +79,16 @@ def write_total(value: float) -> str:
 def interval(
     mean: float, half: float, decimals: tuple[int, int] = PLAIN_DECIMALS, *, signed: bool = False
 ) -> tuple[str, str]:
-    """Render a mean and its half interval, with two significant digits of the latter.
+    """Return a mean and its half interval, with two significant digits of the half interval.
 
-    Without an interval the mean gets four significant digits and the second text is empty, without a mean both are.
+    Without an interval the mean gets four significant digits and the second text is empty. Without a mean both texts
+    are empty.
 
     Args:
         mean: the estimate.
-        half: of the width of its interval. Nan where there is none.
-        decimals: the least and the most.
-        signed: write a plus before a mean above 0.
+        half: half the width of the interval. Nan if there is no interval.
+        decimals: smallest and largest number of decimals.
+        signed: True if a mean above 0 gets a plus.
 
     >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
     (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
@@ -106,7 +107,7 @@ def interval(
 
 
 def pair(mean: str, half: str) -> str:
-    """Join a mean and its half width.
+    """Return a mean and its half width as one text.
 
     >>> pair("91.2", "0.4"), pair("91.2", "")
     ('91.2 ± 0.4', '91.2')
@@ -115,7 +116,7 @@ def pair(mean: str, half: str) -> str:
 
 
 def factor(log: float, half: float) -> str:
-    """Render a ratio with its interval, from the ratio's logarithm and that logarithm's half width.
+    """Return a ratio with its interval, from the logarithm of the ratio and the half width of this logarithm.
 
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
@@ -132,7 +133,7 @@ def _factor(log: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """Render a p value as journals print it.
+    """Return a p value in the format of journals.
 
     >>> p_value(0.0213), p_value(0.00004), p_value(float("nan"))
     ('0.021', '< 0.001', '–')
@@ -143,7 +144,7 @@ def p_value(p: float) -> str:
 
 
 def shorten_list(names: Sequence[str], most: int) -> str:
-    """List the first names, and count the others.
+    """Return the first names, and the number of the others.
 
     >>> shorten_list(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -152,7 +153,7 @@ def shorten_list(names: Sequence[str], most: int) -> str:
 
 
 def folded(notes: Iterable[str]) -> list[str]:
-    """Return notes in the order of their first time, those that are equal but for the number of a round once.
+    """Return notes in the order of their first occurrence. Notes that differ only in the number of a round are merged.
 
     >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
     ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
@@ -176,7 +177,7 @@ def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
 
 
 def duration(minutes: float) -> str:
-    """Seconds, minutes, hours or days.
+    """Return a duration in seconds, minutes, hours or days.
 
     >>> duration(3.2), duration(0.2), duration(200), duration(5000)
     ('3 min', '12 s', '3 h', '3 days')
@@ -188,7 +189,7 @@ def duration(minutes: float) -> str:
 
 
 def option(value: object, digits: int = 4) -> str:
-    """Render the value of an option, a number with some significant digits.
+    """Return the value of an option as text, with some significant digits for a number.
 
     >>> option(0.1), option("auto"), option(1 / 3)
     ('0.1', 'auto', '0.3333')
@@ -197,7 +198,7 @@ def option(value: object, digits: int = 4) -> str:
 
 
 def options(values: Mapping[str, object], digits: int = 4) -> str:
-    """Options in one line.
+    """Return options in one line.
 
     >>> options({"lr": 0.1, "steps": 3})
     'lr = 0.1, steps = 3'
@@ -206,7 +207,7 @@ def options(values: Mapping[str, object], digits: int = 4) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Decimals that show so many significant digits of the value."""
+    """Return the number of decimals that shows this number of significant digits of the value."""
     return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 

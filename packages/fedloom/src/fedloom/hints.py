@@ -1,4 +1,4 @@
-"""Hints: the ends of refusals, which name what was meant, or the place where a key belongs."""
+"""Hints: the ends of error messages, which name the intended name, or the place of a key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIAS_NAMES = {
     "dir": "dirichlet", "pathological": "shards", "label_skew": "dirichlet", "seed": "seeds",
     "callback": "callbacks", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
-"""Names that papers and other libraries use, and ours."""
+"""Names in papers and other libraries, and the names in fedloom."""
 _RENAMED_CHOICES = {
     "weights": "client_weights", "weigher": "aggregation_weights", "mixer": "personalized_aggregation",
     "channel": "upload_transform", "settings": "defaults",
@@ -60,8 +60,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "--least": "--min-events",
     },
 }  # fmt: skip
-"""Keys that had another name, by their place: a table, with the new name of its kind where only that kind has the key,
-a call in Python or the command line. Recorded documents may have the old name; a new file is refused with the new one.
+"""Old names of keys, by their place: a table, with the new name of its kind if only that kind contains the key, a call
+in Python or the command line. Recorded documents may contain the old name; a new file is rejected with a message that
+contains the new name.
 """
 RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("partition", "kind"): {
@@ -75,7 +76,7 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("tune", "model"): {"used": "best-on-validation"},
     ("compare", "compare_model"): {"used": "best-on-validation"},
 }  # fmt: skip
-"""Values that had another name, by the place and the present name of their key."""
+"""Old names of values, by the place and the present name of their key."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -87,7 +88,7 @@ _NEW_NAMES = _new_names()
 
 
 def find_new_name(got: object, allowed: Iterable[object]) -> str:
-    """Return the present name of a key or value that had another one, if it is allowed here, or "".
+    """Return the present name of a key or value with an old name, if it is allowed here, or "".
 
     >>> find_new_name("weights", ["client_weights", "rounds"]), find_new_name("weights", ["lr"])
     ('client_weights', '')
@@ -97,14 +98,14 @@ def find_new_name(got: object, allowed: Iterable[object]) -> str:
 
 
 METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
-"""How Python gives a method."""
+"""Form of a method in Python."""
 MAX_NAMES_BESIDE_A_HINT = 20
-"""Names that a message lists although it suggests one of them."""
+"""Largest number of names that a message lists although it suggests one of them."""
 SHOWN_METHODS = 6
-"""Most methods that a hint names."""
+"""Largest number of methods in a hint."""
 
 Hint = Callable[[str, object], str]
-"""(key, value) -> the end of a sentence that names where the key belongs. Empty if nothing has it."""
+"""(key, value) -> the end of a sentence that names the place of the key. Empty if the key is unknown."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
@@ -135,7 +136,7 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
-    """Make the error for a name that does not exist: with our name for it, else ``cure``, else the nearest name."""
+    """Return the error for an unknown name: with the name in fedloom, or else ``cure``, or else the nearest name."""
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
@@ -144,23 +145,23 @@ def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cur
 
 
 def no_hint(key: str, value: object) -> str:
-    """Know no place of a key."""
+    """Return no hint for a key."""
     return ""
 
 
 @dataclass(frozen=True)
 class Places:
-    """A way in for choices: the places of all keys there, and how a key is written in its place.
+    """Entry point for choices: the places of all its keys, and the form of a key at its place.
 
     Attributes:
-        tables: the keys of every table by kind. Those of a table that names no kind come first, with an empty name.
-        plain: keys outside of tables, in Python all keywords.
-        methods: the options of every method by its name.
-        keys: what may be given at this place, beside the options of a method.
-        method: the place is a method's own, with its options.
-        file: keys are written as in an experiment file. Else as in a call in Python.
-        call: how a method is given in Python, for a format of ``name``, ``key`` and ``value``.
-        special: knows keys with a sentence of their own.
+        tables: keys of every table by kind. The keys of a table without a kind come first, with an empty name.
+        plain: keys outside tables, in Python all keywords.
+        methods: options of every method by its name.
+        keys: valid keys at this place, in addition to the options of a method.
+        method: True if the place belongs to a method and contains its options.
+        file: True if keys have the form of an experiment file. Otherwise they have the form of a call in Python.
+        call: form of a method in Python, as a format of ``name``, ``key`` and ``value``.
+        special: function that returns hints for keys with a particular sentence.
     """
 
     tables: Mapping[str, Mapping[str, Iterable[str]]]
@@ -174,28 +175,28 @@ class Places:
 
     @property
     def form(self) -> str:
-        """How a method is given, as the end of a sentence."""
+        """Form of a method, as the end of a sentence."""
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table as messages have it."""
+        """Return the name of a table in the form of messages."""
         return f"[{table}]" if self.file and not self.method else table
 
     def of_method(self, *keys: str) -> Places:
-        """Return the way in for a method's own table, which may have these keys."""
+        """Return the entry point for a method's table with these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 
     def within(self, table: str) -> Hint:
-        """Return what knows the places of keys that a table has not."""
+        """Return the hint for keys that a table does not contain."""
         return lambda key, value: self.hint(key, value, table)
 
     def hint(self, key: str, value: object, table: str = "") -> str:
-        """Name the place that a key belongs in, as the end of a sentence. Empty if no place has it.
+        """Return the place of a key, as the end of a sentence. Empty if no place contains it.
 
         Args:
-            key: the key, which may be a name that papers and other libraries use.
-            value: its value.
-            table: the table that holds it. Empty outside of tables.
+            key: the key, which may be a name in papers and other libraries.
+            value: value of the key.
+            table: table that contains it. Empty outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
@@ -213,7 +214,7 @@ class Places:
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
 
     def _place(self, key: str, value: object, table: str) -> str:
-        """Name the plain key, or the tables that have a key."""
+        """Return the plain key, or the tables that contain a key."""
         line = f"{key} = {_toml(value)}" if self.file else f"{key}={value!r}"
         if (key in self.plain or (self.file and key in self.tables)) and (table or key not in self.keys):
             if not self.file:
@@ -233,7 +234,7 @@ class Places:
         return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
-        """Write a key within the keyword that is its table."""
+        """Return a key inside the keyword of its table."""
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
@@ -245,7 +246,7 @@ class Places:
         return f"{table}={ {**named, key: value}!r}"
 
     def _option(self, key: str, value: object) -> str:
-        """Name the methods that have an option."""
+        """Return the methods that accept an option."""
         methods = [name for name, options in self.methods.items() if key in options]
         if not methods:
             return ""
@@ -257,7 +258,7 @@ class Places:
 
 
 def _toml(value: object) -> str:
-    """Write a value as in a file. A table in the place of a name by the name that it holds."""
+    """Return a value in the form of a file. A table instead of a name is written as the name that it contains."""
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)
     return "..." if value is None else json.dumps(value, default=str)

@@ -1,7 +1,7 @@
-"""Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``.
+"""Classes and functions of user code, named by an import path such as ``my_package.my_module:MyMethod``.
 
-Code of the named module is executed, and only that: a path is written by a person in an experiment file or on the
-command line, never read from a file of data or of a model. `fedloom.trust` decides which are refused.
+Only code of the named module is executed: a path is written by a person in an experiment file or on the command line,
+and is never read from a file of data or of a model. `fedloom.trust` decides which paths are rejected.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = [
 
 
 VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
-"""Types of values whose text is what they hold."""
+"""Types of values whose text is their content."""
 MAIN_MODULE = "__main__"
-"""The module of a script or notebook."""
+"""Module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
-    """Import an object by its import path. Its module may be in the current directory.
+    """Return the object of an import path. Its module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
-        what: what it should be, for the message.
+        what: expected type of object, for the message.
         where: file and table, for the message.
 
     Raises:
-        ConfigError: the module cannot be imported, or has no such name. Or it is refused by `fedloom.trust`.
+        ConfigError: the module cannot be imported, or does not contain the name. Or `fedloom.trust` rejects the path.
     """
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
@@ -70,10 +70,10 @@ def find(path: str, what: str, where: str = "") -> Any:
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
-    """Import a callable for options of a file: a subclass of ``base`` or the user's function.
+    """Return a callable for options of a file: a subclass of ``base`` or the user's function.
 
     Raises:
-        ConfigError: see `find`. Or it is a function of an installed package.
+        ConfigError: see `find`. Or the callable is a function of an installed package.
     """
     target = find(path, what, where)
     if not (isinstance(target, type) and issubclass(target, base)):
@@ -82,10 +82,10 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
-    """Import a class by its import path.
+    """Return the class of an import path.
 
     Raises:
-        ConfigError: there is none, it is not a subclass of ``base``, or it lacks some of its functions.
+        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some of its functions.
     """
     target, place = find(path, what, where), f"{where}: " if where else ""
     if not isinstance(target, type) or not issubclass(target, base):
@@ -99,7 +99,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
 
 
 def importable(target: object) -> str | None:
-    """Return the import path of a class or function, or None if no process could import it."""
+    """Return the import path of a class or function, or None if another process could not import it."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     imported: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -111,10 +111,10 @@ def importable(target: object) -> str | None:
 
 
 def text_of(target: Any) -> str:
-    """Return the source of a class with its bases, or of a function, without source, the bytecode.
+    """Return the source of a class with its bases, or of a function. Without source, return the bytecode.
 
-    Of another object, its type and what it holds. What code uses of the script or notebook that it stands in follows:
-    functions and classes as text, values as they are.
+    For another object, return its type and its content. Code of the same script or notebook that is used follows:
+    functions and classes as text, and values unchanged.
     """
     texts, reached, waiting = list[str](), set[int](), [target]
     while waiting:
@@ -145,7 +145,7 @@ def _source_text(target: Any) -> str:
 
 
 def _show_values(*values: object) -> str:
-    """Values as Python shows them, without their places in memory."""
+    """Return values in Python's notation, without their memory addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
 
 
@@ -180,11 +180,11 @@ def _used(target: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Function:
-    """A user's function.
+    """Function of a user.
 
     Attributes:
-        name: its import path, of one that only this process holds, in a notebook's cell say, its name and a digest.
-        call: the function, of a class, an object that it makes without arguments.
+        name: import path, or, for code of this process only (for example in a notebook's cell), its name and a digest.
+        call: the function, or, for a class, an object that it makes without arguments.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Function:
 
     @property
     def short(self) -> str:
-        """Its own name, without module and digest."""
+        """Name without module and digest."""
         return re.split(r"[:.]", self.display_name)[-1]
 
     @property
@@ -202,10 +202,10 @@ class Function:
 
 
 def function(choice: Any, what: str) -> Function:
-    """Return a function, given by itself or by its import path.
+    """Return a function that is given directly or by its import path.
 
     Raises:
-        ConfigError: it is neither, or cannot be imported.
+        ConfigError: the value is neither, or cannot be imported.
     """
     if isinstance(choice, Function):
         return choice
@@ -236,7 +236,10 @@ def path_of(definition: Any) -> str | None:
 
 
 def source_of(definition: object) -> str:
-    """16 hexadecimal digits of the source of the module of user code, without it, of the code. Empty for no user's."""
+    """Return 16 hexadecimal digits of the source of the module of user code, or of the code if no source exists.
+
+    Empty if the code is not user code.
+    """
     if path_of(definition) is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Import the public names of a package when they are first touched."""
+"""Import the public names of a package on first use."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from importlib import import_module
 from typing import Any
 
 DISPLAY_MODULE = "fedloom.lab.report.notebook"
-"""The module that draws results for people. The library imports no module of the lab, so it has the name alone."""
+"""Module that draws results for people. The library imports no module of the lab, so only the name is stored here."""
 
 
 def display() -> Any:
-    """Import the module that draws results, which is slow and needed by people only."""
+    """Import and return the module that draws results, which is slow and is only needed for people."""
     return import_module(DISPLAY_MODULE)
 
 
 def getter(
     package: str, places: Mapping[str, str], classes: str = "", renamed: Mapping[str, str] | None = None
 ) -> Callable[[str], object]:
-    """Make the ``__getattr__`` of a package.
+    """Return the ``__getattr__`` of a package.
 
     Args:
-        package: its name.
-        places: the place of every public name, as ``"fedloom.engine.setting:Setting"`` or, of a module,
+        package: name of the package.
+        places: place of every public name, such as ``"fedloom.engine.setting:Setting"`` or, for a module,
             ``"fedloom.models"``.
-        classes: where the classes are that it does not have, for the error.
-        renamed: new names by names that it had before, for the error.
+        classes: place of classes that the package does not contain, for the error.
+        renamed: new names by old names, for the error.
     """
 
     def get(name: str) -> object:
@@ -51,9 +51,9 @@ def getter(
 
 
 def lister(name: str) -> Callable[[], list[str]]:
-    """Make the ``__dir__`` of a module, so that tab completion offers its public names only.
+    """Return the ``__dir__`` of a module, so that tab completion offers only its public names.
 
-    These are the names of ``__all__``, of a module without it, its own classes, functions and annotated constants.
+    These are the names of ``__all__``, or, without it, the classes, functions and annotated constants of the module.
     """
 
     def names() -> list[str]:

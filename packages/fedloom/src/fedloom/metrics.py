@@ -1,8 +1,8 @@
-"""Metrics: their names, titles, scales, directions and bounds, which of them decides what, and figures over clients.
+"""Metrics: names, titles, scales, directions and bounds, deciding metrics, and summary values over clients.
 
-Everything that shows, compares or chooses by a metric reads this one table, so that a metric means the same in a run,
-a search, a deployment and a report. Arguments ``values`` are float64 ``[n]`` with nan for clients without samples in
-the part. Those are left out.
+Every module that shows, compares or chooses by a metric reads this table, so that a metric means the same in a run, a
+search, a deployment and a report. The arguments ``values`` are float64 ``[n]`` with nan for clients without samples in
+the part. These clients are left out.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     Values = NDArray[np.float64]
 
 MEGABYTE_BYTES = 1e6
-"""Bytes of a megabyte."""
+"""Number of bytes of a megabyte."""
 
 
 class Metric(NamedTuple):
     """Title, format and direction of a metric.
 
     Attributes:
-        title: for people.
-        unit: of the shown value.
-        scale: shown values are multiplied by it.
-        higher: more is better.
+        title: title for people.
+        unit: unit of the shown value.
+        scale: factor of the shown value.
+        higher: True if larger values are better.
         bounds: smallest and largest value.
-        rated: one direction is better than the other.
+        rated: True if one direction is better than the other.
     """
 
     title: str
@@ -95,7 +95,7 @@ FEDERATION_FIGURES = {
     "idle_share": Metric("Idle share of the devices' time", higher=False),
     "unheard": Metric("Uploads that were late or lost", higher=False),
 }
-"""Figures of the whole federation that have a proper name."""
+"""Metrics of the whole federation that have a name."""
 
 COST_FIGURES = {
     "steps": Metric("Local steps", higher=False),
@@ -105,22 +105,23 @@ COST_FIGURES = {
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
-"""The equal-work columns."""
+"""Metrics of cost, the columns of equal work."""
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""A user's own metrics that this process has met: runs and their files say which direction is better (`declare`)."""
+"""A user's own metrics that this process has encountered: runs and their files say which direction is better
+(`declare`)."""
 
 
 class Roles(NamedTuple):
     """Deciding metrics of a task.
 
     Attributes:
-        page: leads tables and reports.
-        settings: `fedloom tune` compares settings by its mean over the clients where it is defined. AUROC needs both
-            classes.
-        client: the hybrid model takes the better model of each client by it: accuracy of classes, as FLAME's model
-            selection has it, and the loss where a class may be rare, since accuracy then ties.
+        page: metric that comes first in tables and reports.
+        settings: metric by whose mean over the clients with a defined value `fedloom tune` compares settings. AUROC
+            needs both classes.
+        client: metric by which the hybrid model chooses the better model of each client: accuracy for classes, as in
+            FLAME's model selection, and the loss if a class may be rare, because accuracy then ties.
     """
 
     page: str
@@ -136,18 +137,18 @@ TASK_ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Else the loss decides.
-Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Else the loss decides."""
+"""Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Otherwise the loss
+decides."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
 }
-"""Metrics beside the loss by which something is chosen. Their spread over clients is recorded."""
+"""Metrics besides the loss that decide a choice. Their spread over clients is recorded."""
 
 SUMMARY_METRICS = tuple(
     name for name in METRICS if name == "loss" or any(name in roles for roles in TASK_ROLES.values())
 )
-"""Metrics shown if there is room for few."""
+"""Metrics that are shown in limited space."""
 
 
 def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
@@ -170,7 +171,7 @@ def class_metric_name(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """Return the facts of a metric or federation figure. An undeclared one keeps its name and is not rated."""
+    """Return the facts of a metric or federation metric. An undeclared metric keeps its name and is not rated."""
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
@@ -183,22 +184,22 @@ def metric(name: str) -> Metric:
 
 
 def declare(directions: Mapping[str, bool]) -> None:
-    """Make a user's own metrics known, by name: True where more is better."""
+    """Register a user's metrics, by name: True if larger values are better."""
     USER_METRICS.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
 
 
 def titled(shown: Metric) -> str:
-    """Title with its unit."""
+    """Return the title with its unit."""
     return f"{shown.title} ({shown.unit})" if shown.unit else shown.title
 
 
 def over_clients(name: str, values: Values, sizes: Values, centre: float | None = None) -> dict[str, float]:
-    """Compute the federation's figures from its clients', by the name under which they are recorded.
+    """Return the federation's metrics from the values of its clients, by their recorded names.
 
     Args:
         name: the metric.
-        values: ``[n]`` by client. Those with nan are left out.
-        sizes: ``[n]`` samples of the clients.
+        values: ``[n]`` by client. Clients with nan are left out.
+        sizes: numbers of samples ``[n]`` of the clients.
         centre: value of the global model on the common test set.
     """
     low = metric(name).higher
@@ -215,13 +216,13 @@ def over_clients(name: str, values: Values, sizes: Values, centre: float | None 
 
 
 def client_mean(values: Values) -> float:
-    """Mean over clients."""
+    """Return the mean over clients."""
     finite = _finite(values)
     return float(finite.mean()) if len(finite) else math.nan
 
 
 def weighted_mean(values: Values, sizes: Values) -> float:
-    """Mean over clients, weighted by their samples."""
+    """Return the mean over clients, weighted by their samples."""
     import numpy as np
 
     counted = np.isfinite(values) & (sizes > 0)
@@ -229,7 +230,7 @@ def weighted_mean(values: Values, sizes: Values) -> float:
 
 
 def worst(values: Values, *, low: bool) -> float:
-    """Mean over the worst tenth of the clients (at least one). ``low``: small values are bad."""
+    """Return the mean over the worst tenth of the clients (at least one). ``low``: True if small values are bad."""
     finite = _finite(values)
     finite.sort()
     count = max(1, round(len(finite) / 10))
@@ -237,7 +238,7 @@ def worst(values: Values, *, low: bool) -> float:
 
 
 def deciles(values: Values) -> Values:
-    """Compute the nine deciles over clients."""
+    """Return the nine deciles over clients."""
     import numpy as np
 
     finite = _finite(values)
@@ -245,29 +246,32 @@ def deciles(values: Values) -> Values:
 
 
 def spread(values: Values, centre: float) -> float:
-    """sigma_Acc: root mean square distance of the clients' accuracies from the global one (Equitable-FL, Sec. 5)."""
+    """Return sigma_Acc: root mean square distance of the clients' accuracies from the global one (Equitable-FL, Sec.
+
+    5).
+    """
     finite = _finite(values)
     return math.sqrt(((finite - centre) ** 2).mean()) if len(finite) else math.nan
 
 
 def variance(values: Values) -> float:
-    """Sample variance over clients, divisor n - 1 (FLAME's fairness of test losses)."""
+    """Return the sample variance over clients, divisor n - 1 (FLAME's fairness of test losses)."""
     finite = _finite(values)
     return float(finite.var(ddof=1)) if len(finite) > 1 else math.nan
 
 
 def jain(values: Values) -> float:
-    """Jain's fairness index (sum x)^2 / (n sum x^2), in [1/n, 1]."""
+    """Return Jain's fairness index (sum x)^2 / (n sum x^2), in [1/n, 1]."""
     finite = _finite(values)
     total = float((finite**2).sum())
     return float(finite.sum() ** 2 / (len(finite) * total)) if total > 0 else math.nan
 
 
 def disagreement(values: Values) -> float:
-    """Client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
+    """Return the client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
 
-    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round. Records have it
-    over all clients, whoever took part, so that rounds and methods compare.
+    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round. Records contain
+    the sum over all clients, including clients that did not participate, so that rounds and methods can be compared.
     """
     import numpy as np
 
@@ -281,14 +285,17 @@ def disagreement(values: Values) -> float:
 
 
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
-    """Normalised mutual information of two labelings, in [0, 1] (Equitable-FL, Fig. 2). 1 if equal up to names."""
+    """Return the normalized mutual information of two labelings, in [0, 1] (Equitable-FL, Fig.
+
+    2). It is 1 if they are equal up to names.
+    """
     from sklearn.metrics import normalized_mutual_info_score
 
     return float(normalized_mutual_info_score(planted, recovered))
 
 
 def _finite(values: Values) -> Values:
-    """Copy the finite values."""
+    """Return a copy of the finite values."""
     import numpy as np
 
     return values[np.isfinite(values)]

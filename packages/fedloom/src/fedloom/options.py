@@ -16,16 +16,16 @@ else:
     ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
 
 ARGS_HEADING = "Args:"
-"""Opens the lines on options in a docstring."""
+"""Heading of the lines on options in a docstring."""
 FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-"""Limits of a number in a field of pydantic, and how they are written."""
+"""Limits of a number in a field of pydantic, and their notation."""
 
 
 class Face(ModelMetaclass):
-    """Show the options of a value's class in `help`, in its signature and in notebooks.
+    """Support of `help`, signatures and notebooks for the options of a value's class.
 
-    Pydantic builds a class when it is first used, and its signature then has validators in the place of types. Both
-    attributes are computed when they are read, so that importing a class costs nothing.
+    Pydantic builds a class on its first use, and its signature then contains validators instead of types. Both
+    attributes are computed when they are read, so that importing a class is fast.
     """
 
     @property
@@ -44,7 +44,7 @@ class Face(ModelMetaclass):
 
     @__signature__.setter
     def __signature__(cls, value: object) -> None:
-        """Leave the signature as it is: pydantic sets its own once it has built the class."""
+        """Ignore the value: pydantic sets a signature after it has built the class."""
 
     @property
     def __doc__(cls) -> str | None:
@@ -62,14 +62,14 @@ class Face(ModelMetaclass):
 
 
 class Plain(str):
-    """A type as it is written, which a signature shows without quotes."""
+    """Type in its written form, which a signature shows without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def plain_type(annotation: Any) -> str:
-    """Return a type as a user writes it, without validators.
+    """Return a type in the notation of a user, without validators.
 
     >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])
     ('float', 'tuple[int, ...] | None', "'a' | 'b'")
@@ -104,7 +104,7 @@ def limits_of(field: FieldInfo) -> list[str]:
 
 
 def options_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a class that a caller can choose: all but the name of its kind, which has one value."""
+    """Return the fields of a class that a caller can choose: all except the name of its kind, which is fixed."""
     return {
         name: field
         for name, field in kind.model_fields.items()
@@ -113,7 +113,7 @@ def options_of(kind: Any) -> dict[str, FieldInfo]:
 
 
 def describe_option(field: FieldInfo) -> str:
-    """Return the type, the range and the default of an option, and the sentence on it."""
+    """Return the type, the range and the default of an option, and its description."""
     kind, default = plain_type(field.annotation), field.get_default(call_default_factory=True)
     if field.is_required():
         value = "required"

@@ -1,9 +1,9 @@
-"""Own the format of a run directory: its files and folders by name, how runs are labelled, and what its summary holds.
+"""Format of a run directory: names of its files and folders, labels of runs, and contents of its summary.
 
-The paths of folders and files that a caller gives are checked here too.
+This module also checks the paths of folders and files that a caller gives.
 
-A simulation and a deployment write one. Reports, opened runs and `watch` read it. All by these names and values, and
-none of them needs torch.
+A simulation and a deployment write a run directory. Reports, opened runs and `watch` read it. All use these names and
+values, and none of them needs torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER 
     "live",
 )
 WORK_FOLDER = ".work"
-"""Folder of the claims of processes that work on a run directory together."""
+"""Folder for the claims of processes that share a run directory."""
 RESULT_FILES = (
     METRICS_FILE,
     TIMINGS_FILE,
@@ -45,7 +45,7 @@ RESULT_FILES = (
     SUMMARY_FILE,
     REPORT_FILE,
 )
-"""Files that a run writes anew, beside its settings and the files of analyses that packages add."""
+"""Files that a run writes anew, besides its settings and the files of analyses that packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
 EXPERIMENT_TABLES = (
@@ -53,7 +53,7 @@ EXPERIMENT_TABLES = (
     "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
     "early_stop", "tune",
 )  # fmt: skip
-"""Tables of an experiment file beside its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
+"""Tables of an experiment file besides its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
@@ -62,30 +62,31 @@ NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
 REPAIR_HINT = "run the experiment again, or put the file back"
 """Advice on a damaged file."""
 FEDERATION_CLIENT = -1
-"""Client number of figures of the whole federation."""
+"""Client number for values of the whole federation."""
 UPLOADS_FIGURE = "heard"
-"""Name under which the number of a client's uploads that were used is recorded."""
+"""Name under which the number of used uploads of a client is recorded."""
 SAMPLES_FIGURE = "samples"
 """Name under which the number of samples of a group is recorded."""
 MOST_CLIENTS = 2**31
-"""Clients are numbered below this."""
+"""Upper limit of client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
-"""Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
+"""Largest number of characters of a label in a file name: a file system allows 255 bytes, some of which are needed for
+seed, ending and draft."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A number that a column of a table can hold."""
+"""Integer that a column of a table can store."""
 
 
 def place_of(path: object, what: str, otherwise: str = "") -> Path:
-    """Convert a caller's path.
+    """Return a caller's path as a `Path`.
 
     Args:
-        path: what was given.
-        what: its name in the message.
-        otherwise: what else it may be, e.g. ``", or None for memory"``.
+        path: the given value.
+        what: name of the argument in the message.
+        otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: it is no path, or empty, which would be the current folder.
+        ConfigError: the value is not a path, or is empty, which would mean the current folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
@@ -93,7 +94,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
 
 def label_of(method: Mapping[str, object]) -> str:
-    """Return the label of a method's table: its own, else the algorithm's name, of user code the class alone.
+    """Return the label of a method's table: its label, or the algorithm's name, or for user code the class name.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
@@ -102,9 +103,9 @@ def label_of(method: Mapping[str, object]) -> str:
 
 
 def file_name(label: str) -> str:
-    """Convert a label to a part of a file name. Different labels give different names.
+    """Return a label as a part of a file name. Different labels give different names.
 
-    Of one that is too long for that, the beginning and a digest are the name.
+    If a label is too long, the name consists of its beginning and a digest.
 
     >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
     ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
@@ -117,14 +118,14 @@ def file_name(label: str) -> str:
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
-    """Refuse labels that differ in case alone on a disk that ignores it, where their runs would share checkpoints.
+    """Raise if labels differ only in case on a disk that ignores case, where their runs would share checkpoints.
 
     Args:
-        folder: the run directory, which is locked.
-        labels: of its methods.
+        folder: the locked run directory.
+        labels: labels of its methods.
 
     Raises:
-        RunDirError: two of them have one name there.
+        RunDirError: two labels have the same name there.
     """
     first = dict[str, str]()
     for label in labels:
@@ -137,7 +138,7 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
 
 
 def analysis_file(kind: str) -> str:
-    """Return the name of the file that an analysis' table is in.
+    """Return the name of the file with an analysis' table.
 
     >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
     ('left_out.parquet', 'Pulled.parquet')
@@ -159,9 +160,9 @@ ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 
 
 class RunRecord(_Recorded):
-    """One method with one seed. ``diverged`` is the round by which it had, if it went on to its end.
+    """One method with one seed. ``diverged`` is the round in which divergence was detected, if the run reached its end.
 
-    ``role`` is what a comparison takes the method for (`fedloom.algorithms.role_of`). None in earlier run directories.
+    ``role`` is the role of the method in a comparison (`fedloom.algorithms.role_of`). None in earlier run directories.
     ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
     """
 
@@ -181,12 +182,12 @@ class RunRecord(_Recorded):
 
     @property
     def lost(self) -> bool:
-        """True if the run has no result: it failed, or diverged and could not go on."""
+        """True if the run has no result: it failed, or diverged and could not continue."""
         return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 
 class Rejection(_Recorded):
-    """Replies of a site that failed one step of the server's check, and the newest sentence on it."""
+    """Number of replies of a site that failed one step of the server's check, and the latest sentence on it."""
 
     count: Whole = 0
     reason: str = ""
@@ -195,7 +196,7 @@ class Rejection(_Recorded):
 class SiteSummary(_Recorded):
     """Record of a site in a deployment: rounds with and without it, and its last accepted reply.
 
-    ``staleness`` is the mean of its uploads, of a buffered run.
+    ``staleness`` is the mean over its uploads in a buffered run.
     """
 
     here: bool = True
@@ -208,9 +209,9 @@ class SiteSummary(_Recorded):
 
 
 class Summary(_Recorded):
-    """``summary.json``: how every run ended. ``metrics`` are own ones, True where more is better.
+    """``summary.json``: the end of every run. ``metrics`` are the user's metrics, True if larger values are better.
 
-    A deployment adds why it ended and how its sites did.
+    A deployment adds the reason for its end and the record of its sites.
     """
 
     name: str = ""
@@ -226,27 +227,29 @@ class Summary(_Recorded):
     sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
-        """Render the file: every given field, and its digest."""
+        """Return the content of the file: every given field, and its digest."""
         document = self.model_dump(mode="json", exclude_unset=True)
         return insert_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
 
 
 def insert_digest(content: bytes) -> bytes:
-    """Replace the one `NO_DIGEST` in a file's content by the content's digest."""
+    """Return a file's content with its only `NO_DIGEST` replaced by the digest of the content."""
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZERO_DIGEST) :]
 
 
 def has_digest(content: bytes) -> bool:
-    """Return whether a file of a run directory has its digest in it."""
+    """Return True if a file of a run directory contains its digest."""
     return _DIGEST_PREFIX in content
 
 
 def check_digest(path: Path, content: bytes) -> None:
-    """Compare the content of a file of a run directory with the digest in it. One without a digest passes.
+    """Raise if the content of a file of a run directory does not match the digest in it.
+
+    A file without a digest passes.
 
     Raises:
-        RunDirError: it has changed since it was written.
+        RunDirError: the file has changed since it was written.
     """
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     size = len(_ZERO_DIGEST)
@@ -255,11 +258,11 @@ def check_digest(path: Path, content: bytes) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read the summary in a file.
+    """Return the summary in a file.
 
     Raises:
-        RunDirError: it is damaged, or not one.
-        OSError: it cannot be read.
+        RunDirError: the file is damaged, or is not a summary.
+        OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():
         raise RunDirError(f"{path} is no regular file; remove it")

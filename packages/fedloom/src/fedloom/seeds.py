@@ -1,12 +1,12 @@
 """The one randomness rule: every draw comes from a generator of (seed, round, client, purpose).
 
-Nothing in fedloom uses a global generator: the size of the cohort, chunks, workers and restarts change no draw.
+Nothing in fedloom uses a global generator: the size of the cohort, chunks, workers and restarts do not change any draw.
 
-A hash of the four goes into the whole state of the generator: all 19,968 bits of PyTorch's Mersenne Twister come from
-SHAKE-128, and numpy's generators get 128 bits of BLAKE2b. PyTorch's own seeding would keep 32 bits of a seed. Among q
-streams, two are equal with a probability of at most q^2 / 2^129 (birthday bound of 128 bits). A run of 10^10 < 2^34
-streams, 10^5 rounds of 10^3 clients with 100 draws each, stays below 2^-61. A module that draws for itself on a GPU has
-the 124 bits of state that CUDA's generator has room for: below 2^-60 up to 2^32 such streams.
+A hash of the four determines the complete state of the generator: all 19,968 bits of PyTorch's Mersenne Twister come
+from SHAKE-128, and numpy's generators get 128 bits of BLAKE2b. PyTorch's seeding would keep only 32 bits of a seed.
+Among q streams, the probability that two are equal is at most q^2 / 2^129 (birthday bound of 128 bits). A run of 10^10
+< 2^34 streams, 10^5 rounds of 10^3 clients with 100 draws each, stays below 2^-61. A module that draws directly on a
+GPU gets the 124 bits of state that CUDA's generator can store: below 2^-60 up to 2^32 such streams.
 
 These generators are for simulation. They are not cryptographic: `fedloom_sites.deploy.noise` protects real data.
 """
@@ -28,22 +28,22 @@ from torch import Tensor
 from fedloom.lazy import lister
 
 SERVER_CLIENT = -1
-"""The client id of draws that belong to no client."""
+"""Client id of draws that belong to no client."""
 
 Purpose = str | tuple[str | int, ...]
 
 _STATE_WORDS = 624
-"""32-bit words in the state of a Mersenne Twister."""
+"""Number of 32-bit words in the state of a Mersenne Twister."""
 
 _TWISTER_DISTANCE = 397
 """Distance of the other word that a draw from a Mersenne Twister reads."""
 
 _STATE_HEADER_BYTES = 24
-"""Bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
+"""Number of bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
 
 
 class _Blank(threading.local):
-    """The state of a fresh CPU generator, whose words each thread overwrites for the generator at hand."""
+    """State of a new CPU generator, whose words each thread overwrites for its current generator."""
 
     def __init__(self) -> None:
         self.state = torch.Generator().get_state()
@@ -52,18 +52,18 @@ class _Blank(threading.local):
 
 _blank = _Blank()
 _swapping = threading.RLock()
-"""Held while the global generators are not the caller's: the threads of a process share them."""
+"""Lock that is held while the global generators are replaced: the threads of a process share them."""
 os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
 def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = "") -> int:
-    """Derive a 128-bit integer that depends on all four arguments and on nothing else.
+    """Return a 128-bit integer that depends on all four arguments and on nothing else.
 
     Args:
         seed: seed of the run.
         round: round number, from 1. 0 before the first round.
         client: client id in 0..n-1, or `SERVER_CLIENT`.
-        purpose: what the draw is for, e.g. ``"cohort"`` or ``("local", 3)``.
+        purpose: purpose of the draw, e.g. ``"cohort"`` or ``("local", 3)``.
 
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
     True
@@ -83,7 +83,7 @@ def generator(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: P
 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
-    """Compute the states of many clients' generators ``[m, s]``, as many words as the 32-bit draws read."""
+    """Return the states of many clients' generators ``[m, s]``, with as many words as the 32-bit draws read."""
     before, after = _around(seed, round, purpose)
     count = min(_STATE_WORDS, _TWISTER_DISTANCE + draws)
     drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
@@ -98,12 +98,12 @@ def numpy_generator(
 
 
 def random_state(gen: torch.Generator) -> np.random.RandomState:
-    """Return a `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that take no other generator."""
+    """Return a `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that accept no other generator."""
     return np.random.RandomState(words(gen))
 
 
 def words(gen: torch.Generator) -> list[int]:
-    """Four 32-bit integers from ``gen``: a seed for libraries that seed a `numpy.random.RandomState` themselves."""
+    """Return four 32-bit integers from ``gen``, a seed for libraries that make a `numpy.random.RandomState`."""
     return torch.randint(2**32, (4,), generator=gen).tolist()
 
 
@@ -115,14 +115,14 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 def rng_states() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, numpy and Python, to be compared."""
+    """Return the states of the global generators of torch, numpy and Python, for a comparison."""
     name, key, *rest = np.random.get_state()  # noqa: NPY002  # read, to see whether a user's code draws from it
     return torch.get_rng_state().numpy().tobytes(), name, np.asarray(key).tobytes(), tuple(rest), random.getstate()
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Leave the global generators of torch, numpy and Python as they were, whatever code of a user draws inside."""
+    """Restore the global generators of torch, numpy and Python after the block, whatever user code draws in it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -135,13 +135,15 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Code with access only to the global generators draws from the stream of ``gen``. Afterwards they are as before.
+    """Let code that uses only the global generators draw from the stream of ``gen``.
 
-    Those of numpy and Python begin with a hash of its state.
+    The generators are restored afterwards.
+
+    The generators of numpy and Python start from a hash of its state.
 
     Args:
-        gen: a CPU generator. It is not moved on when ``device`` is the CPU.
-        device: whose generator is meant beside the CPU's.
+        gen: a CPU generator. It does not advance if ``device`` is the CPU.
+        device: device whose generator is set in addition to the CPU's.
     """
     with forked(device):
         state = gen.get_state()
@@ -160,9 +162,9 @@ def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
 
 
 def cuda_state(gen: torch.Generator) -> Tensor:
-    """Draw the state of a CUDA generator, uint8 ``[16]``, from ``gen``: a key of 64 bits and an offset of 62.
+    """Return the state of a CUDA generator, uint8 ``[16]``, drawn from ``gen``: a key of 64 bits and an offset of 62.
 
-    The offset is a multiple of 4, as PyTorch demands, so 60 of its bits are drawn.
+    The offset is a multiple of 4, as PyTorch requires, so 60 of its bits are drawn.
     """
     state = torch.randint(256, (16,), generator=gen, dtype=torch.uint8)
     state[8] &= 0b11111100

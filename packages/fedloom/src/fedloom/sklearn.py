@@ -1,4 +1,4 @@
-"""A federation with the face of scikit-learn: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
+"""Federation with the interface of scikit-learn: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
 
 >>> import numpy as np
 >>> X = np.arange(360.0).reshape(90, 4) % 7 - 3
@@ -45,7 +45,7 @@ Some = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """Common base. `FederatedClassifier` describes it."""
+    """Common base class of the estimators. `FederatedClassifier` describes it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
     ) -> None:
-        """Trains on features [N, p] and targets as `Dataset` has them."""
+        """Train on features [N, p] and targets in the form of `Dataset`."""
         state = self.random_state
         seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
         if subjects is not None:
@@ -112,7 +112,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             self.models_[None] = self.models_[sites[0]]
 
     def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the notes on a table. No column is left out, since an estimator takes every column that it gets."""
+        """Return the notes on a table. No column is left out, because an estimator uses every given column."""
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
         classes = more.get("classes", ())
@@ -127,7 +127,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     @default_to_cpu()
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
-        """Probabilities or values [N, k], each row by the model of its group."""
+        """Return probabilities or values [N, k], each row from the model of its group."""
         check_is_fitted(self)
         rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
@@ -144,39 +144,39 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
 
 class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
-    """A classifier that a federation of the groups trains.
+    """Classifier that is trained by a federation of the groups.
 
     Args:
-        method: a name of ``fedloom list``, or a value of `fedloom.algorithms`.
+        method: name in ``fedloom list``, or a value of `fedloom.algorithms`.
         rounds: communication rounds.
         lr: step size of local training.
-        epochs: passes over a client's rows per round.
-        batch_size: rows per step. None: all of a client.
-        model: a name or value of `fedloom.models`, an `nn.Module`, or what makes one.
-        clients: to how many rows are dealt at random where no groups are given.
-        random_state: an int, or a generator that one is drawn from. Everything random comes from it.
-        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``, of
-            ``local``, ``evaluate`` and ``engine``, a table or a value changes the options that it names.
+        epochs: number of passes over a client's rows per round.
+        batch_size: number of rows per step. None: all rows of a client.
+        model: name or value of `fedloom.models`, an `nn.Module`, or a function that makes a module.
+        clients: number of clients to which rows are dealt at random if no groups are given.
+        random_state: an int, or a generator from which an int is drawn. All randomness comes from it.
+        settings: other choices of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
+            or a value of ``local``, ``evaluate`` or ``engine`` changes only the options that it names.
 
     Attributes:
-        models_: the model of every client by the name of its group, and under None the global one, where the method
-            has them.
-        classes_: the classes ``[C]``.
-        notes_: sentences on columns that number rows, give the target away and the like.
+        models_: model of every client by the name of its group, and under None the global model, if the method has
+            them.
+        classes_: classes ``[C]``.
+        notes_: sentences on columns that number rows, leak the target and similar.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Trains.
+        """Train the models of a federation.
 
         Args:
             X: numbers ``[N, p]``, without missing values.
             y: classes ``[N]``, numbers or text.
-            groups: whose each row is ``[N]``: the clients of the federation. None: `clients` of them, dealt at random.
-            subjects: of which patient or the like each row is ``[N]``. Rows of one are dealt to one client. For
-                cross-validation, give them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
+            groups: group of each row ``[N]``: the clients of the federation. None: `clients` groups, dealt at random.
+            subjects: patient or similar unit of each row ``[N]``. Rows of a subject are dealt to the same client. For
+                cross-validation, pass them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
 
         Raises:
-            ValueError: what scikit-learn or the method refuses.
+            ValueError: scikit-learn or the method rejects the arguments.
         """
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
@@ -189,33 +189,33 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
-        """Classes ``[N]``.
+        """Return the classes ``[N]``.
 
         Args:
             X: numbers ``[N, p]``.
-            groups: whose each row is ``[N]``: a row goes to its group's own model, if the method has them. Rows of
-                unknown groups, and all rows without groups, to the global model.
+            groups: group of each row ``[N]``: a row uses the model of its group, if the method has such models. Rows of
+                unknown groups, and all rows without groups, use the global model.
         """
         best = self._scores(X, groups).argmax(1)
         return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: Any, groups: ArrayLike | None = None) -> Some:
-        """Probabilities ``[N, C]`` in the order of ``classes_``. Arguments as `predict`."""
+        """Return probabilities ``[N, C]`` in the order of ``classes_``. Arguments as `predict`."""
         return self._scores(X, groups)
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
-        """Accuracy of `predict`, to which the groups go."""
+        """Return the accuracy of `predict`, which receives the groups."""
         return float(accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    """Regressor that a federation of the groups trains. `FederatedClassifier` has the arguments.
+    """Regressor that is trained by a federation of the groups. `FederatedClassifier` describes the arguments.
 
-    The target is centred and scaled by the mean and standard deviation of all rows.
+    The target is centered and scaled by the mean and standard deviation of all rows.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Trains on numbers ``[N, p]`` and ``[N]``, see `FederatedClassifier.fit`."""
+        """Train on numbers ``[N, p]`` and ``[N]``, see `FederatedClassifier.fit`."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0
@@ -224,11 +224,11 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
-        """Values ``[N]``, see `FederatedClassifier.predict` for the groups."""
+        """Return values ``[N]``, see `FederatedClassifier.predict` for the groups."""
         return self._scores(X, groups)[:, 0]
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
-        """R2 of `predict`, to which the groups go."""
+        """Return the R2 of `predict`, which receives the groups."""
         return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
@@ -240,10 +240,10 @@ def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
 
 
 def _labels(what: str, values: ArrayLike, rows: int) -> Some:
-    """One label for each row.
+    """Return one label for each row.
 
     Raises:
-        DataError: a row has none.
+        DataError: a row has no label.
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if label is None or label != label]:

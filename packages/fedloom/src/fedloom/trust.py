@@ -1,6 +1,6 @@
-"""Trust in user code: a file's own word runs no part of Python itself and no code of another user.
+"""Trust in user code: a file alone never runs a part of Python or code of another user.
 
-A person vouches for import paths, by ``--trust`` or ``trust=True``. Nothing vouches for the standard library.
+A person vouches for import paths, by ``--trust`` or ``trust=True``. Nothing can vouch for the standard library.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedloom.errors import ConfigError
 IMPORT_PATH_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """Form of an import path."""
 OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
-"""Top packages of this distribution."""
+"""Top-level packages of this distribution."""
 NO_CODE = ("name", "label")
-"""Keys of an experiment file whose text names no code."""
+"""Keys of an experiment file whose text never names code."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 """Folders of installed packages."""
 
@@ -33,7 +33,7 @@ _vouched: set[str] = set()
 
 
 def is_path(name: object) -> bool:
-    """Return whether a name is an import path, and not the name of something that fedloom has.
+    """Return True if a name is an import path instead of a name that fedloom knows.
 
     >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
     (True, False, False)
@@ -43,7 +43,7 @@ def is_path(name: object) -> bool:
 
 @contextmanager
 def here() -> Iterator[None]:
-    """Search modules in the current directory last, within the block."""
+    """Search for modules in the current directory last, within the block."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
     try:
@@ -53,17 +53,17 @@ def here() -> Iterator[None]:
 
 
 def vouch(paths: Iterable[str]) -> None:
-    """Let import paths be resolved in this process, whoever owns the code."""
+    """Allow import paths to be resolved in this process, whoever owns the code."""
     _vouched.update(paths)
 
 
 def is_vouched(path: str) -> bool:
-    """Return whether somebody has vouched for an import path."""
+    """Return True if a person has vouched for an import path."""
     return path in _vouched
 
 
 def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Iterator[tuple[str, str]]:
-    """Dotted keys of an experiment file, and the import paths that they name."""
+    """Yield the dotted keys of an experiment file with the import paths that they name."""
     if isinstance(document, Mapping):
         of_import = document.get("kind") == "import"
         for name, value in document.items():
@@ -77,15 +77,15 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
 
 
 def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
-    """Refuse a document of another user that names user code.
+    """Raise if a document of another user names user code.
 
     Args:
-        document: of an experiment file, or of a run directory.
-        file: that it was read from.
-        trust: vouch for the import paths of the document instead.
+        document: document of an experiment file, or of a run directory.
+        file: file of the document.
+        trust: True to vouch for the import paths of the document instead.
 
     Raises:
-        ConfigError: the file, or its folder, is another user's. All that would be imported is named.
+        ConfigError: the file, or its folder, belongs to another user. The message lists all imports.
     """
     named = list(paths_in(document))
     if trust:
@@ -103,14 +103,14 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
 
 
 def check_module(path: str, what: str) -> None:
-    """Refuse the module of an import path before it is imported.
+    """Raise if the module of an import path must not be imported.
 
     Args:
         path: ``package.module:Name``.
         what: the part and the file that names it, for the message.
 
     Raises:
-        ConfigError: it is of the standard library, or a file of another user without a voucher.
+        ConfigError: the module belongs to the standard library, or is a file of another user that nobody vouched for.
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
@@ -137,10 +137,10 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Refuse a part that is a module, class, function or method of Python itself, by whatever way it was reached.
+    """Raise if a part is a module, class, function or method of Python itself, however it was reached.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the part is such an object.
     """
     while isinstance(part, functools.partial | functools.partialmethod):
         part = part.func
@@ -155,10 +155,10 @@ def check_part(part: object, path: str, what: str) -> None:
 
 
 def check_maker(path: str, what: str) -> None:
-    """Refuse a function of an installed package that would be called with values from a file.
+    """Raise if a function of an installed package would be called with values from a file.
 
     Raises:
-        ConfigError: it is of an installed package or of fedloom, without a voucher.
+        ConfigError: the function belongs to an installed package or to fedloom, and nobody vouched for it.
     """
     module = path.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -170,7 +170,7 @@ def check_maker(path: str, what: str) -> None:
 
 
 def is_standard(module: str) -> bool:
-    """Return whether a module is of Python's standard library or built in. Nothing is imported."""
+    """Return True if a module belongs to Python's standard library or is built in. Nothing is imported."""
     first = module.partition(".")[0]
     if first in sys.stdlib_module_names:
         return True
@@ -180,15 +180,15 @@ def is_standard(module: str) -> bool:
 
 
 def is_installed(file: Path) -> bool:
-    """Return whether a file is of an installed package or of the standard library, links followed."""
+    """Return True if a file belongs to an installed package or to the standard library, after following links."""
     kinds = ("purelib", "platlib", "stdlib")
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the foreign owner of a file, folder or link target, if it is neither this user nor root. Else "".
+    """Return the owner of a file, folder or link target, if the owner is neither this user nor root.
 
-    Empty for one's own.
+    The result is "" for files of this user and of root.
     """
     for place in (path, path.resolve()):
         for one in (place, place.parent):
@@ -205,7 +205,7 @@ def find_other_owner(path: Path) -> str:
 
 
 def _module_of(part: object) -> str:
-    """Name of the module that defines a class, function, method or object, or of a module itself."""
+    """Return the name of the module that defines a class, function, method or object, or of a module itself."""
     if isinstance(part, ModuleType):
         return part.__name__
     module = getattr(part, "__module__", None)
@@ -224,7 +224,7 @@ def _is_in_library(file: Path) -> bool:
 
 
 def _place(path: str) -> str:
-    """Return the file that an import path would run, as far as it is known without running code."""
+    """Return the file that an import path would run, if it can be determined without running code."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):

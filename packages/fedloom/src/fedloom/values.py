@@ -1,4 +1,4 @@
-"""Value: the frozen, validated base of everything that can be chosen, and the way to it from a table of a TOML file."""
+"""Value: the frozen, validated base class of all choices, and the conversion from a table of a TOML file."""
 
 from __future__ import annotations
 
@@ -28,33 +28,37 @@ from fedloom.options import ARGS_HEADING, Face
 
 T = TypeVar("T")
 NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
-"""Numbers in a schema of pydantic, and the error of a non-number."""
+"""Numbers in a schema of pydantic, and the error for a non-number."""
 MAX_INTEGER = 2**63 - 1
-"""The largest whole number of a tensor, or of a TOML file."""
+"""Largest integer of a tensor, or of a TOML file."""
 FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
-"""A multiple of what is derived, as 2x or 0.5x."""
+"""Pattern of a multiple of a derived value, such as 2x or 0.5x."""
 VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
-"""Parts of an error's place that name no key."""
+"""Pattern of parts of an error's place that name no key."""
 IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
-"""Keys of a pydantic schema that are no schemas of values. Keys are text in every file."""
+"""Keys of a pydantic schema that are not schemas of values. Keys are text in every file."""
 
 
 class Value(BaseModel, metaclass=Face):
-    """A frozen value: unknown fields, wrong types and values out of range are refused when it is made.
+    """Frozen value: unknown fields, wrong types and values out of range are rejected when it is made.
 
     Raises:
-        InvalidValue: of every option that is refused, its name, what is expected and what was got.
+        InvalidValue: an option is invalid. The message lists the name, the expected value and the given value of every
+            such option.
 
-    A class of user code is known by its import path, which is its ``kind`` wherever values are written down.
+    A class of user code is identified by its import path, which is its ``kind`` in every file.
     """
 
     free: ClassVar[tuple[str, ...]] = ()
-    """Fields that change no number of a run."""
+    """Fields that never change the numbers of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that act only beside another one: its name and the values of it, none for any but its default. Or a key of
-    ``[local]``, as "local.weight_decay". A run has a note where such a field is given and does not act."""
+    """Fields that act only with another field: the name of the other field and its required values.
+
+    Without values, any value except the default is required. The other field may be a key of ``[local]``, as
+    "local.weight_decay". A run gets a note if such a field is given and does
+    not act."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names that papers have for fields, and the fields. They are accepted."""
+    """Other names for fields in papers, and the fields. They are also accepted."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -94,11 +98,11 @@ class Value(BaseModel, metaclass=Face):
         return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
 
     def is_set(self, name: str) -> bool:
-        """Return whether a field has another value than its default."""
+        """Return True if a field differs from its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Copy the value, validated if fields change. `copy.replace` calls this."""
+        """Return a copy of the value, validated if fields change. `copy.replace` calls this."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -131,17 +135,17 @@ class Value(BaseModel, metaclass=Face):
 
 
 def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
-    """Entry of a registry by name, or a class of user code by its import path.
+    """Return an entry of a registry by name, or a class of user code by its import path.
 
     Args:
-        what: what is chosen, for the message.
+        what: kind of choice, for the message.
         registry: entries by name.
-        name: a key of it, or ``package.module:Class`` where there is a base.
+        name: key of the registry, or ``package.module:Class`` if a base is given.
         where: file and table, for the message.
-        base: what a class of user code must be a subclass of. None: the registry is all there is.
+        base: base class of classes of user code. None: only the registry is allowed.
 
     Raises:
-        ConfigError: the name is not registered (the message has the nearest valid one), or the path names no such
+        ConfigError: the name is not registered (the message contains the nearest valid name), or the path names no such
             class.
     """
     if isinstance(name, str) and name in registry:
@@ -162,7 +166,7 @@ def make_kind(
     base: type,
     hint: Hint = no_hint,
 ) -> T:
-    """Make the value of a table whose ``kind`` chooses the class: a name of the registry, or an import path.
+    """Return the value of a table whose ``kind`` chooses the class: a name in the registry, or an import path.
 
     Raises:
         ConfigError: see `choose` and `make`.
@@ -178,17 +182,17 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Call ``make_value(**options)``. What pydantic refuses becomes a sentence.
+    """Return ``make_value(**options)``. Errors of pydantic become sentences.
 
     Args:
-        make_value: a value's class, or a preset.
-        options: the keys of the table.
+        make_value: class of a value, or a preset.
+        options: keys of the table.
         where: file and table, for the message.
-        fields: the keys that are allowed.
-        hint: knows where other keys belong.
+        fields: allowed keys.
+        hint: function that returns the place of other keys.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range.
+        ConfigError: a key is unknown, a type is wrong or a value is out of range.
     """
     options = _unaliased(options, make_value)
     for key in options:
@@ -201,13 +205,13 @@ def make(
 
 
 def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
-    """Return options by the names of their fields. An alias beside its field is left, to be refused."""
+    """Return options by the names of their fields. An alias next to its field remains, and is rejected later."""
     aliases: Mapping[str, str] = getattr(kind, "aliases", {})
     return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
 
 
 def kind_of(value: Value) -> str:
-    """Return the name of a value's class, as in files."""
+    """Return the name of a value's class in files."""
     return str(getattr(value, "kind", type(value).__name__))
 
 
@@ -218,10 +222,10 @@ def fields_of(value: Any) -> Mapping[str, Any]:
 
 
 def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
-    """Check that a value is a TOML table.
+    """Return a value if it is a TOML table.
 
     Raises:
-        ConfigError: it is something else. ``cure`` ends the message.
+        ConfigError: the value is not a table. ``cure`` ends the message.
     """
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
@@ -234,7 +238,7 @@ def dump(value: BaseModel, **first: object) -> dict[str, Any]:
 
 
 def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
-    """Flatten a document to dotted keys. A method's table is named by its label."""
+    """Return a document with dotted keys. A method's table is named by its label."""
     entries: dict[str, Any] = {}
     for key, value in document.items():
         inner = {}
@@ -275,7 +279,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
     """Return a number unchanged.
 
     Raises:
-        PydanticKnownError: it is text or a boolean, of Python or of an array, or too large for a tensor.
+        PydanticKnownError: the value is text or a boolean, of Python or of an array, or too large for a tensor.
     """
     if isinstance(value, (bool, str, bytes)) or str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool":
         raise PydanticKnownError(refusal)
@@ -285,7 +289,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
 
 
 def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
-    """Return a validator of options derived by default: "2x" is twice the derived value, and "1x" is None."""
+    """Return a validator for options that are derived by default: "2x" is twice the derived value, and "1x" is None."""
     factor = 1.0 if value is None else factor_of(value)
     if factor:
         return None if factor == 1 else value
@@ -303,7 +307,7 @@ def factor_of(value: object) -> float | None:
 
 
 MAX_DESCRIPTION_CHARS = 120
-"""Length of a description that a message repeats in full."""
+"""Largest length of a description that a message repeats in full."""
 
 
 def _show_value(value: object) -> str:
@@ -320,14 +324,17 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of an error, without pydantic's validators and the union types that it passed through."""
+    """Return the place of an error, without pydantic's validators and the union types on its path."""
     return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
 def _sentence(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
-    """Describe the expected value at a place and the given one. A union has an error per choice."""
+    """Return a description of the expected value at a place and the given value.
+
+    A union causes one error per choice.
+    """
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
@@ -351,7 +358,7 @@ def _words_of(error: ErrorDetails) -> list[str]:
 
 
 def _shortened(description: str) -> str:
-    """Shorten a long description of an option to its part before the first colon or semicolon."""
+    """Return a long description of an option up to its first colon or semicolon."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 

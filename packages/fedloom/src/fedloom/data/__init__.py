@@ -1,4 +1,4 @@
-"""Data: sources, partitions into clients, and the order in which clients see their samples."""
+"""Data: sources, partitions into clients, and the order of samples at the clients."""
 
 from __future__ import annotations
 

@@ -15,31 +15,31 @@ from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MIN_CLASS_ROWS = 5
-"""Fewest rows on each side of a class for a figure of how well a column predicts it."""
+"""Smallest number of rows on each side of a class for a measure of a column's predictive value."""
 UNIT_RATIO_NOTED = 4.0
-"""Ratio of two sites' medians from which they are named, though no known conversion is near."""
+"""Smallest ratio of two sites' medians that is reported without a known conversion."""
 SAME_UNIT_RATIO = 1.5
-"""Ratio of two sites' medians up to which they are of one unit: every known factor is larger."""
+"""Largest ratio of two sites' medians in the same unit. Every known factor is larger."""
 MAX_SPREAD_RATIO_GAP = 2.5
 """Largest distance between the ratios of medians and of spreads of two units."""
 ABSENT_COLUMN_SHARE = 0.98
-"""Share of missing cells from which a site does not have a column."""
+"""Smallest share of missing cells at which a site lacks a column."""
 MISSING_SHARE_DIFFERENCE = 0.3
-"""Difference of the shares of missing cells of two sites that is worth a sentence."""
+"""Smallest difference between the shares of missing cells of two sites that is reported."""
 
 Rows = Mapping[str, NDArray[np.bool_]]
 """Mask ``[N]`` of each site's rows, by its name."""
 
 
 class SingleColumnScore(NamedTuple):
-    """Predictive value of one column: a figure by name, in [0, 1], and as text."""
+    """Predictive value of one column: a measure by name, in [0, 1], and as text."""
 
     value: float
     text: str
 
 
 def score_column(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """Return how well a column alone predicts the target: see `score`."""
+    """Return the predictive value of a single column for the target, see `score`."""
     y = target.values
     if task != "regression":
         present = np.isin(target.cells, [*target.odd, ""], invert=True)
@@ -54,17 +54,17 @@ def score(
     task: str,
     least: float = 0.0,
 ) -> SingleColumnScore:
-    """Return the AUROC of a column for the target's classes (the mean of those with enough rows), or R2.
+    """Return the AUROC of a column for the target's classes (the mean over classes with enough rows), or R2.
 
-    A number ranks rows itself. Every column ranks them by the target's mean in its groups too, which is learned on one
-    half of the rows and applied to the other. 0 where too few rows are there to say so.
+    A numeric column ranks rows directly. Every column also ranks them by the mean target of its groups, which is
+    computed on one half of the rows and applied to the other. 0 if too few rows exist.
 
     Args:
-        groups: ``[N]`` group of every row. Missing cells are a group.
-        numbers: ``[N]``, NaN where missing. None: the column has levels.
-        y: ``[N]`` numbers of a "regression", else codes of classes. NaN where missing.
+        groups: ``[N]`` group of every row. Missing cells form a group.
+        numbers: ``[N]``, NaN for missing cells. None: the column consists of levels.
+        y: ``[N]`` numbers of a "regression", or codes of classes. NaN where missing.
         task: "regression" or "classification".
-        least: a figure below it may be 0, which is faster.
+        least: threshold below which the result may be 0, which is faster.
     """
     present = ~np.isnan(y)
     if present.sum() < MAX_FEW_LEVELS:
@@ -101,13 +101,13 @@ def score(
 
 
 def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """AUROC from the ranks of the scores, by the rank-sum statistic. Ties have mean ranks."""
+    """Return the AUROC from the ranks of the scores, by the rank-sum statistic. Ties get mean ranks."""
     count = int(positive.sum())
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for every row the mean target of its group in the half of the rows without it."""
+    """Return for every row the mean target of its group in the half of the rows that does not contain it."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
@@ -120,7 +120,7 @@ def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
-    """Rows of every class at every site: ``{site: {class: rows}}``."""
+    """Return the number of rows of every class at every site: ``{site: {class: rows}}``."""
     classes = [name for name in target.levels if name not in target.odd]
     return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
 
@@ -142,19 +142,19 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
-    """Return the one site, of several, that has values in this column."""
+    """Return the only site, of several, with values in this column, or None if there is no such site."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 class Shift(NamedTuple):
-    """Site with numbers like the other sites' in another unit, or as different as that.
+    """Site whose numbers differ from the other sites' numbers like another unit.
 
     Attributes:
-        median: at the site.
+        median: median of the site.
         usual: median of the other sites.
-        factor: known one that converts the site's numbers. None where none is near.
-        units: of the factor.
+        factor: known factor that converts the site's numbers. None if no known factor is close.
+        units: units of the factor.
     """
 
     median: float
@@ -166,8 +166,8 @@ class Shift(NamedTuple):
 def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
     """Return the sites whose medians and spreads differ from the others' by the same factor.
 
-    Only numbers above 0 are in a unit that a factor converts: numbers of both signs are standardised, logarithms or
-    changes, whose medians have any ratio. Numbers of rows or patients, and codes, are in no unit.
+    Only numbers above 0 are in a unit that a factor converts. Numbers of both signs are standardized values, logarithms
+    or changes, whose medians may have any ratio. Row numbers, patient numbers and codes have no unit.
     """
     figures = _figures(column, rows)
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
@@ -189,7 +189,7 @@ def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
-    """Median and interquartile range of a column at every site that has enough numbers."""
+    """Return the median and interquartile range of a column at every site with enough numbers."""
     figures = {}
     for site, here in rows.items():
         numbers = column.values[here & ~np.isnan(column.values)]
@@ -200,7 +200,7 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
 
 
 def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """Return the median and range that most sites are close to."""
+    """Return the median and range that are close to the values of most sites."""
     return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
 
 
@@ -222,5 +222,5 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return whether two medians above 0 are of one unit."""
+    """Return True if two medians above 0 are in the same unit."""
     return max(a, b) < SAME_UNIT_RATIO * min(a, b)

@@ -1,4 +1,4 @@
-"""Clients that come with their samples, each as its training and test set or as one set to be cut."""
+"""Clients that are given with their samples, each as a training and test set or as one set that is split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 CLIENTS_EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
-"""Example of clients as an argument."""
+"""Example of the argument `clients`."""
 
 
 def as_federation(
@@ -30,20 +30,23 @@ def as_federation(
     seed: int = 0,
     **options: object,
 ) -> Federation:
-    """Build a federation from clients that come with their samples.
+    """Return a federation of clients that are given with their samples.
 
     Args:
-        clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each
-            the tuple (x, y) or what else `Dataset.create` takes. Or one set, of which the test part is cut.
-        test: fraction of a client's samples for its test part, where it comes without one.
-        validation: fraction of a client's training samples (where it comes without a test set, of all) for validation.
-        seed: of the cuts.
-        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``.
+        clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each of
+            them the tuple (x, y) or any input of `Dataset.create`. A client may also be one set, from which the test
+            part is drawn.
+        test: fraction of a client's samples for its test part, if the client has no test set.
+        validation: fraction of a client's training samples (or of all samples, if the client has no test set) for
+            validation.
+        seed: seed of the splits.
+        options: options of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``,
+            ``vocabulary``.
             ``subject``, ``order`` and ``strata`` are entries of clients that are dictionaries with ``x`` and ``y``.
 
     Raises:
-        ConfigError: it is no list or mapping of clients, or some come with a test set and others without one.
-        DataError: a client's samples that cannot be read, or of another shape than the first one's.
+        ConfigError: the argument is not a list or mapping of clients, or only some clients have a test set.
+        DataError: a client's samples cannot be read, or differ in shape from the samples of the first client.
     """
     name = str(options.pop("name", "clients"))
     if isinstance(clients, tuple) and len(clients) == 2:
@@ -110,10 +113,10 @@ def as_federation(
 
 
 def _is_split(client: Any, place: str) -> bool:
-    """Return whether a client comes as its training and its test set, not as one set.
+    """Return True if a client is a training and a test set, False if it is one set.
 
     Raises:
-        ConfigError: as a list of two sets, since a list is samples.
+        ConfigError: the client is a list of two sets, because a list means samples.
     """
     if isinstance(client, Mapping):
         return "train" in client
@@ -128,13 +131,13 @@ def _is_split(client: Any, place: str) -> bool:
 
 
 def _are_samples(sets: Sequence[Any]) -> bool:
-    """Return whether all are a sample with its target, a single number or text."""
+    """Return True if all are a sample with its target, a single number or text."""
     pairs = [find_pair(one) or one for one in sets]
     return all(isinstance(pair, tuple) and len(pair) == 2 and np.ndim(pair[1]) == 0 for pair in pairs)
 
 
 def _is_values(side: object) -> bool:
-    """Return whether it is features or targets, not a set of both."""
+    """Return True if the object is features or targets, False if it is a set of both."""
     if hasattr(side, "shape"):
         return True
     return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))

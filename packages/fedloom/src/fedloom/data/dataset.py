@@ -1,4 +1,4 @@
-"""Dataset: one source in memory, checked once. The arrays stay as they were stored (bytes stay bytes)."""
+"""Dataset: one source in memory, checked once. The arrays keep their stored type (bytes stay bytes)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Task = Literal["classification", "binary", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
 """Tasks whose targets are classes."""
 MISSING_LEVEL = ""
-"""Level of a kept column where a row has none."""
+"""Level of a kept column in rows without a level."""
 MOST_CLASSES = 2**16
-"""Classes of a data set. Larger numbers are measurements or damage."""
+"""Largest number of classes of a data set. Larger class numbers are measurements or damaged data."""
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are predicted; set task = 'regression' if labels are measurements, or name another"
 )
@@ -36,7 +36,7 @@ TOO_MANY = (
 
 @contextmanager
 def default_to_cpu() -> Iterator[None]:
-    """Create new tensors on the CPU within the block, whatever default device the caller has chosen."""
+    """Create new tensors on the CPU within the block, whatever the caller's default device is."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -45,15 +45,15 @@ def default_to_cpu() -> Iterator[None]:
 
 
 class Prepare(Protocol):
-    """Preparation that must be fitted on a client's own training part: imputation and scaling of tables."""
+    """Preparation that must be fitted on a client's training part: imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Features ready for a model.
+        """Return features for a model.
 
         Args:
             x: raw features [N, p]. NaN is a missing value.
-            owner: client of each sample [N], -1 where it belongs to none (such rows are never read).
-            train: whether the sample is in its client's training part [N], bool.
+            owner: client of each sample [N], -1 for samples of no client (such rows are never read).
+            train: True if the sample is in its client's training part [N], bool.
 
         Returns:
             features [N, q] float32, finite.
@@ -68,37 +68,37 @@ class Dataset:
     Args:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
-            or int64, numbers in `vocabulary`, 0 being padding at the end of a sequence.
-        y: class numbers [N] int64. Float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events
-            0 or 1 [N, 2] of a survival task, of tokens also one label per position
-            [N, length], -1 where there is none.
+            or int64, numbers in `vocabulary`, with 0 for padding at the end of a sequence.
+        y: class numbers [N] int64. Float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events 0
+            or 1 [N, 2] of a survival task, for tokens also one label per position [N, length], with -1 for no label.
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes. Empty where targets are numbers.
-        mean: per channel [C] or of everything [1]. Subtracted after bytes were divided by 255. None: 0.
-        std: same shape as `mean`. Divides after the subtraction. None: 1.
-        test: positions [k] of the source's official test set in `x`. None where it has none.
+        classes: names of the classes. Empty if targets are numbers.
+        mean: mean per channel [C] or over everything [1]. It is subtracted after bytes are divided by 255. None: 0.
+        std: same shape as `mean`. It divides after the subtraction. None: 1.
+        test: positions [k] of the source's official test set in `x`. None without such a test set.
         columns: codes [N] int64 of facts about a sample that can split a federation (writer, hospital, education).
         levels: names of the codes of each column.
-        users: codes [N] where the source comes already split by client.
+        users: codes [N] if the source is already split by client.
         user_names: names of the users, in code order.
-        prepare: fitted per client when a federation is built. Only such data may hold NaN (missing values).
-        fitted: the table that was fitted, and to what, where the features came out of one.
-        ready: of features that `prepare` made, whether it made those of a sample [N] bool. The others are NaN, and no
-            part of a federation may have them. None: all are ready.
-        centre: what was subtracted from the targets of a regression.
-        unit: what divided them after that. Figures are in this unit.
-        vocabulary: names of the tokens. Empty where samples are numbers.
-        positions: of numbers that are classified, each position has a label: `y` is [N, length], -1 for none.
+        prepare: preparation that is fitted per client when a federation is built. Only such data may contain NaN
+            (missing values).
+        fitted: the fitted table and its fit, if the features are the output of a table.
+        ready: True for samples [N] whose features were made by `prepare`, bool. The other samples are NaN, and no
+            part of a federation may contain them. None: all are ready.
+        centre: value that was subtracted from the targets of a regression.
+        unit: value that divided them after the subtraction. Results are in this unit.
+        vocabulary: names of the tokens. Empty if samples are numbers.
+        positions: for classified sequences of numbers, True if each position has a label: `y` is [N, length], with -1
+            for no label.
         notes: sentences on how the source was read, for the report.
-        conversion: ``factors`` that columns of a table were multiplied by, the column ``users`` that names the
-            client of a row, and the columns ``days_since``. Empty without factors and dates.
-        design: whose rows belong together, in which order they came, and which are the test part. None: rows are on
-            their own.
-        original_dtype: numpy's name of the type that the features had before they became `x`, such as ``"int64"``, or
-            ``"uint8"`` where `x` has bytes divided by 255. empty: they are as they were given.
+        conversion: ``factors`` by which columns of a table were multiplied, the column ``users`` that names the client
+            of a row, and the columns ``days_since``. Empty without factors and dates.
+        design: rows that belong together, their order, and the rows of the test part. None: every row is independent.
+        original_dtype: numpy's name of the type of the features before they became `x`, such as ``"int64"``, or
+            ``"uint8"`` if `x` contains bytes divided by 255. Empty: the type did not change.
 
     Raises:
-        DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
+        DataError: lengths disagree, labels are outside 0..C-1, values are not finite, or types are wrong.
     """
 
     name: str
@@ -150,9 +150,9 @@ class Dataset:
     @classmethod
     @default_to_cpu()
     def create(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
-        """Create a data set from objects in memory. `fedloom.data.sources.memory.as_dataset` lists the accepted types.
+        """Return a data set of objects in memory. `fedloom.data.sources.memory.as_dataset` lists the accepted types.
 
-        Arrays and tensors of float32 or bytes are not copied: what changes them later changes the data set.
+        Arrays and tensors of float32 or bytes are not copied: later changes to them change the data set.
 
         >>> Dataset.create(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
@@ -179,36 +179,39 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Outputs that a model of this task needs: one per class, k for a regression, else 1."""
+        """Number of outputs that a model of this task needs: one per class, k for a regression, otherwise 1."""
         if self.task == "classification":
             return len(self.classes)
         return self.y.shape[1] if self.task == "regression" else 1
 
     @property
     def classed(self) -> bool:
-        """True if targets are classes, not numbers."""
+        """True if targets are classes instead of numbers."""
         return self.task in CLASS_TASKS
 
     @property
     def each(self) -> bool:
-        """True if every position of a sequence has a label of its own."""
+        """True if every position of a sequence has a separate label."""
         return self.classed and self.y.ndim == 2
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, and `each`. None where samples are numbers with one label."""
+        """Size of the vocabulary, and `each`. None if samples are numbers with one label."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of every sample [N]. None where a sample has none, or one per position."""
+        """Class of every sample [N]. None if samples have no class, or one per position."""
         return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def checksum(self) -> str:
-        """SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal. Samples that are not ready count as 0."""
+        """Return the SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal.
+
+        Samples that are not ready count as 0.
+        """
         digest = hashlib.sha256()
         x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
         for part in (x, self.y):
@@ -218,7 +221,7 @@ class Dataset:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Plain facts for people: samples, shape, type, task, classes with counts, test size, columns, checksum."""
+        """Return facts for people: samples, shape, type, task, classes with counts, test size, columns, checksum."""
         facts: dict[str, Any] = {
             "name": self.name,
             "samples": len(self),
@@ -238,7 +241,7 @@ class Dataset:
         return facts
 
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
-        """Append copies of the samples at `index` ``[k]``, with other features ``x`` and targets ``y``."""
+        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``."""
 
         def more(values: Tensor | None) -> Tensor | None:
             return None if values is None else torch.cat([values, values[index.to(values.device)]])
@@ -305,10 +308,10 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Raise one error with every fault of the data. None if the data are sound.
+    """Raise one error with all faults of the data. Nothing happens if the data are valid.
 
     Raises:
-        DataError: there are problems.
+        DataError: the data contain faults.
     """
     if len(problems) == 1:
         raise DataError(f"{where}: {problems[0]}")

@@ -1,4 +1,4 @@
-"""Federation: one data set, cut into clients. Index lists only, the samples are never copied."""
+"""Federation: one data set, split into clients. It consists of index lists, and the samples are never copied."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Federation:
         parts: a `Split` for ``"train"``, ``"validation"`` and ``"test"``.
         names: name of each client.
         test: positions of a common test set. None: the union of the clients' test parts.
-        partition: how it was cut (kind and fields), for the record.
-        seed: seed of the cut.
-        groups: planted group of each client [n] int64, where the partition has groups.
-        notes: sentences about the cut that a report should show.
-        dtype: type that `fetch` gives.
+        partition: description of the split (kind and fields), for the record.
+        seed: seed of the split.
+        groups: planted group of each client [n] int64, if the partition has groups.
+        notes: sentences about the split for a report.
+        dtype: type of the result of `fetch`.
         noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that every step's batch
-            draws anew for a sample, in the units of `data.x`. None: there is none.
+            draws anew for a sample, in the units of `data.x`. None: no noise.
 
     Raises:
-        PartitionError: a client without training samples.
-        DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or was not
-            to a sample of a part. Or a subject in two parts.
+        PartitionError: a client has no training samples.
+        DataError: positions are outside the data, offsets do not fit, or `prepare` was not applied to the data or to a
+            sample of a part. Or a subject is in two parts.
     """
 
     data: Dataset
@@ -95,10 +95,10 @@ class Federation:
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
     def _check_ready(self, part: str, index: Tensor) -> None:
-        """Refuse samples whose features were not prepared.
+        """Raise if the features of samples were not prepared.
 
         Raises:
-            DataError: there are such samples.
+            DataError: such samples exist.
         """
         if self.data.ready is None:
             return
@@ -110,10 +110,12 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Refuse a subject in two parts, be it of two clients. The common test set is one with the test parts.
+        """Raise if a subject is in two parts, even of two clients.
+
+        The common test set and the test parts count as one part.
 
         Raises:
-            DataError: there is one.
+            DataError: such a subject exists.
         """
         design = self.data.design
         if design is None or design.subject is None:
@@ -132,7 +134,7 @@ class Federation:
 
     @classmethod
     def create(cls, clients: Any, **options: Any) -> Federation:
-        """Create a federation from clients with their samples, see `fedloom.data.clients.as_federation`.
+        """Return a federation of clients with their samples, see `fedloom.data.clients.as_federation`.
 
         >>> import numpy as np
         >>> x = np.eye(4)
@@ -157,7 +159,7 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the data and on the cut that a run shows, each once."""
+        """Sentences on the data and on the split for a run's report, each once."""
         return list(dict.fromkeys((*self.notes, *self.data.notes)))
 
     @property
@@ -180,12 +182,12 @@ class Federation:
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
-        """Positions in the data set of one client's part: a view [k] int64."""
+        """Return the positions in the data set of one client's part: a view [k] int64."""
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
     def gather(self, part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of several clients' parts, one client after another [total] int64, and the samples of each [m]."""
+        """Return the positions of several clients' parts, client by client [total] int64, and the size of each [m]."""
         index, offsets = self._split(part)
         ids = ids.to(offsets.device)
         sizes = offsets[ids + 1] - offsets[ids]
@@ -193,7 +195,7 @@ class Federation:
         return index[first + torch.arange(len(first), device=first.device)], sizes
 
     def owner(self, part: str) -> Tensor:
-        """Client of every entry of ``parts[part].index``: [total] int64."""
+        """Return the client of every entry of ``parts[part].index``: [total] int64."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ class Federation:
         return out.view(*index.shape, *self.data.shape)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All samples as they are stored [N, p], and the scale and shift [p] that make of them what `fetch` gives."""
+        """Return all stored samples [N, p], and the scale and shift [p] that convert them to the result of `fetch`."""
         if self._affine is not None:
             return (self._flat, *self._affine)
         one = torch.ones(self._flat.shape[1], dtype=self.dtype, device=self.device)
@@ -230,9 +232,9 @@ class Federation:
         return level.view(-1, *self.data.shape)
 
     def targets(self, index: Tensor) -> Tensor:
-        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] numbers of `dtype`.
+        """Return the targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] numbers of `dtype`.
 
-        Labels of positions stand one sequence after another, [..., b * length], -1 where there is none.
+        Labels of positions are concatenated sequence by sequence, [..., b * length], with -1 for no label.
         """
         y = torch.index_select(self.data.y, 0, index.reshape(-1))
         if not self.data.classed:
@@ -242,7 +244,10 @@ class Federation:
         return y.view(index.shape)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
-        """Move samples and index lists to a device. `fetch` of the returned federation gives `dtype`."""
+        """Return the federation with samples and index lists moved to a device.
+
+        `fetch` of the returned federation returns `dtype`.
+        """
         data, d = self.data, device
         moved = replace(
             data,
@@ -266,14 +271,14 @@ class Federation:
         )
 
     def pooled(self) -> Federation:
-        """One client that holds every client's parts: centralised training."""
+        """Return a federation of one client with every client's parts, for centralized training."""
         parts = {k: Split(s.index, s.offsets[[0, -1]]) for k, s in self.parts.items()}
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
         """Return the rarity of every client's labels, ``[n]``: the mean of -log p, p a label's share among all.
 
-        0 for each where there are no classes, and for a client without samples.
+        0 for all clients without classes, and for a client without samples.
         """
         counts = self.class_counts().double().cpu()
         share = counts.sum(0) / counts.sum().clamp(min=1)
@@ -281,7 +286,7 @@ class Federation:
         return (counts @ rare) / counts.sum(1).clamp(min=1)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Count the samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
+        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
         classes = len(self.data.classes)
         if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
@@ -292,12 +297,12 @@ class Federation:
         return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of how different the clients are, each a list with one value per client.
+        """Return measures of the differences between clients, each a list with one value per client.
 
-        ``sizes``. And for classes, against the label distribution of the whole part: ``emd`` (sum of absolute
-        differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js`` (Jensen-Shannon
-        divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1, C]). NaN for a
-        client without samples in the part.
+        They are ``sizes``, and for classes, compared with the label distribution of the complete part: ``emd`` (sum of
+        absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js``
+        (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1,
+        C]). NaN for a client without samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
         if not self.data.classes:
@@ -313,7 +318,7 @@ class Federation:
         return out
 
     def _scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """(x [/ 255] - mean) / std as x * scale + shift, each [p]."""
+        """Return (x [/ 255] - mean) / std as x * scale + shift, each [p], or None without scaling."""
         data = self.data
         unit = 1 / 255 if data.x.dtype == torch.uint8 else 1.0
         if data.vocabulary:

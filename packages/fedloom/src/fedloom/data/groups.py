@@ -1,4 +1,4 @@
-"""Groups of rows within clients, by columns that are kept for scoring."""
+"""Groups of rows within clients, defined by columns that are kept for scoring."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, 
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
 MOST_LEVELS = 20
-"""Levels of a column that are groups of their own."""
+"""Largest number of levels of a column that form separate groups."""
 
 
 def column_of(group: str) -> str:
-    """Return the column of a choice of groups.
+    """Return the column of a definition of groups.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
@@ -38,11 +38,12 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     """Return the rows of every group, bool ``[N]`` by the group's name. A row without a level is in no group.
 
     Args:
-        data: whose columns were kept.
-        choices: a column, whose levels are the groups, or a bound of one such as ``age>=75``, with the rest as another.
+        data: data set with kept columns.
+        choices: column whose levels are the groups, or a threshold such as ``age>=75``, which forms one group and the
+            rest another.
 
     Raises:
-        ConfigError: the column was not kept, has too many levels, or none that is a number.
+        ConfigError: the column was not kept, has too many levels, or contains no numbers.
     """
     groups: dict[str, Tensor] = {}
     for choice in choices:
@@ -73,14 +74,14 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return choice and name of every group, in one order wherever the levels were agreed on.
+    """Return the choice and name of every group, in an order that depends only on the agreed levels.
 
     Args:
         choices: as in `groups_of`.
-        levels: of every column that has agreed ones.
+        levels: agreed levels of every column that has them.
 
     Raises:
-        ConfigError: a choice without a bound has no agreed levels.
+        ConfigError: a choice without a threshold has no agreed levels.
     """
     names = []
     for choice in choices:
@@ -97,19 +98,20 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
 
 
 def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
-    """Return a site's publishable groups: no set of fewer rows than agreed follows from all published groups.
+    """Return which groups a site may publish: no set of fewer rows than agreed can be derived from published groups.
 
-    Published are sums over the rows of a group, and over all rows. A set of rows follows if its indicator is a linear
-    combination of theirs: the audit of cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure
-    control", JASA 1980). Sets that must not follow. Where they are too small: suppressed groups, what a choice leaves,
-    what two groups share, what one has beyond another, and rows that are alike in every group. Groups without a row
-    count as published: their sums are zero.
+    The site publishes sums over the rows of a group, and over all rows. A set of rows can be derived if its indicator
+    is a linear combination of the published indicators: the audit of cell suppression (L. H. Cox, "Suppression
+    methodology and statistical disclosure control", JASA 1980). The following sets must not be derivable if they are
+    too small: suppressed groups, the rows outside all groups of a choice, the rows in two groups, the rows in one group
+    but not in another, and rows that are equal in every group. Groups without a row count as published, because their
+    sums are zero.
 
     Args:
         members: ``[G, N]`` bool, rows of every group.
-        choice: number of every group's choice, whose groups share no row.
-        counts: ``[N, q]`` of every row 1, and 1 in each kind of row of which there must be enough, such as its class.
-        least: fewest rows of every kind in a set.
+        choice: number of every group's choice. Groups of a choice share no row.
+        counts: ``[N, q]`` 1 for every row, and 1 in each kind of row that requires a minimum number, such as its class.
+        least: smallest number of rows of every kind in a set.
     """
     is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
     patterns, place = members.T.unique(dim=0, return_inverse=True)
@@ -134,7 +136,7 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
-    """Return the subject ``[N]`` of each row, numbered from 0. None where subjects are not known."""
+    """Return the subject ``[N]`` of each row, numbered from 0. None if subjects are unknown."""
     design = data.design
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
@@ -142,20 +144,20 @@ def subjects_of(data: Dataset) -> Tensor | None:
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
     """Return 1 for every row, and 1 in each kind of row with a minimum count: a class, or events.
 
-    Where subjects are known, a row counts as its part of the subject's rows of that kind, so that a sum over rows is at
-    most the number of their subjects.
+    If subjects are known, a row counts as its fraction of the subject's rows of that kind, so that a sum over rows is
+    at most the number of their subjects.
 
-    What is published of a group has numbers of rows and of right predictions by class, for every class. A class of
-    which the group has no row is a kind too: it follows that no patient of the group is of this class.
+    The published results of a group contain numbers of rows and of correct predictions for every class. A class without
+    a row in the group is also a kind, because the results show that no patient of the group belongs to it.
 
     Args:
-        task: of the data.
-        y: ``[N]`` targets, ``[N, k]`` where they are numbers, of sequences ``[N, L]``, -1 where there is none.
-        outputs: of a model of these data, for several classes one of each.
-        units: subject ``[N]`` of each row, numbered from 0. None: each row is one.
+        task: task of the data.
+        y: ``[N]`` targets, ``[N, k]`` if they are numbers, ``[N, L]`` for sequences, with -1 for no label.
+        outputs: number of outputs of a model of these data. Several classes have one output each.
+        units: subject ``[N]`` of each row, numbered from 0. None: each row is a subject.
 
     Returns:
-        0 to 1, float64 ``[N, q]``.
+        Values from 0 to 1, float64 ``[N, q]``.
     """
     kinds = [torch.ones(len(y))]
     if task in ("binary", "classification"):
@@ -171,12 +173,12 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 
 
 def enough(counts: Tensor, least: int) -> bool:
-    """Return whether there is enough of every kind. Parts of a subject's rows may miss 1 by their rounding."""
+    """Return True if every kind has enough rows. Fractions of a subject's rows may miss 1 by rounding errors."""
     return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
-    """Return whether a set of rows is a linear combination of those of a basis."""
+    """Return True if a set of rows is a linear combination of the sets of a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 
@@ -185,7 +187,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     """Return the source that keeps the columns of the groups.
 
     Raises:
-        ConfigError: it is no table.
+        ConfigError: the source is not a table.
     """
     columns = dict.fromkeys(map(column_of, groups))
     if not columns:
@@ -200,7 +202,7 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     """Return the rows of the two groups of a choice, bool ``[N]`` each.
 
     Raises:
-        ConfigError: the column was not kept, or makes other than two groups.
+        ConfigError: the column was not kept, or does not form exactly two groups.
     """
     groups = groups_of(data, [choice])
     if len(groups) != 2:

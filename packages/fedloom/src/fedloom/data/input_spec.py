@@ -1,4 +1,4 @@
-"""InputSpec: what a model must know of the data it was trained on, to take new samples and to refuse others."""
+"""InputSpec: facts of the training data that a model needs to accept new samples and to reject others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedloom.values import Value
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
 NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
-"""Samples that a model takes instead of a table."""
+"""Advice for samples that are not a table."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def compared(data: InputSpec | Dataset) -> dict[str, Any]:
 
 
 class InputSpec(Value):
-    """Shape, classes, scaling and columns of a data set. No sample of it."""
+    """Shape, classes, scaling and columns of a data set. It contains no sample."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
     task: Task = Field(description="classification, binary, regression, survival or count")
@@ -61,7 +61,7 @@ class InputSpec(Value):
 
     @classmethod
     def create(cls, data: Dataset) -> InputSpec:
-        """Collect the facts of a federation's data."""
+        """Return the facts of a federation's data."""
         return cls(
             shape=data.shape,
             task=data.task,
@@ -79,7 +79,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Take the facts of future data from an agreement."""
+        """Return the facts of future data from an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -93,22 +93,22 @@ class InputSpec(Value):
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """As `Dataset.tokens`."""
+        """Size of the vocabulary, as `Dataset.tokens`."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def outputs(self) -> int:
-        """As `Dataset.outputs`."""
+        """Number of outputs, as `Dataset.outputs`."""
         return {"classification": len(self.classes), "regression": self.targets}.get(self.task, 1)
 
     @property
     def classed(self) -> bool:
-        """As `Dataset.classed`."""
+        """True if targets are classes, as `Dataset.classed`."""
         return self.task in CLASS_TASKS
 
     @property
     def agreement(self) -> Agreement | None:
-        """Return the agreement with which sites read their own tables as the training's, or None without a table."""
+        """Agreement with which sites read their tables like the training data, or None without a table."""
         if self.table is None:
             return None
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
@@ -118,10 +118,10 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def labelled(self, data: Any) -> Dataset:
-        """Create a data set from samples with targets. Task and vocabulary stay the old data's.
+        """Return a data set of samples with targets. Task and vocabulary of the old data are kept.
 
         Raises:
-            DataError: no data set can be made of it, of a table it is not known which column is what.
+            DataError: the samples do not form a data set, or the data are a table without column names.
         """
         if isinstance(data, Dataset):
             return data
@@ -134,13 +134,13 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Convert new data to the old data's terms: classes and columns by name, the same scaling.
+        """Return new data in the terms of the old data: classes and columns by name, and the same scaling.
 
         Args:
-            data: from any source. Labels may be some of the known classes only.
+            data: data set from any source. Labels may contain only some of the known classes.
 
         Raises:
-            DataError: other classes, columns, shape, or range of values.
+            DataError: classes, columns, shape, or range of values differ.
         """
         return Dataset(
             data.name,
@@ -161,10 +161,10 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def raw(self, data: Dataset) -> Tensor:
-        """Return the samples of new data, without labels: raw columns ``[N, p]`` of a table, else ``[N, *shape]``.
+        """Return the samples of new data, without labels: raw columns ``[N, p]`` of a table, otherwise ``[N, *shape]``.
 
         Raises:
-            DataError: other columns, shape, or range of values.
+            DataError: columns, shape, or range of values differ.
         """
         if self.table is not None:
             return self._columns(self.table, data)
@@ -180,18 +180,18 @@ class InputSpec(Value):
         return self.samples(x, data.name, data.original_dtype)
 
     def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
-        """Return samples ``[N, *shape]`` that are no table, checked.
+        """Return checked samples ``[N, *shape]`` that are not a table.
 
-        A model that was trained on bytes takes bytes, which are divided by 255, and floats from 0 to 1, which are
-        taken as they are. A model that was trained on floats takes floats as they are.
+        A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are
+        used unchanged. A model that was trained on floats uses floats unchanged.
 
         Args:
             x: bytes, floats, or tokens.
-            name: for messages.
+            name: name for messages.
             original_dtype: as `Dataset.original_dtype`.
 
         Raises:
-            DataError: another shape, type or range of values. The message names what to give.
+            DataError: shape, type or range of values differ. The message names the expected input.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -238,7 +238,7 @@ class InputSpec(Value):
         return code[data.y]
 
     def _columns(self, table: Table, data: Dataset) -> Tensor:
-        """Raw columns ``[N, p]`` in the order of the old data, levels by their old codes."""
+        """Return raw columns ``[N, p]`` in the order of the old data, with levels as their old codes."""
         wanted = [c.name for c in table.columns]
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
@@ -255,15 +255,15 @@ class InputSpec(Value):
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
-    """Create a federation of one client with all samples. A table is scaled on the client's training part.
+    """Return a federation of one client with all samples. A table is scaled on the client's training part.
 
     Args:
-        data: what `InputSpec.take` gave.
+        data: result of `InputSpec.take`.
         holdout: share of the samples for its test part, in [0, 1). Every class keeps a training sample.
-        seed: of the cut.
+        seed: seed of the split.
 
     Raises:
-        ConfigError: holdout out of range.
+        ConfigError: holdout is out of range.
     """
     if not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
@@ -277,7 +277,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
-    """Convert a column's values to the old data's codes."""
+    """Return a column's values as the old data's codes."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(

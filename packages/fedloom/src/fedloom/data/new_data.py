@@ -1,4 +1,4 @@
-"""NewData: files and data sets that come after a run, read with its options where they apply."""
+"""NewData: files and data sets that appear after a run, read with the options of the run that apply."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
 DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
-"""Options of one file, which are found out of the next, unless they are none of these."""
+"""Options that are detected again for each file, unless the run used another value."""
 FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
-"""Options on the layout of one file, which do not hold for a file of another format."""
+"""Options for the layout of a file, which do not apply to a file of another format."""
 FIXED_TABLE_OPTIONS = (
     "agreement",
     "categorical",
@@ -38,11 +38,14 @@ FIXED_TABLE_OPTIONS = (
     "unit",
     "scale",
 )
-"""Options of a table that a trained model fixes."""
+"""Options of a table that a trained model determines."""
 
 
 def client_column_of(conversion: Mapping[str, Any]) -> str | None:
-    """Return the column of clients of the options of a run's data, which models of earlier versions call ``users``."""
+    """Return the column of clients in the options of a run's data, or None without it.
+
+    Earlier versions call it ``users``.
+    """
     column: str | None = conversion.get("client_column", conversion.get("users"))
     return column
 
@@ -50,28 +53,28 @@ def client_column_of(conversion: Mapping[str, Any]) -> str | None:
 class NewData(NamedTuple):
     """Options for reading new data.
 
-    options: the table ``[data]`` of the run.
+    options: table ``[data]`` of the run.
     """
 
     options: Mapping[str, Any]
 
     @property
     def factors(self) -> Factors:
-        """Numbers by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`."""
+        """Factors by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`."""
         factors: Factors = self.options.get("factors", {})
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read new labeled data in the old data's terms: columns are matched by name, others are ignored.
+        """Return new labeled data in the old data's terms: columns are matched by name, and others are ignored.
 
         Args:
-            facts: of the data that the models were trained on.
-            data: a name or a path, as ``[data] source`` has it.
+            facts: facts of the training data of the models.
+            data: name or path, in the form of ``[data] source``.
             data_dir: folder of data sets.
 
         Raises:
-            DataError: it is missing or damaged.
-            ConfigError: an unknown name.
+            DataError: the data are missing or damaged.
+            ConfigError: the name is unknown.
         """
         reader = self.source(data, facts)
         if isinstance(reader, TableSource) and reader.chosen:
@@ -83,7 +86,10 @@ class NewData(NamedTuple):
     def rows(
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
-        """Rows without labels, of a file or in memory. Arguments and errors as `labelled`, and `new_rows`."""
+        """Return rows without labels, from a file or from memory.
+
+        Arguments and errors as in `labelled` and `new_rows`.
+        """
         users, factors = client_column_of(self.options), self.factors
         if not isinstance(data, str | Path):
             return new_rows(facts, data, "rows", users, factors, keep, self.options.get("days_since"))
@@ -106,7 +112,7 @@ class NewData(NamedTuple):
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
-        """Return the reader of new data, with the run's options that apply to it."""
+        """Return the reader of new data, with the options of the run that apply to it."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
         name = self.options.get("source", "")
         named = SOURCES.get(name)

@@ -1,4 +1,4 @@
-"""Rows without labels, in the terms of the data that a model was trained on."""
+"""Rows without labels, in the terms of the training data of a model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class NewRows(NamedTuple):
     """Rows to predict.
 
     Attributes:
-        x: of a table its raw columns ``[N, p]`` float64 in the order of training, levels as codes, NaN where missing.
-            Else samples ``[N, *shape]``.
-        sites: the owner of each row, from a column. Empty without one.
-        notes: sentences on cells that are filled.
-        files: the file of each row, where each has its own.
-        kept: columns that go with the predictions, by name, as text.
+        x: raw columns ``[N, p]`` float64 of a table, in the order of training, with levels as codes and NaN for missing
+            cells.
+            Otherwise samples ``[N, *shape]``.
+        sites: owner of each row, from a column. None without such a column.
+        notes: sentences on filled cells.
+        files: file of each row, if each row is a separate file.
+        kept: columns that accompany the predictions, by name, as text.
     """
 
     x: Tensor
@@ -55,24 +56,25 @@ def new_rows(
     keep: Sequence[str] = (),
     days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
-    """Rows without labels as a model takes them: columns by name, levels by their old codes.
+    """Return rows without labels in the form for a model: columns by name, levels by their old codes.
 
     Args:
-        facts: of the data that the model was trained on.
+        facts: facts of the training data of the model.
         rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a table of pandas, pyarrow or polars,
-            columns by name, or an array ``[N, *shape]``, of a table without text, an array of its columns, for a model
-            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are left alone. Samples
-            may be a list of arrays, tensors or pictures, a torch data set, or one of the hub, too: see
+            columns by name, or an array ``[N, *shape]``, for a table without text an array of its columns, for a model
+            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are ignored. Samples may
+            also be a list of arrays, tensors or pictures, a torch data set, or a data set of the hub: see
             `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
-        name: for messages.
+        name: name for messages.
         users: column that names the client of a row.
-        factors: numbers by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
-        keep: columns of a table that are handed on, such as a number of the patient.
-        days_since: columns of dates, and the column or date from which their days count. Not for an open table.
+        factors: factors by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
+        keep: columns of a table that are included in the result, such as a patient number.
+        days_since: columns of dates, and the column or date from which their days count. It is not allowed for an open
+            table.
 
     Raises:
-        DataError: columns that are not there, another shape, text in numbers. And unless the table imputes, missing
-            cells and unknown levels: all of it at once.
+        DataError: columns do not exist, the shape differs, or numbers contain text. Without imputation, also missing
+            cells and unknown levels. One message lists all of them.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
@@ -113,7 +115,7 @@ def _with_days(
     days_since: Mapping[str, str] | None,
     facts: InputSpec,
 ) -> Iterator[Piece]:
-    """Replace dates by days, as the training did."""
+    """Yield cells with dates replaced by days, as in training."""
     if not days_since or facts.table is None:
         return cells
     check_dates(days_since, names, problems.where)
@@ -172,7 +174,7 @@ def _read_columns(
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
-    """Texts ``[N]``, or tokens ``[N, length]``."""
+    """Return texts ``[N]``, or tokens ``[N, length]``, as new rows."""
     if rows.dtype.kind != "U":
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
         if wide.ndim != 2:

@@ -1,4 +1,4 @@
-"""Order the samples of a client's steps."""
+"""Order of the samples in a client's steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedloom.seeds import Purpose, generator, states
 
 
 def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
-    """Positions of the batches of one client.
+    """Return the positions of the batches of one client.
 
-    Every epoch is a fresh permutation cut into ceil(size / batch_size) batches, the last one short. The batches depend
-    on (size, batch_size, gen) only: more steps leave the first ones as they were.
+    Every epoch is a new permutation cut into ceil(size / batch_size) batches, and the last batch may be shorter. The
+    batches depend only on (size, batch_size, gen): more steps do not change the first batches.
 
     Args:
-        size: samples of the client, >= 1.
-        batch_size: samples per step, >= 1. None is the full batch (in order, no draw).
+        size: number of samples of the client, >= 1.
+        batch_size: number of samples per step, >= 1. None is the full batch (in order, without a draw).
         steps: number of steps, >= 0.
-        gen: generator of (seed, round, client, purpose). The full batch needs none.
+        gen: generator of (seed, round, client, purpose). The full batch needs no generator.
 
     Returns:
         positions [steps, batch_size] int64 in 0..size-1. -1 pads short batches.
@@ -47,12 +47,12 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Samples from which PyTorch draws an order otherwise."""
+"""Number of samples from which PyTorch draws an order with another method."""
 
 
 @cache
 def matches_torch() -> bool:
-    """Return whether `plans` draws as the PyTorch at hand does: beyond the words that a generator holds, too."""
+    """Return True if `plans` draws like the installed PyTorch, even beyond the words that a generator stores."""
     size, one = 700, torch.tensor([1])
     return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
 
@@ -60,18 +60,18 @@ def matches_torch() -> bool:
 def plans(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
-    """Draw the batches of many clients in one compiled loop: each client's `plan`, as narrow as the largest client.
+    """Return the batches of many clients from one compiled loop: each client's `plan`, as narrow as the largest client.
 
-    True where `matches_torch`, and no client has `MAX_PERMUTATION_SAMPLES` samples.
+    Valid if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES` samples.
 
     Args:
-        sizes: samples ``[m]`` of the clients, >= 1.
-        batch_size: samples per step, >= 1.
+        sizes: numbers of samples ``[m]`` of the clients, >= 1.
+        batch_size: number of samples per step, >= 1.
         steps: ``[m]`` numbers of steps.
-        seed: names the generators with the next three.
-        round: of the run.
-        clients: their ids.
-        purpose: of the draws.
+        seed: seed that names the generators, with the next three arguments.
+        round: round of the run.
+        clients: ids of the clients.
+        purpose: purpose of the draws.
 
     Returns:
         positions ``[most steps, m, b]``, b at most ``batch_size``. -1 pads.

@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model takes, by the numbers that it was trained on."""
+"""Bytes and floats: the numbers that a model accepts, depending on its training data."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from fedloom.data.dataset import Dataset
 from fedloom.errors import DataError
 
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
-"""Beginnings of the names of types with a fraction."""
+"""Prefixes of the names of types with a fraction."""
 ROUNDING_TOLERANCE = 1e-3
-"""How far floats may exceed 0 to 1 for the error to suggest clipping.
+"""Largest excess of floats over the range 0 to 1 at which the error suggests clipping.
 
-A resized image exceeds it by 1e-7. A quarter of a grey level is 1e-3. Samples that were normalised exceed it by 1.
+The excess is 1e-7 for a resized image. A quarter of a gray level is 1e-3. The excess is 1 for normalized samples.
 """
 
 
 def came_as_bytes(data: Dataset) -> bool:
-    """Return whether the features of a data set were given as bytes."""
+    """Return True if the features of a data set were given as bytes."""
     return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
 
 
 def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str = "") -> None:
-    """Refuse samples whose numbers are of another type or range than a model takes.
+    """Raise if the numbers of samples differ in type or range from the numbers that a model accepts.
 
     Args:
         x: samples ``[N, ...]``.
-        name: for messages.
-        pixels: whether the model was trained on bytes. It then takes bytes, which are divided by 255, and floats from 0
-            to 1 as they are. Else floats as they are. Whole numbers and booleans are floats for a model trained on
-            floats, as in its training, for a model trained on bytes it is not known which of the two they are.
+        name: name for messages.
+        pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
+            from 0 to 1 unchanged. Other models accept floats unchanged. Integers and booleans are floats for a model
+            trained on floats, as in its training. For a model trained on bytes, their meaning is ambiguous.
         original_dtype: as `Dataset.original_dtype`.
 
     Raises:
-        DataError: other numbers, NaN or Inf. The message names what to give.
+        DataError: the numbers differ, or are NaN or Inf. The message names the expected input.
     """
     dtype = original_dtype or str(x.dtype).removeprefix("torch.")
     odd = ~x.isfinite().flatten(1).all(1)
@@ -58,7 +58,7 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 
 
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """Say what to give to a model trained on bytes instead of samples outside bytes and floats from 0 to 1."""
+    """Return advice on samples outside bytes and floats from 0 to 1 for a model trained on bytes."""
     if dtype == "bool":
         return "give x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):

@@ -1,6 +1,6 @@
-"""Synthetic problems whose answer is known: all clients have the same number of samples.
+"""Synthetic problems with a known answer, in which all clients have the same number of samples.
 
-So the mean over clients is the mean over samples. The tests hold the answers and check them.
+Therefore the mean over clients is the mean over samples. The tests contain the answers and check them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 class _Equal(Source):
-    """Base of the problems: equal clients, and the data set of their features and targets."""
+    """Base class of the problems: equal clients, and the data set of their features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
     samples: int = Field(default=20, ge=1, description="samples of each client N")
@@ -28,7 +28,7 @@ class _Equal(Source):
     seed: int = Field(default=0, ge=0, description="seed of the problem")
 
     def _dataset(self, name: str, x: Floats, y: Floats, task: Task = "regression") -> Dataset:
-        """x [m, N, d], y [m, N, k] as one data set with the clients as users."""
+        """Return x [m, N, d], y [m, N, k] as one data set with the clients as users."""
         flat = torch.from_numpy(x.reshape(-1, x.shape[-1]))
         users = torch.arange(self.clients).repeat_interleave(self.samples)
         target = torch.from_numpy(y.reshape(len(flat), -1))
@@ -47,10 +47,11 @@ class LinearRegression(_Equal):
     """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z, X_i' X_i = N b I.
 
     After one round of exact steps from 0, client i sends q * (least squares solution), q = 1 for pFedMe and Ditto. The
-    last `malicious` clients attack with strength gamma. Corrected against the paper: the variance of the least squares
+    last `malicious` clients attack with strength gamma. Corrections to the paper: the variance of the least squares
     solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161 is over benign clients, and the
-    thresholds of Proposition 2 are the minimisers of the losses as derived (the printed ones lack a norm).
-    Proposition 3 holds where all theta_i have the same length (`equal_length`), as its proof needs. Else it can fail.
+    thresholds of Proposition 2 are the minimizers of the losses as derived (the printed thresholds lack a norm).
+    Proposition 3 is valid if all theta_i have the same length (`equal_length`), which its proof requires. Otherwise it
+    can fail.
     """
 
     b: float = Field(default=1.0, gt=0, description="scale of the features b")
@@ -76,7 +77,7 @@ class LinearRegression(_Equal):
         return theta, basis * np.sqrt(self.samples * self.b)
 
     def targets(self, draw: int) -> Floats:
-        """Observations y [m, N] of one draw of the noise."""
+        """Return observations y [m, N] with one draw of the noise."""
         theta, x = self.truth()
         noise = numpy_generator(self.seed, draw, purpose="linear noise").standard_normal(x.shape[:2])
         return np.asarray(np.einsum("mnd,md->mn", x, theta) + self.sigma * noise)
@@ -87,7 +88,7 @@ class LinearRegression(_Equal):
 
 
 class SparseLogistic(_Equal):
-    """Sparse logistic regression: mean logistic loss + penalty * ||w||_1, a tenth of the features matter."""
+    """Sparse logistic regression: mean logistic loss + penalty * ||w||_1, with a tenth of the features relevant."""
 
     samples: int = Field(default=50, ge=1, description="samples of each client N")
     features: int = Field(default=30, ge=1, description="features d")

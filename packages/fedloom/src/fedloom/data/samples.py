@@ -1,4 +1,4 @@
-"""Samples that come one by one, of torch data sets, of lists and of the Hugging Face hub, as arrays."""
+"""Arrays from individual samples of torch data sets, lists and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ FEATURE_TARGET_NAMES = (
     ("features", "target"),
     ("pixel_values", "labels"),
 )
-"""Names that dictionaries and NPZ files have for features and targets."""
+"""Names of features and targets in dictionaries and NPZ files."""
 
 
 class Stack(NamedTuple):
-    """Samples below one another.
+    """Stacked samples.
 
     Attributes:
         x: features ``[N, ...]``, bytes or float32.
-        y: targets as they came.
+        y: targets in their original form.
         dtype: numpy's name of the type of the first sample.
-        pictures: whether samples were pictures, whose channels have been moved to the first axis.
+        pictures: True if samples were pictures, whose channels have been moved to the first axis.
     """
 
     x: NDArray[Any]
@@ -46,21 +46,21 @@ class Stack(NamedTuple):
 
 
 def find_pair(obj: Any) -> tuple[Any, Any] | None:
-    """Return features and targets of a dictionary by their names. None if it has no such pair."""
+    """Return features and targets of a dictionary by their names. None if it does not contain such a pair."""
     pairs = (pair for pair in FEATURE_TARGET_NAMES if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
     return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
 def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
-    """Return features one below the other, never held twice, and targets.
+    """Return stacked features, which are never stored twice, and targets.
 
     Args:
         samples: pairs of features and target.
-        name: of the data set, for messages.
+        name: name of the data set, for messages.
 
     Raises:
-        DataError: samples of several shapes or types, or no numbers.
-        NoSamples: there is none.
+        DataError: samples differ in shape or type, or are not numbers.
+        NoSamples: no sample exists.
     """
     x: GrowingRows | None = None
     y: list[Any] = []
@@ -86,7 +86,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
 
 
 def _numbers(value: object) -> NDArray[Any]:
-    """One sample as an array, of a picture with its channels first, of a palette in its colours."""
+    """Return one sample as an array, with channels first for a picture and colors for a palette."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
@@ -94,16 +94,16 @@ def _numbers(value: object) -> NDArray[Any]:
 
 
 def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
-    """Return the samples of a torch data set below one another.
+    """Return the stacked samples of a torch data set.
 
     Args:
-        obj: the data set, whose samples are pairs (features, target), or if not ``labelled`` features alone too.
-        name: for messages.
-        labelled: whether every sample needs a target.
+        obj: the data set, whose samples are pairs (features, target), or, if not ``labelled``, also features alone.
+        name: name for messages.
+        labelled: True if every sample needs a target.
 
     Raises:
-        ConfigError: it has no length.
-        DataError: a sample cannot be had, is no pair, or differs when it is read again.
+        ConfigError: the data set has no length.
+        DataError: a sample cannot be read, is not a pair, or differs in a second reading.
     """
 
     def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
@@ -137,12 +137,13 @@ def paired(
 
     Args:
         samples: tuples (features, target), or dictionaries with both by the names of `FEATURE_TARGET_NAMES`.
-        name: for messages.
-        labelled: whether every sample needs a target. Else features alone will do, whose target is 0.
+        name: name for messages.
+        labelled: True if every sample needs a target. Otherwise features alone are accepted, with the target 0.
         places: numbers of the samples, for messages. None: 0, 1, ...
 
     Raises:
-        DataError: a sample is something else. A list too, since two features look like features and target.
+        DataError: a sample is something else. A list is also rejected, because two features look like features and
+            target.
     """
     for k, entry in enumerate(samples):
         sample = find_pair(entry) or entry
@@ -161,17 +162,17 @@ def paired(
 
 
 def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, name: str) -> tuple[Stack, list[str]]:
-    """Return a column of features and a column of targets of a data set of the Hugging Face hub, stacked, and owners.
+    """Return a column of features and a column of targets of a Hugging Face data set, stacked, and the owners.
 
     Args:
         obj: the data set.
         x_name: column of features.
         y_name: column of targets. None: targets are 0.
-        users: column of owners. None: there are none.
-        name: for messages.
+        users: column of owners. None: no owners.
+        name: name for messages.
 
     Raises:
-        DataError: as `stacked`. Or a row differs when it is read again, as by ``set_transform``.
+        DataError: as `stacked`. Or a row differs in a second reading, for example because of ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
     owners: list[str] = []
@@ -198,16 +199,16 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
 
 
 def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
-    """Return samples ``[N, ...]`` that need no target, and numpy's name of the type in which they came.
+    """Return samples ``[N, ...]`` that need no target, and numpy's name of their original type.
 
     Args:
         rows: an array or tensor. A list of samples: arrays, tensors or pictures. A torch data set, whose targets are
-            left alone. A data set of the hub with a column of arrays or pictures.
-        name: for messages.
+            ignored. A data set of the hub with a column of arrays or pictures.
+        name: name for messages.
 
     Raises:
-        ConfigError: a tuple, which is features with their targets, or something else.
-        DataError: samples of several shapes or types.
+        ConfigError: the argument is a tuple, which means features with their targets, or something else.
+        DataError: samples differ in shape or type.
     """
     if isinstance(rows, tuple):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The training or test set that somebody has in memory, as arrays: a side. And sides that do not fit together."""
+"""Side: the training or test set of a user in memory, as arrays. Also errors for sides that do not fit together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ACCEPTED_FORMS = (
 class Side(NamedTuple):
     """Features, targets and owners of a training or test set, the classes and columns that it names, and notes.
 
-    `dtype` is numpy's name of the type of features that came one by one, empty of an array. `pictures` is whether they
-    were pictures, whose channels come first by now.
+    `dtype` is numpy's name of the type of individual samples, empty for an array. `pictures` is True if the samples
+    were pictures, whose channels have been moved to the first axis.
     """
 
     x: NDArray[Any]
@@ -49,7 +49,7 @@ class Side(NamedTuple):
 
     @classmethod
     def create(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
-        """Convert a user's objects to arrays."""
+        """Return the arrays of a user's objects."""
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else plain(users, name)
@@ -57,24 +57,24 @@ class Side(NamedTuple):
 
     @classmethod
     def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
-        """Stack samples that came one by one."""
+        """Return a side of stacked individual samples."""
         return cls(stack.x, plain(stack.y, name), dtype=stack.dtype, pictures=stack.pictures, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> Side:
-        """Move the channels of images to the front, see `channels_first`."""
+        """Return the side with the channels of images moved to the front, see `channels_first`."""
         return self if self.pictures else self._replace(x=channels_first(self.x, channels_last, place))
 
 
 def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:
-    """Return the classes of sets with the same numbering, from the set that declares the most."""
+    """Return the classes of sets with the same numbering, from the set that declares the largest number of classes."""
     return max((side.classes for side in sides), key=len)
 
 
 def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
-    """Return what dictionaries say of every sample beside features and targets, one set after the other, by role.
+    """Return the entries of dictionaries other than features and targets, one set after the other, by role.
 
     Raises:
-        DataError: some of the sets have a role and others do not.
+        DataError: only some of the sets contain a role.
     """
     by_role = {
         role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
@@ -86,16 +86,16 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
 
 
 def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
-    """Refuse sets that joined would not be what each is alone.
+    """Raise if joining the sets would change the meaning of any set.
 
     Args:
-        name: of the data set.
-        sides: by the words that name them in messages.
-        tokens: whether features are numbers in a vocabulary, which bytes hold too.
+        name: name of the data set.
+        sides: sets by the words that name them in messages.
+        tokens: True if features are numbers in a vocabulary, which bytes can also represent.
 
     Raises:
-        DataError: samples without targets, bytes beside other numbers, text beside numbers as targets, classes or
-            columns in another order.
+        DataError: samples lack targets, bytes are mixed with other numbers, text is mixed with numbers in targets, or
+            classes or columns differ in order.
     """
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
@@ -133,7 +133,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
 
 
 def refuse_order(x: Any, y: Any, name: str) -> None:
-    """Refuse targets with the features' pandas index in another order."""
+    """Raise if the pandas index of targets has another order than the index of the features."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
@@ -145,7 +145,7 @@ def refuse_order(x: Any, y: Any, name: str) -> None:
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
-    """Convert the training or test set that `as_dataset` takes to arrays."""
+    """Return the training or test set that `as_dataset` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
@@ -210,7 +210,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
 
 
 def _is_array(obj: Any) -> bool:
-    """Return whether numpy reads it as an array, as those of h5py and zarr."""
+    """Return True if numpy reads the object as an array, such as an array of h5py or zarr."""
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 
@@ -219,7 +219,7 @@ def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
 
 
 def are_many(pairs: Sequence[Any]) -> bool:
-    """Whether all are pairs of samples with their labels, as clients and batches are, not a sample with its label."""
+    """Return True if all are pairs of samples with labels, such as clients and batches, not a sample with its label."""
     shapes = [
         [tuple(getattr(part, "shape", ())) for part in pair]
         for pair in pairs
@@ -230,7 +230,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 
 
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
-    """Build the error for batches where a data set is expected."""
+    """Return the error for batches instead of a data set."""
     return ConfigError(
         f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
         "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
@@ -241,7 +241,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a note on unread entries of a dictionary with a value per sample. An unread test set is an error.
 
     Raises:
-        ConfigError: features and targets beside which the dictionary has a test set.
+        ConfigError: the dictionary contains a test set in addition to features and targets.
     """
     x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
@@ -256,7 +256,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _rows(values: Any) -> int | None:
-    """Count the samples of an array, tensor, table or list, or None for other objects."""
+    """Return the number of samples of an array, tensor, table or list, or None for other objects."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None
 

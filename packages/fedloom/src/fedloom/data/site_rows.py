@@ -1,4 +1,4 @@
-"""A table as rows of numbers site by site, for regressions that are fitted from sums."""
+"""Table as rows of numbers by site, for regressions that are fitted from sums."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class SiteRows(NamedTuple):
     """Complete rows of a table.
 
     Attributes:
-        sites: of every site columns ``[N, p]`` and targets ``[N, k]``.
-        columns: their names. Every level of a text column but the first is one.
-        names: of the sites.
-        data: the data set that the rows are from.
+        sites: columns ``[N, p]`` and targets ``[N, k]`` of every site.
+        columns: names of the columns. Every level of a text column except the first is a column.
+        names: names of the sites.
+        data: data set of the rows.
         notes: sentences on rows that are left out.
-        test: columns and targets of every site's test rows, which `sites` lacks. Empty where none are named.
+        test: columns and targets of every site's test rows, which `sites` does not contain. Empty if no test rows are
+            named.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -42,17 +43,17 @@ class SiteRows(NamedTuple):
 def rows_by_site(
     source: Source, data_dir: Path | str | None = None, test: tuple[str, str] | None = None, **changes: object
 ) -> SiteRows:
-    """Read the complete rows of a table by site.
+    """Return the complete rows of a table by site.
 
     Args:
-        source: how the table is read, and the column with the owner of a row.
+        source: reader of the table, which names the column with the owner of a row.
         data_dir: folder of data sets.
-        test: a column, and its value in test rows. It is no column of the regression.
+        test: column, and its value in test rows. It is not a column of the regression.
         changes: keys of the source that are replaced.
 
     Raises:
-        ConfigError: the source is no table, or has no column beside the target.
-        DataError: a cell that is no number, or no complete row.
+        ConfigError: the source is not a table, or contains no column besides the target.
+        DataError: a cell is not a number, or no row is complete.
     """
     if not isinstance(source, TableSource):
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
@@ -87,7 +88,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
     """Return the rows ``[N]`` with a value in a column.
 
     Raises:
-        ConfigError: none or all of them have it.
+        ConfigError: no row or every row contains the value.
     """
     levels = data.levels[column]
     if value not in levels or len(levels) == 1:
@@ -97,7 +98,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
 
 
 def column_names(table: Table) -> list[str]:
-    """Names of the columns of a regression: every level of a text column but the first is one."""
+    """Return the names of the columns of a regression: every level of a text column except the first is a column."""
     return [
         name
         for column in table.columns
@@ -122,14 +123,14 @@ def survival_rows(
     data_dir: Path | str | None = None,
     test: tuple[str, str] | None = None,
 ) -> SiteRows:
-    """`rows_by_site` whose targets are times from 0 on and events.
+    """Return `rows_by_site` with times from 0 on and events as targets.
 
     Args:
-        source: as there. Its target is no column.
+        source: as in `rows_by_site`. The source's target is not a column.
         time: column of times. None: the source's target.
-        event: column with 1 for an event and 0 for none. None: the source's.
+        event: column with 1 for an event and 0 for no event. None: the source's.
         data_dir: folder of data sets.
-        test: as there.
+        test: as in `rows_by_site`.
 
     Raises:
         ConfigError: see `rows_by_site`. Or time and event are not named.

@@ -1,4 +1,4 @@
-"""Table: imputation, missing flags, one-hot levels and scaling, fitted on each client's training part only."""
+"""Table: imputation, missing flags, one-hot levels and scaling, fitted only on each client's training part."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Cells that mean missing in every table, whatever other markers it has: pandas' defaults but None, and "?".
+"""Cells that mean missing in every table, in addition to its own markers: the defaults of pandas except None, and "?".
 
-None is a level in many tables, as of a treatment. A table's own markers may name it.
+None is a level in many tables, for example of a treatment. The markers of a table may include it.
 """
 
 
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
-"""Truth values as text, in lower case: numbers in every table."""
+"""Truth values as text, in lower case, which are numbers in every table."""
 
 
 def number_of(cell: Any) -> float | None:
-    """Return the number that a cell of any table is. None for any other cell.
+    """Return the number that a cell of any table represents. None for any other cell.
 
-    A text is a number where it has ASCII digits and no ``_``. Python reads 1_000 and digits of other scripts too, but
-    neither pandas nor Arrow do, and 1_0 may be any of 10, 1.0 and a code.
+    A text is a number if it consists of ASCII digits without ``_``. Python also reads 1_000 and digits of other
+    scripts, but pandas and Arrow do not, and 1_0 could be 10, 1.0 or a code.
 
     >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
     [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
@@ -52,15 +52,15 @@ def number_of(cell: Any) -> float | None:
 
 
 def is_number(cell: Any) -> bool:
-    """Return whether a cell is a finite number in digits, which a truth value is not, see `number_of`."""
+    """Return True if a cell is a finite number in digits. Truth values are not, see `number_of`."""
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
 class Markers:
-    """Cells that mean missing, by value: the marker -9 is the number -9, and the texts "-9", " -9" and "-9.0" alike.
+    """Cells that mean missing, by value: the marker -9 matches the number -9, and the texts "-9", " -9" and "-9.0".
 
     Args:
-        markers: texts. One that reads as a number is compared as a number.
+        markers: texts. A marker that can be read as a number is compared as a number.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class Markers:
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
-        """Return whether a cell is one of them."""
+        """Return True if a cell is a marker."""
         if isinstance(cell, str):
             text = cell.strip()
             return text in self._texts or bool(self._values and is_number(text) and float(text) in self._values)
@@ -83,13 +83,13 @@ markers_of = lru_cache(maxsize=64)(Markers)
 
 
 FITTED_NUMBERS = 5
-"""Numbers that are fitted to a column at a client."""
+"""Number of values that are fitted to a column at a client."""
 MAX_RANGE_WIDTHS = 0.5
-"""Widths of where the training lies, beyond which a single number is noted."""
+"""Distance from the training range, in widths of this range, beyond which a single number is noted."""
 FAR_ROW_SHARE = 0.5
-"""Share of a column's rows beyond which a prediction has another exit code."""
+"""Share of a column's rows above which a prediction has another exit code."""
 NOTED_ROW_SHARE = 0.1
-"""Share of a column's rows from which a note reports that they lie far from the training."""
+"""Smallest share of a column's rows far from the training range that is noted."""
 
 
 class TableColumn(Value):
@@ -111,16 +111,17 @@ class TableColumn(Value):
 
 
 class Table(Value):
-    """Turns raw columns [N, p] into features [N, q], client by client.
+    """Conversion of raw columns [N, p] to features [N, q], client by client.
 
-    A number: missing values become the median of the client's observed training values, then the column is centred
-    and divided by its standard deviation over the client's training part (by 1 where that is 0), unless switched off.
-    A code: missing values become the client's most frequent training level, then one feature per level of the schema.
-    A column with fewer than `min_observed` observed training values at a client is 0 there. A flagged column has one
-    more feature: 1 where the value was missing. Nothing is fitted across clients or on validation or test parts.
+    A number: missing values become the median of the client's observed training values, then the column is centered and
+    divided by its standard deviation over the client's training part (by 1 if that is 0), unless switched off. A code:
+    missing values become the client's most frequent training level, then one feature per level of the schema. A column
+    with fewer than `min_observed` observed training values at a client is 0 for this client. A flagged column gets an
+    additional feature: 1 if the value was missing. Nothing is fitted across clients or on validation or test parts.
 
-    One rule of scaling for training, evaluation, prediction, exports and deployments: the rows of a client are encoded
-    by what was fitted to its training part, whichever model takes them. A new client, which has none, by `typical`.
+    The same scaling applies to training, evaluation, prediction, exports and deployments: the rows of a client are
+    encoded with the fit to its training part, for every model. A new client, which has no training part, uses
+    `typical`.
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
@@ -139,24 +140,25 @@ class Table(Value):
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Raw columns ``[N, p]`` with NaN in the place of numbers that mean missing."""
+        """Return raw columns ``[N, p]`` with NaN for numbers that mean missing."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Features [N, q] float32, see `Prepare`."""
+        """Return features [N, q] float32, see `Prepare`."""
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Summarize the columns of every client's training part. Arguments as `Prepare`.
+        """Return a summary of the columns of every client's training part. Arguments as `Prepare`.
 
         Returns:
-            [n, p, 5] float64: what fills a missing value, what is subtracted, what divides, and the values that a
-            hundredth of the observed ones is below and above. NaN for a column with too few observed values.
+            [n, p, 5] float64: the value that fills a missing value, the value that is subtracted, the value that
+            divides, and the 1st and 99th percentiles of the observed values. NaN for a column with too few observed
+            values.
 
         Raises:
-            DataError: samples of another number of columns.
+            DataError: samples differ in their number of columns.
         """
         self._check(x)
         fitted = [
@@ -166,10 +168,10 @@ class Table(Value):
         return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED_NUMBERS, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: NaN), as fitted [n, p, .].
+        """Return features [N, q] float32 of samples x [N, p] of clients `owner` [N] (-1: NaN), with the fit [n, p, .].
 
         Raises:
-            DataError: samples of another number of columns.
+            DataError: samples differ in their number of columns.
         """
         self._check(x)
         out = torch.full((len(x), self.width), torch.nan, dtype=torch.float32)
@@ -178,14 +180,14 @@ class Table(Value):
         return out
 
     def encoder(self, fitted: Tensor) -> Encoder:
-        """Return the transform of one client's rows, fitted as ``[p, .]``."""
+        """Return the transform of one client's rows, with the fit ``[p, .]``."""
         return Encoder(self.columns, fitted)
 
     def typical(self, fitted: Tensor) -> Tensor:
-        """Return the typical columns ``[p, .]`` for a client without a training part, from the others' ``[n, p, .]``.
+        """Return typical columns ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
 
-        Of a number the medians over the clients that have it, and the widest bounds, of a code the level that most of
-        them fill with.
+        A number gets the medians over the clients that observed it, and the widest bounds. A code gets the most
+        frequent fill level of the clients.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
@@ -197,11 +199,11 @@ class Table(Value):
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Sentences on the numbers of raw columns ``[N, p]`` that lie far from the training, as fitted ``[p, .]``.
+        """Return sentences on numbers of raw columns ``[N, p]`` far from the training, with the fit ``[p, .]``.
 
-        A number is far where it lies beyond the bounds of the training by more than a standard deviation, of a column
-        whose range was agreed on, where it lies beyond that. A column is named from `NOTED_ROW_SHARE` of its rows on,
-        and where a single number lies beyond by `MAX_RANGE_WIDTHS` of the width.
+        A number is far if it exceeds the bounds of the training by more than a standard deviation, or, in a column with
+        an agreed range, if it is outside this range. A column is reported if at least `NOTED_ROW_SHARE` of its rows are
+        far, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` of the width.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -230,9 +232,9 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the columns of raw ``[N, p]`` of which most numbers lie beyond the training range.
+        """Return the columns of raw ``[N, p]`` with most numbers outside the training range.
 
-        Such columns are in another unit, or of other people. Bounds and ``fitted`` as in `strange`.
+        Such columns have another unit, or describe another population. Bounds and ``fitted`` as in `strange`.
         """
         far = []
         for k, column in enumerate(self.columns):
@@ -278,9 +280,9 @@ class Fitted(NamedTuple):
     """Table with its fit at every client ``[n, p, 5]``, see `Table.fit`.
 
     Attributes:
-        table: its columns.
-        values: what they were fitted to.
-        raw: the columns [N, p] as they were read, which analyses of rows need.
+        table: table with the columns.
+        values: values of the fit.
+        raw: raw columns [N, p], which analyses of rows need.
     """
 
     table: Table
@@ -289,11 +291,11 @@ class Fitted(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Raw columns of one client as features: the one transform, and a graph that can be exported.
+    """Conversion of one client's raw columns to features: the common transform, as a graph that can be exported.
 
     Args:
-        columns: of the table.
-        fitted: ``[p, .]`` what they were fitted to, see `Table.fit`.
+        columns: columns of the table.
+        fitted: fit ``[p, .]`` of the columns, see `Table.fit`.
     """
 
     def __init__(self, columns: tuple[TableColumn, ...], fitted: Tensor) -> None:
@@ -314,7 +316,7 @@ class Encoder(nn.Module):
         self.register_buffer("order", torch.argsort(torch.tensor(blocks), stable=True))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Features ``[b, q]`` float32, in the order of the table's columns, of raw columns ``[b, p]``."""
+        """Return features ``[b, q]`` float32, in the order of the table's columns, of raw columns ``[b, p]``."""
         missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
         full = torch.where(missing, fill, samples.double())
         scaled = torch.where(self.complete, (full - centre) / scale, 0.0)
@@ -328,6 +330,6 @@ class Encoder(nn.Module):
 
 
 def _clients(owner: Tensor) -> list[Tensor]:
-    """Rows of every client, in their order."""
+    """Return the rows of every client, in their order."""
     order = torch.argsort(owner, stable=True)
     return list(order.split(torch.bincount(owner + 1).tolist()))[1:]

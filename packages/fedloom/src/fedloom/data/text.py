@@ -1,4 +1,4 @@
-"""Text as tokens: numbers in a vocabulary, of which 0 is padding at the end of a sequence."""
+"""Text as tokens: numbers in a vocabulary, where 0 is padding at the end of a sequence."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
-"""The first two entries of a vocabulary that is taken from text."""
+"""The first two entries of a vocabulary that is built from text."""
 
 NO_LABEL = -1
-"""Target of a position that counts nowhere: padding, or one whose label is not known."""
+"""Target of a position that never counts: padding, or a position with an unknown label."""
 
 Level = Literal["character", "word"]
 _WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 
 
 def tokenised(text: str, level: Level) -> Sequence[str]:
-    """Split a text into tokens: characters, or words and punctuation marks in lower case.
+    """Return the tokens of a text: characters, or words and punctuation marks in lower case.
 
     >>> tokenised("Don't go!", "word")
     ["don't", 'go', '!']
@@ -32,18 +32,18 @@ def tokenised(text: str, level: Level) -> Sequence[str]:
 
 
 def level_of(vocabulary: Sequence[str]) -> Level:
-    """Tell whether a vocabulary's entries are characters or words."""
+    """Return the level of a vocabulary's entries: characters or words."""
     return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
 
 
 def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
-    """Build a vocabulary: padding, the unknown token, and the tokens of texts in alphabetical order.
+    """Return a vocabulary: padding, the unknown token, and the tokens of texts in alphabetical order.
 
     Args:
-        texts: all that there are.
-        level: what a token is.
-        most: entries at most, the most frequent ones. None: all.
-        least: times that a token must occur.
+        texts: all texts.
+        level: type of a token.
+        most: largest number of entries. The most frequent tokens are kept. None: all.
+        least: smallest number of occurrences of a token.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
     ('<pad>', '<unk>', 'a', 'b')
@@ -54,9 +54,9 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
 
 
 def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
-    """Texts as tokens, int32 ``[N, length]``: padded at the end, 1 for tokens that are not in the vocabulary.
+    """Return texts as tokens, int32 ``[N, length]``: padded at the end, with 1 for tokens outside the vocabulary.
 
-    Of a longer text the first words are kept, or the last characters. A text without tokens is one unknown token.
+    Longer texts are cut to the first words, or the last characters. A text without tokens becomes one unknown token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
@@ -68,14 +68,14 @@ def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Ten
 
 
 def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Tokens of one vocabulary, ``names``, in another. 1 for those that it does not have."""
+    """Return tokens of one vocabulary, ``names``, in another. Missing tokens become 1."""
     place = {token: k for k, token in enumerate(vocabulary)}
     code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
     return x if tuple(names) == tuple(vocabulary) else code[x.long()]
 
 
 def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
-    """Sentences on what is wrong with the tokens of samples."""
+    """Yield sentences on errors in the tokens of samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}; encode the text"
         return
@@ -100,7 +100,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Return errors in the labels of positions, ``[N, length]``, with -1 for no label."""
+    """Yield errors in the labels of positions, ``[N, length]``, with -1 for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 as the tokens {[*x.shape]}, got {y.dtype} {[*y.shape]}; give every "
@@ -114,7 +114,7 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
 
 
 def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
-    """Sentences on labels of positions ``[N, length]`` that are no classes, and on samples without any."""
+    """Yield sentences on labels of positions ``[N, length]`` that are not classes, and on samples without labels."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)

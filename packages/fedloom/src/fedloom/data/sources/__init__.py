@@ -67,22 +67,22 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
     """Load a data set by name or path.
 
     Args:
-        name_or_path: a key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (what is there picks the reader).
+        name_or_path: key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (its contents select the reader).
         data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
         options: fields of the source.
 
     Raises:
-        ConfigError: an unknown name, or an option that the source does not have.
-        DataError: a file that is missing, damaged or not what it should be.
+        ConfigError: the name is unknown, or the source has no such option.
+        DataError: a file is missing, damaged or not in the expected format.
     """
     return source(name_or_path, **options).load(data_dir)
 
 
 def source(name_or_path: str | Path, **options: object) -> Source:
-    """Return the source of `load`, checked but not read.
+    """Return the source for `load`, with its options checked, without reading data.
 
     Raises:
-        ConfigError: no such source, or options that it does not have.
+        ConfigError: the source does not exist, or has no such option.
     """
     name = str(name_or_path)
     if name == "hub:":
@@ -100,5 +100,5 @@ def source(name_or_path: str | Path, **options: object) -> Source:
 
 
 def _is_file(name: str) -> bool:
-    """Return whether a name is a file or folder, not a data set's name."""
+    """Return True if a name is a file or folder instead of the name of a data set."""
     return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)

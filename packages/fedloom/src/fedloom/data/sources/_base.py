@@ -1,4 +1,4 @@
-"""The base of sources, the folders that are searched for files, and the shape of images."""
+"""Base class of sources, search for files in data folders, and the shape of images."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ FOLDER_DESCRIPTION = "file or folder of the data set; None: looked for in the da
 
 
 class Source(Value):
-    """A data set that can be loaded: the `[data]` table of an experiment."""
+    """Data set that can be loaded: the `[data]` table of an experiment."""
 
     @abstractmethod
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read the whole data set.
+        """Return the complete data set.
 
         Args:
             data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
 
         Raises:
-            DataError: a file that is missing, damaged or not what it should be. Nothing half-loaded is returned.
+            DataError: a file is missing, damaged or not in the expected format. Partially loaded data is never
+                returned.
         """
         ...
 
     def read(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the data set and check that it is one. A user's source may fail in its own ways.
+        """Return the loaded data set after checking its type. The source of a user may fail with any error.
 
         Raises:
             DataError: as `load`.
-            CodeError: the user's code failed, or gave something else.
+            CodeError: the user's code failed, or returned another type.
         """
         if path_of(type(self)) is None:
             return self.load(data_dir)
@@ -57,17 +58,17 @@ class Source(Value):
 
 
 class FileSource(Source):
-    """A source that reads a file or folder."""
+    """Source that reads a file or folder."""
 
     path: str | None = Field(default=None, min_length=1, description=FOLDER_DESCRIPTION)
 
 
 class SampleSource(FileSource):
-    """A source whose files may hold samples without labels."""
+    """Source whose files may contain samples without labels."""
 
     @abstractmethod
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str] | None]:
-        """All samples ``[N, *shape]`` as `load` has them, whether labels are there or not, and their files by name.
+        """Return all samples ``[N, *shape]`` in the form of `load`, with or without labels, and their files by name.
 
         Raises:
             DataError: as `load`.
@@ -78,17 +79,17 @@ class SampleSource(FileSource):
 def locate(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str], fits: Callable[[Path], bool]
 ) -> Path:
-    """Locate the file or folder of a data set.
+    """Return the file or folder of a data set.
 
     Args:
-        what: name of the data set, for the error.
-        path: given by the user. Then it only must exist, the reader reports what it lacks.
+        what: name of the data set, for the error message.
+        path: path given by the user. Such a path must only exist, because the reader reports missing contents.
         data_dir: folder of data sets, or None for FEDLOOM_DATA.
-        folders: names to try inside the data folder. The data folder itself comes last.
-        fits: whether the data set is at a place.
+        folders: names to try inside the data folder. The data folder itself is tried last.
+        fits: function that returns True if a path contains the data set.
 
     Raises:
-        DataError: it is not there. The message lists where it was looked for.
+        DataError: the data set was not found. The message lists the paths that were searched.
     """
     if path is not None:
         place = Path(path).expanduser()
@@ -114,7 +115,7 @@ def locate(
 
 @contextmanager
 def naming_file_in_errors(place: Path) -> Iterator[None]:
-    """Names the file or folder in what a data set that is made inside refuses."""
+    """Add the name of the file or folder to every `DataError` of the block."""
     try:
         yield
     except DataError as error:
@@ -123,10 +124,10 @@ def naming_file_in_errors(place: Path) -> Iterator[None]:
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
-    """Names of classes that have numbers only: ``"0"`` to the largest label.
+    """Return the names of classes that are numbered: ``"0"`` to the largest label.
 
     Raises:
-        DataError: a label below 0 or beyond `MOST_CLASSES`.
+        DataError: a label is below 0 or beyond `MOST_CLASSES`.
     """
     if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
@@ -138,10 +139,10 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:
-    """Mean or std of a data set as a tensor.
+    """Return the mean or std of a data set as a tensor, or None if it is None.
 
     Raises:
-        DataError: they are no numbers.
+        DataError: the values are not numbers.
     """
     try:
         return None if values is None else torch.as_tensor(values, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Reading files wherever they lie: folders, zip and tar archives, plain, gz or xz, all as one stream of entries.
+"""Read files from folders and from zip and tar archives (plain, gz or xz) as one stream of entries.
 
-Nothing is unpacked to disk, links in archives are skipped, and the size that a file declares is checked before it is
-read. A stream that declares none is cut off where it passes the bound.
+Nothing is unpacked to disk, links in archives are skipped, and the declared size of a file is checked before the file
+is read. A stream without a declared size is cut off when it exceeds the limit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 MAX_UNPACKED_BYTES = 16 * 2**30
-"""Bytes that one file may hold when unpacked."""
+"""Largest number of bytes of one unpacked file."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Bytes below which any ratio is believed."""
+"""Number of unpacked bytes up to which any compression ratio is accepted."""
 READ_CHUNK_BYTES = 2**20
-"""Bytes asked for at a time: gzip and lzma copy what they give."""
+"""Number of bytes per read, because gzip and lzma copy their output."""
 MAX_UNPACKING_RATIO = 400
-"""Largest believed ratio of unpacked to packed bytes: xz of real data reaches about 50, a bomb 1,000 and more."""
+"""Largest accepted ratio of unpacked to packed bytes. The ratio is about 50 at most for xz of real data, and 1,000 or
+more for a decompression bomb."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
-"""Seconds for which a packed file is read in any case, and packed bytes for which a second more is given. A table of
-5 MB in gz, 50 MB of cells, takes about 3 s on one core. A bomb of equal rows below `MAX_UNPACKING_RATIO` takes
-minutes."""
+"""Number of seconds that are always allowed for a packed file, and number of packed bytes that add another second. A
+table of 5 MB in gz, with 50 MB of cells, takes about 3 s on one core. A decompression bomb of equal rows below
+`MAX_UNPACKING_RATIO` takes minutes."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (
@@ -53,7 +54,7 @@ Wanted = Callable[[str], bool]
 
 
 class Entry(NamedTuple):
-    """One file: its name in the archive without .gz or .xz, its bytes, where it lies, and its size as it lies there."""
+    """File with its name in the archive (without .gz or .xz), its bytes, its location, and its stored size."""
 
     name: str
     stream: BinaryIO
@@ -62,9 +63,9 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that refuses to give more than `bound` bytes, or to give them for too long. Its errors name the place.
+    """Stream that raises an error if it returns more than `bound` bytes, or takes too long. Its errors name the file.
 
-    The time is that from the first bytes to the last, with what is made of them in between.
+    The time runs from the first byte to the last, including the processing in between.
     """
 
     def __init__(self, inner: BinaryIO, bound: int, where: str, seconds: float = math.inf) -> None:
@@ -93,7 +94,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Tail:
-    """A stream that remembers its last block: a tar ends with blocks of zeros."""
+    """Stream that remembers its last block, because a tar ends with blocks of zeros."""
 
     def __init__(self, inner: BinaryIO) -> None:
         self._inner, self.last = inner, b""
@@ -105,12 +106,12 @@ class _Tail:
 
 
 def damaged(where: str, error: Exception) -> DataError:
-    """Build the error for a file that cannot be unpacked."""
+    """Return the error for a file that cannot be unpacked."""
     return DataError(f"{where}: truncated or damaged ({error}); fetch the file again")
 
 
 def bomb(where: str, size: int) -> DataError:
-    """Build the error for a file that unpacks to far more than it should."""
+    """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
         f"{where}: unpacks to {size:,} bytes or more, too many for its packed size or beyond {MAX_UNPACKED_BYTES:,}; "
         "if the file is genuine, unpack it yourself and give the unpacked file"
@@ -118,22 +119,22 @@ def bomb(where: str, size: int) -> DataError:
 
 
 def bound(packed: int) -> int:
-    """Bytes that `packed` bytes may unpack to."""
+    """Return the largest number of bytes to which `packed` bytes may unpack."""
     return min(MAX_UNPACKED_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING_RATIO * packed))
 
 
 def check_size(where: str, declared: int, packed: int) -> None:
-    """Refuses a declared size that `packed` bytes cannot honestly hold.
+    """Raise if the declared size cannot be genuine for `packed` bytes.
 
     Raises:
-        DataError: the size is beyond the bound.
+        DataError: the size exceeds the limit.
     """
     if declared > bound(packed):
         raise bomb(where, declared)
 
 
 def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
-    """Unpack a gz or xz stream. Return other streams unchanged."""
+    """Return an unpacked gz or xz stream. Other streams are returned unchanged."""
     buffered = io.BufferedReader(_Bounded(stream, MAX_UNPACKED_BYTES, where), 2**17)
     head = buffered.peek(6)[:6]
     if head.startswith(GZIP_MAGIC):
@@ -147,7 +148,7 @@ def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
 
 
 def bare(name: str) -> str:
-    """Remove .gz or .xz from a name.
+    """Return a name without .gz or .xz.
 
     >>> bare("train-images-idx3-ubyte.gz")
     'train-images-idx3-ubyte'
@@ -157,10 +158,10 @@ def bare(name: str) -> str:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, unpacked if it is gz or xz.
+    """Open a file for reading, and unpack gz and xz.
 
     Raises:
-        DataError: the file is missing, cannot be read, is damaged or unpacks to too much.
+        DataError: the file is missing, unreadable, damaged or unpacks to too many bytes.
     """
     check_regular(path)
     try:
@@ -173,10 +174,10 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuses what would be waited for, or never ends: a pipe, a socket, a device.
+    """Raise if a path is a pipe, socket or device, which may block or never end.
 
     Raises:
-        DataError: it is one.
+        DataError: the path is a pipe, socket or device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError(f"{path}: is a pipe, socket or device; give a regular file")
@@ -187,7 +188,7 @@ def _is_tar(head: bytes) -> bool:
 
 
 def is_system_file(name: str) -> bool:
-    """Return whether a file belongs to a Mac's Finder, which adds such files to zips and folders.
+    """Return True for files that the macOS Finder adds to zips and folders.
 
     >>> [is_system_file(name) for name in ("__MACOSX/._a.csv", "a/._b.csv", "a/.DS_Store", "a/b.csv")]
     [True, True, True, False]
@@ -199,11 +200,11 @@ def is_system_file(name: str) -> bool:
 def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     """Yield the wanted files of a folder, zip, tar or single file. Each stream must be read before the next.
 
-    Names are relative, with forward slashes, without .gz and .xz. Folders are walked in the order of names, archives
-    (also those that lie in a folder) in their own order.
+    Names are relative, with forward slashes, without .gz and .xz. Folders are read in the order of file names.
+    Archives, including archives inside a folder, are read in their stored order.
 
     Raises:
-        DataError: nothing at `path`, a damaged archive, or a declared size that cannot be honest.
+        DataError: `path` does not exist, an archive is damaged, or a declared size cannot be genuine.
     """
     if path.is_dir():
         for file in _walk(path):
@@ -274,7 +275,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
 
 
 def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
-    """Read exactly the bytes of the contiguous array `out` from the stream.
+    """Fill the contiguous array `out` from the stream.
 
     Raises:
         DataError: the stream ends early.
@@ -291,17 +292,20 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
 
 
 def finished(entry: Entry) -> None:
-    """Refuses bytes after the end of the data.
+    """Raise if bytes remain after the end of the data.
 
     Raises:
-        DataError: there are bytes left.
+        DataError: bytes remain.
     """
     if entry.stream.read(1):
         raise DataError(f"{entry.where}: bytes left after the last declared record; the file contradicts its header")
 
 
 class GrowingRows:
-    """Rows of one shape that are added until they end. Grows in place, so nothing is ever held twice."""
+    """Rows of one shape whose number is not known in advance.
+
+    The array grows in place, so nothing is ever stored twice.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         self._data: NDArray[np.generic] = np.empty((0, *shape), dtype)
@@ -313,24 +317,24 @@ class GrowingRows:
         return self._data.shape[1:]
 
     def room(self, count: int) -> NDArray[np.generic]:
-        """`count` fresh rows to write into. They count from now on."""
+        """Return `count` new rows to write into. They count as rows immediately."""
         start, self.size = self.size, self.size + count
         if self.size > len(self._data):
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
     def at(self, start: int, count: int) -> NDArray[np.generic]:
-        """`count` rows from `start` on to write into. What is not there yet is added."""
+        """Return `count` rows from `start` on to write into. Missing rows are added."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Drop the rows from `start` on that are not in the mask."""
+        """Remove the rows from `start` on that are not in the mask."""
         kept = self._data[start : self.size][mask]
         self._data[start : start + len(kept)] = kept
         self.size = start + len(kept)
 
     def done(self) -> NDArray[np.generic]:
-        """All rows, without the spare room."""
+        """Return all rows, without spare capacity."""
         self._data.resize((self.size, *self._data.shape[1:]), refcheck=False)
         return self._data

@@ -1,4 +1,7 @@
-"""Make a `Dataset` of arrays in memory: their shapes, types and values are checked, all problems at once."""
+"""Create a `Dataset` from arrays in memory.
+
+Shapes, types and values are checked, and all problems are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,19 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 MOST_NOTED = 2**24
-"""Numbers of a data set at most, beyond which they are not gone through for notes."""
+"""Largest number of values in a data set that is searched for notes."""
 MAX_EXACT_INTEGER = 2**24
-"""The largest of the whole numbers that float32 holds one by one."""
+"""Largest integer up to which float32 represents every integer exactly."""
 Layout = Literal["image", "sequence"]
 """Meaning of samples ``[height, width]``: an image with one channel, or a sequence ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
-"""Numbers of channels that images have: grey, RGB, and RGB with an alpha channel. Grey with one is rare: 2."""
+"""Usual numbers of channels of images: gray, RGB, and RGB with an alpha channel. Gray with alpha (2 channels) is
+rare."""
 MIN_PIXEL_COLUMNS = 64
-"""Columns from which numbers may be the pixels of images."""
+"""Smallest number of columns that may be the pixels of images."""
 LARGE_VALUE = 100.0
-"""Median size of a column's numbers, or largest of images, from which a usual step is too large for a model."""
+"""Smallest median absolute value of a column, or largest value of images, for which a usual learning rate is too
+large."""
 
 
 def make_dataset(
@@ -55,19 +60,21 @@ def make_dataset(
     """Create a data set from arrays.
 
     Args:
-        name: of the data set.
-        x: features [N, ...]. Bytes are kept, other numbers become float32. [N, height, width] gets a channel.
-        y: whole numbers, booleans or text [N], or numbers [N, k]. Of tokens and sequences also whole numbers
-            [N, length], of images masks [N, height, width], -1 for no label.
-        task: what the targets are. None: classification if they are whole numbers, text or booleans.
+        name: name of the data set.
+        x: features [N, ...]. Bytes keep their type, other numbers become float32. An array [N, height, width] gets a
+            channel axis.
+        y: integers, booleans or text [N], or numbers [N, k]. For tokens and sequences also integers [N, length], for
+            images masks [N, height, width], with -1 for no label.
+        task: meaning of the targets. None: classification if they are integers, text or booleans.
         where: file, for messages. None: the name.
-        split: first sample of the official test set, if there is one.
-        classes: their names. empty: numbers from 0, or the sorted texts.
-        mean: subtracted, of pixels in [0, 1] if bytes.
-        std: divides after that.
+        split: first sample of the official test set, or None without such a set.
+        classes: names of the classes. Empty: numbers from 0, or the sorted texts.
+        mean: value that is subtracted, for bytes from pixels in [0, 1].
+        std: value that divides the result.
         users: owner of each sample [N].
-        vocabulary: names of the tokens, or their number. x is then tokens [N, length], 0 for padding at the end.
-        original_dtype: numpy's name of the type that x was given in. empty: that of x.
+        vocabulary: names of the tokens, or their number. x then contains tokens [N, length], with 0 for padding at the
+            end.
+        original_dtype: numpy's name of the original type of x. Empty: the type of x.
         layout: "sequence" if x is ``[N, time, features]``. None: "image".
 
     Raises:
@@ -156,7 +163,7 @@ def make_dataset(
 
 
 def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
-    """Return whether y labels every pixel of images, or every time step of sequences."""
+    """Return True if y labels every pixel of images, or every time step of sequences."""
     if y.dtype.kind not in "uibf" or not y.size or (y.dtype.kind == "f" and not bool((y == np.floor(y)).all())):
         return False
     if layout == "sequence":
@@ -166,21 +173,21 @@ def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
 
 
 def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return numbers ``[N, ...]`` as models are given them: bytes stay bytes, other numbers become float32.
+    """Return numbers ``[N, ...]`` in the form for models: bytes keep their type, other numbers become float32.
 
     Raises:
-        DataError: a number is beyond what float32 can hold.
+        DataError: a number exceeds the range of float32.
     """
     return x if x.dtype in (np.uint8, np.float32) else narrow_numbers(x, np.empty(x.shape, np.float32), place)
 
 
 def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -> NDArray[Any]:
-    """Return images ``[N, channels, height, width]``. Other samples are returned as they are.
+    """Return images ``[N, channels, height, width]``. Other samples are returned unchanged.
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: whether images are ``[N, height, width, channels]``. None: refused where the shape looks so.
-        place: for messages.
+        channels_last: True for images ``[N, height, width, channels]``. None: raise if the shape looks like it.
+        place: location for messages.
 
     Raises:
         DataError: the order of the axes is not given, or contradicts the shape.
@@ -195,9 +202,10 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return whether ``[N, ...]`` looks like images whose channels are the last axis.
+    """Return True if an array ``[N, ...]`` looks like images whose last axis is the channels.
 
-    They are of `CHANNEL_COUNTS` and no first axis is, or 2, or fewer than the sides of a square, as of satellites.
+    The number of channels is in `CHANNEL_COUNTS` and the first axis is not, or is 2, or is smaller than the sides of a
+    square image, such as a satellite image.
     """
     if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
         return False
@@ -205,7 +213,7 @@ def has_channels_last(shape: Sequence[int]) -> bool:
 
 
 def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
-    """Yield a note on whole numbers ``[N, ...]`` that float32 cannot represent."""
+    """Yield a note on integers ``[N, ...]`` that float32 cannot represent."""
     if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= MAX_EXACT_INTEGER:
         return
     with np.errstate(invalid="ignore"):
@@ -221,16 +229,16 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
 
 
 def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
-    """Put numbers into the room ``out`` of narrower ones.
+    """Convert numbers into the array ``out`` of a narrower type and return it.
 
     Args:
         x: ``[N, ...]``.
-        out: of the same shape.
-        place: for messages.
+        out: array of the same shape.
+        place: location for messages.
         first: number of the first row.
 
     Raises:
-        DataError: a number is beyond what a model can take.
+        DataError: a number exceeds the range of a model.
     """
     with np.errstate(over="ignore"):  # the infinity is refused
         out[...] = x
@@ -250,10 +258,12 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
 
 
 def noted(data: Dataset) -> Dataset:
-    """Add the notes on a table's numbers to a data set of arrays. Images get a note on floats far from 1.
+    """Return a data set of arrays with the notes on tables, and for images with a note on floats far from 1.
 
-    A table of bytes gets one, as these may be no pixels. Images have bytes, or more than one axis, or many columns of
-    which half have one smallest or one largest number.
+    Images get a note on floats far from 1.
+
+    A table of bytes gets a note, because its values may not be pixels. Images contain bytes, or more than one axis per
+    sample, or many columns of which half share the smallest or largest number.
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
@@ -283,20 +293,20 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """Make a data set of images, with a note on copies with small changes."""
+    """Return a data set of images, with a note on near copies."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
 
 
 def _is_wide(x: torch.Tensor) -> bool:
-    """Return whether rows ``[N, p]`` look like images."""
+    """Return True if rows ``[N, p]`` look like images."""
     ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
     return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield a note on columns of numbers far from 1, which are not scaled. A table's columns are."""
+    """Yield a note on unscaled columns of numbers far from 1. The columns of a table are scaled."""
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
     large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE_VALUE]
     if large:
@@ -351,7 +361,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     """Convert values to an array of numbers or text, or of objects if ``mixed``.
 
     Raises:
-        DataError: rows of different lengths, values of several kinds, or missing ones.
+        DataError: rows differ in length, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
@@ -382,10 +392,10 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
 
 
 def as_array(values: object) -> NDArray[Any]:
-    """Convert a tensor or array-like to an array. Floats of 16 bits and less become 32 bits wide.
+    """Convert a tensor or array-like to an array. Floats of 16 bits or fewer become 32 bits wide.
 
     Raises:
-        ValueError: rows of different lengths.
+        ValueError: rows differ in length.
     """
     if isinstance(values, torch.Tensor):
         if values.is_nested:

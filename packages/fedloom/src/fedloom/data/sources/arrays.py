@@ -1,4 +1,4 @@
-"""Read arrays of an NPZ file or, left on disk, of NPY files. A file with a pickle is refused."""
+"""Read arrays from an NPZ file or, left on disk, from NPY files. A file with a pickle is rejected."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
 CONVERSION_BLOCK_BYTES = 2**20
-"""Bytes of the blocks in which an array of another type is read."""
+"""Number of bytes per block when an array of another type is read."""
 SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
 CLIENT_KEYS = ("clients", "users")
-"""Keys of the array with the client of every sample. Earlier versions knew the second one."""
+"""Keys of the array with the client of every sample. Earlier versions used the second key."""
 ARRAY_KEYS = tuple(
     (train.format(x), train.format(y), test.format(x), test.format(y))
     for train, test in SPLIT_NAME_FORMS
@@ -56,10 +56,10 @@ class _Arrays(SampleSource):
 
 
 class Npy(_Arrays):
-    """A folder of x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
+    """Folder with x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
 
-    The features stay on disk, and samples are read as they are needed.
-    x may be larger than the memory. It holds bytes or float32, images with their channels first.
+    The features stay on disk, and samples are read on demand. x may be larger than the memory. It contains bytes or
+    float32, and images have their channels first.
     """
 
     channels_last: Literal[False] | None = Field(
@@ -67,7 +67,7 @@ class Npy(_Arrays):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the arrays. x is scanned once for non-finite numbers, and stays on disk."""
+        """Return the arrays. x is scanned once for non-finite numbers, and stays on disk."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
@@ -89,12 +89,12 @@ class Npy(_Arrays):
         return noted(replace(data, design=design_of(roles, len(data), str(place))))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """x, as it lies on disk."""
+        """Return x as a memory map of the file."""
         return _mapped(locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file()) / "x.npy"), None
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """Map an array into memory copy-on-write: no write reaches a file."""
+    """Return an array mapped copy-on-write: writes never change the file."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -103,14 +103,14 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """An NPZ file with x and y, or x_train, y_train, x_test, y_test. Optionally clients, subject, order, strata."""
+    """NPZ file with x and y, or x_train, y_train, x_test, y_test. Optional: clients, subject, order, strata."""
 
     channels_last: bool | None = Field(
         default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All arrays. The headers are read first, so that each array is read straight into its place."""
+        """Return all arrays. The headers are read first, so that each array is read directly into its final memory."""
         place, headers = self._headers(data_dir)
         keys = next((keys for keys in ARRAY_KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
@@ -142,7 +142,7 @@ class Npz(_Arrays):
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """Read the features alone, a table's to all their digits. A single array may have any name."""
+        """Return only the features, with all digits for a table. A single array may have any name."""
         place, headers = self._headers(data_dir)
         keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
@@ -158,7 +158,7 @@ class Npz(_Arrays):
         return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
-        """Read arrays into their buffers one after the other. The first buffer is the features'."""
+        """Read arrays into their buffers one after the other. The first buffer belongs to the features."""
         parts: dict[str, tuple[NDArray[Any], bool]] = {}
         for k, (keys, room) in enumerate(rooms):
             at = 0
@@ -173,7 +173,10 @@ class Npz(_Arrays):
     def _room_of_x(
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
     ) -> NDArray[Any]:
-        """Room for the features, channels first: bytes or float32, as models take them, or of their ``own_type``."""
+        """Return the buffer for the features, channels first.
+
+        It contains bytes or float32 for models, or the ``own_type`` of the array.
+        """
         shape, dtype = _joint_shape(place, headers, keys)
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
         if self.channels_last is None and has_channels_last(shape) and not own_type:
@@ -197,7 +200,10 @@ def _key(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> _Header:
-    """Shape and type, believed only where the packed bytes can hold them. Types with Python objects are refused."""
+    """Return the shape and type of an array if the packed bytes can contain them.
+
+    Types with Python objects are rejected.
+    """
     try:
         version = np.lib.format.read_magic(entry.stream)
         if version == (1, 0):
@@ -217,12 +223,12 @@ def _header(entry: Entry) -> _Header:
 
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
-    """One empty array for all the arrays of these keys, one after the other."""
+    """Return one empty array for all arrays of these keys, one after the other."""
     return np.empty(*_joint_shape(place, headers, keys))
 
 
 def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the arrays of these keys, one after the other."""
+    """Return the joint shape and type of the arrays of these keys, one after the other."""
     first = headers[keys[0]]
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
@@ -237,7 +243,7 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
-    """Read an array into its place, block by block if its type or axis order differs."""
+    """Read an array into its buffer, block by block if the type or the order of axes differs."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")

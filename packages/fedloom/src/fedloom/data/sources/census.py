@@ -17,7 +17,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, the label last. No levels: a number, ``?`` is missing."""
+"""Levels of each column, the label last. An empty tuple means a number, and ``?`` is missing."""
 
 HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HEART_COLUMNS: Schema = {
@@ -41,15 +41,15 @@ ZERO_IS_MISSING = ("trestbps", "chol")
 
 
 class Heart(FileSource):
-    """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, is there a disease (num > 0).
+    """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, presence of a disease (num > 0).
 
-    The hospitals are the natural clients. A cholesterol or a resting blood pressure of 0 is missing. Imputation and
-    scaling are fitted on each client's training part. A column with fewer than 5 observed values there becomes 0.
-    Columns with gaps have a feature that marks them.
+    The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 counts as missing. Imputation
+    and scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client
+    becomes 0 for this client. Columns with gaps get an additional feature that marks them.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All four hospitals, raw values with NaN where missing."""
+        """Return the data of all four hospitals, raw values with NaN for missing cells."""
         folders = ("tabular/uci_heart", "uci_heart", "heart")
         place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
         files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
@@ -131,15 +131,15 @@ COLUMN_RANGES = {
 
 
 class Adult(FileSource):
-    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, is the income above 50,000 dollars.
+    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, with an income above 50,000 dollars or not.
 
-    Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Codes have one
-    feature per level, `?` is a level. The sampling weight fnlwgt is no feature. Every coded column can split a
-    federation.
+    Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Coded columns
+    become one feature per level, and `?` is a level. The sampling weight fnlwgt is not a feature. Every coded column
+    can split a federation.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Both files. Adult.test is the official test set."""
+        """Return the data of both files, with adult.test as the official test set."""
         folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
         place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
         tables = list(_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
@@ -171,7 +171,7 @@ class Adult(FileSource):
 
 
 def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Each file that is there, and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
+    """Yield each existing file, and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
@@ -198,7 +198,10 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
 
 
 def _plain(cell: str) -> str:
-    """Render a level as the schema does: 7.0 becomes 7, and the final dot of adult.test's labels goes."""
+    """Return a level in the form of the schema.
+
+    7.0 becomes 7, and the final period of labels in adult.test is removed.
+    """
     try:
         return f"{float(cell):g}"
     except ValueError:

@@ -24,7 +24,10 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class CifarVersion(NamedTuple):
-    """One of the two data sets: its name, its files, and the bytes of label before the pixels. The last one counts."""
+    """CIFAR-10 or CIFAR-100: its name, its files, and the number of label bytes before the pixels.
+
+    The last label byte is used.
+    """
 
     name: str
     files: re.Pattern[str]
@@ -36,7 +39,7 @@ CIFAR100_VERSION = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bi
 
 
 class Cifar10(FileSource):
-    """CIFAR-10: 50,000 + 10,000 colour images 32x32 of ten classes."""
+    """CIFAR-10: 50,000 + 10,000 color images 32x32 of ten classes."""
 
     mean: tuple[float, ...] | None = Field(
         default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
@@ -44,19 +47,19 @@ class Cifar10(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images that the files hold. The test batch is the official test set."""
+        """Return all images in the files. The test batch is the official test set."""
         place = _locate(CIFAR10_VERSION, self.path, data_dir)
         return _read(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
 
 
 class Cifar100(FileSource):
-    """CIFAR-100: 50,000 + 10,000 colour images 32x32 of a hundred (fine) classes."""
+    """CIFAR-100: 50,000 + 10,000 color images 32x32 of a hundred (fine) classes."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images that the files hold, with fine labels. The test file is the official test set."""
+        """Return all images in the files, with fine labels. The test file is the official test set."""
         place = _locate(CIFAR100_VERSION, self.path, data_dir)
         names = tuple(str(i) for i in range(100))
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):

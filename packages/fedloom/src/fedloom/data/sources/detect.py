@@ -41,28 +41,28 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(csv|tsv|txt|dat|data)$", re.IGNORECASE), Csv),
 )
 FIRST_WEAK_PATTERN = 7
-"""Index of the first pattern that decides only if no other name in the folder or archive does."""
+"""Index of the first pattern that decides only if no other name in the folder or archive matches a stronger pattern."""
 LOOKED_AT = 2000
-"""Names after which a weak one decides."""
+"""Number of names after which a weak pattern decides."""
 GIVEN_UP = 100_000
-"""Names after which a folder without a known one is given up."""
+"""Number of names after which the search in a folder ends without a result."""
 
 
 PARQUET_MAGIC = b"PAR1"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:
-    """Return whether a file starts with these bytes. False for a file that cannot be read."""
+    """Return True if a file starts with these bytes. Return False for an unreadable file."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(len(magic)) == magic
     return False
 
 
 def detect(path: Path) -> type[FileSource]:
-    """Find the source that can read a path.
+    """Return the source class that can read a path.
 
     Raises:
-        DataError: nothing there, nothing that a reader takes, or the root of the file system.
+        DataError: the path does not exist, contains nothing that a reader accepts, or is the root of the file system.
     """
     if not os.path.exists(path):
         raise DataError(f"{path}: no such file or folder; check the path")

@@ -1,4 +1,4 @@
-"""Data sets that come with scikit-learn: no file, no network."""
+"""Data sets that are part of scikit-learn: no file, no network."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Name = Literal["breast_cancer", "diabetes", "digits", "iris", "linnerud", "wine"
 
 
 class Digits(Source):
-    """Digits: 1,797 handwritten digits, 8x8 grey with 17 levels (the test part of UCI optdigits)."""
+    """Digits: 1,797 handwritten digits, 8x8 gray with 17 levels (the test part of UCI optdigits)."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images as bytes 0..16, given to models as 0..1. There is no official test set."""
+        """Return all images as bytes 0..16, which models receive as 0..1. There is no official test set."""
         table = _digits()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
@@ -32,7 +32,10 @@ class Digits(Source):
 
 @cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """64 pixels and the digit per row, from scikit-learn's file: importing that library costs as much as torch."""
+    """Return 64 pixels and the digit per row, from scikit-learn's file.
+
+    An import of scikit-learn takes as long as an import of torch.
+    """
     spec = find_spec("sklearn")
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
@@ -45,12 +48,12 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """One of scikit-learn's small tables. Scaled on each client's training part."""
+    """Small table of scikit-learn. It is scaled on each client's training part."""
 
     set: Name = Field(default="breast_cancer", description="name of one of scikit-learn's embedded data sets")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the table as classification, binary (breast_cancer) or regression (diabetes, linnerud)."""
+        """Return the table as classification, binary (breast_cancer) or regression (diabetes, linnerud)."""
         if self.set == "digits":
             return Digits().load(data_dir)
         from sklearn import datasets

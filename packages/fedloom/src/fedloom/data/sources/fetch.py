@@ -1,4 +1,4 @@
-"""Original files of named data sets, fetched on a user's request only."""
+"""Original files of named data sets, downloaded only on a user's request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
-"""The environment variable that names the folder of data sets."""
+"""Environment variable that names the folder of data sets."""
 
 
 class Remote(NamedTuple):
     """Source of a data set's files.
 
     Attributes:
-        folder: of the data set in the folder of data sets.
-        mirrors: addresses of folders that have all files, in the order in which they are tried.
+        folder: folder of this data set below the folder of data sets.
+        mirrors: addresses of folders with all files, in the order of attempts.
         files: digest of every file by name, as ``sha256:...`` or ``md5:...``.
     """
 
@@ -95,9 +95,10 @@ REMOTE_SETS: dict[str, Remote] = {
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
     ),
 }
-"""Data sets with a public address. Digests are those of the original files, for CIFAR, Tiny-ImageNet and MedNIST they
-are the published ones. The addresses were not tried where this was written, which had no network. A file with another
-digest is not kept."""
+"""Data sets with a public address. Digests refer to the original files. For CIFAR, Tiny-ImageNet and MedNIST they are
+the published ones. The addresses were written without network access and have not been tried. A file with another
+digest is not kept.
+"""
 
 LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
 UNFETCHED_SETS = {
@@ -108,27 +109,29 @@ UNFETCHED_SETS = {
     "shakespeare": LEAF_HINT,
     "sklearn": "needs no files; it comes with scikit-learn",
 }
-"""Reason why a named data set is not fetched, and the alternative."""
+"""Reason why a named data set is not downloaded, and the alternative."""
 
 
 def fetch(
     name: str, data_dir: str | Path | None = None, *, mirrors: tuple[str, ...] = (), timeout: float = 60.0
 ) -> Path:
-    """Fetch the original files of a named data set. Those that are there with the right digest are left alone.
+    """Download the original files of a named data set and return their folder.
+
+    Existing files with the right digest stay unchanged.
 
     Args:
-        name: of `REMOTE_SETS`.
+        name: key of `REMOTE_SETS`.
         data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
         mirrors: further addresses of folders with the files, tried first.
-        timeout: seconds without an answer after which an address is given up.
+        timeout: number of seconds without an answer after which the next address is tried.
 
     Returns:
-        The folder that has them, which `fedloom.load` finds.
+        The folder with the files, which `fedloom.load` finds.
 
     Raises:
-        ConfigError: there is no such data set or it has no files to fetch, no folder for it, a file that is there has
+        ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has
             another digest, or the extra ``fetch`` is not installed.
-        DataError: no address gives a file, or what it gives has another digest.
+        DataError: no address provides a file, or a downloaded file has another digest.
     """
     if name in UNFETCHED_SETS:
         raise ConfigError(f"{name} {UNFETCHED_SETS[name]}")

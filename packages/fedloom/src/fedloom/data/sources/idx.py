@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST from their original IDX files.
 
 LeCun, Cortes, Burges: the MNIST database of handwritten digits. Xiao, Rasul, Vollgraf 2017: Fashion-MNIST,
-arXiv 1708.07747. Default mean and std are those of FLAME's public code for both.
+arXiv 1708.07747. The default mean and std are the values in FLAME's public code for both data sets.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ IDX_FILES = {
 
 
 class Mnist(FileSource):
-    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey."""
+    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 gray."""
 
     mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All 70,000 images. The official test set is the last 10,000."""
+        """Return all 70,000 images. The official test set is the last 10,000."""
         place = locate("MNIST", self.path, data_dir, ("mnist", "MNIST/raw", "MNIST"), holds_idx)
         return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
 
 
 class FashionMnist(FileSource):
-    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, 28x28 grey."""
+    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, 28x28 gray."""
 
     mean: tuple[float, ...] | None = Field(
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
@@ -48,7 +48,7 @@ class FashionMnist(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All 70,000 images. The official test set is the last 10,000."""
+        """Return all 70,000 images. The official test set is the last 10,000."""
         folders = ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST")
         place = locate("Fashion-MNIST", self.path, data_dir, folders, holds_idx)
         return read_idx("fashion-mnist", place, FASHION_CLASSES, self.mean, self.std)
@@ -69,16 +69,16 @@ FASHION_CLASSES = (
 
 
 def holds_idx(place: Path) -> bool:
-    """Return whether a folder holds one of the four files. Any other file is taken at its word."""
+    """Return True if a folder contains one of the four files. Any other path is accepted without a check."""
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
 
 def read_idx(
     name: str, place: Path, classes: tuple[str, ...], mean: tuple[float, ...] | None, std: tuple[float, ...] | None
 ) -> Dataset:
-    """Read the four IDX files of a folder or archive as one data set.
+    """Return the four IDX files of a folder or archive as one data set.
 
-    The headers are read first, so that the array is made once and every file is read straight into its place.
+    The headers are read first, so that the array is allocated once and every file is read directly into it.
 
     Raises:
         DataError: a file is missing, has a wrong magic number or size, is truncated or too long.
@@ -125,7 +125,7 @@ def _file(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> tuple[int, ...]:
-    """Sizes (count, height, width) or (count,), believed only where the packed file can hold them."""
+    """Return the sizes (count, height, width) or (count,) if the packed file can contain them."""
     magic = IDX_FILES[_file(entry)]
     header = np.empty(4 if magic == IMAGES_MAGIC else 2, ">u4")
     fill(entry, header, "the header")

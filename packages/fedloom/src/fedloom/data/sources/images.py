@@ -25,12 +25,15 @@ SIDE_LIMIT = 8192
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file name ends like an image."""
+    """Return True if a file name ends like an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 class _Pictures:
-    """Decodes images of one size into one array. The first image sets size and channels where they are not given."""
+    """Reader of images of one size into one array.
+
+    The first image determines size and channels unless they are given.
+    """
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
         self._mode = {True: "RGB", False: "L", None: None}[rgb]
@@ -88,7 +91,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Every image whose path has a class. Classes are numbered in the order of their names."""
+    """Return every image whose path has a class. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -128,7 +131,7 @@ def _read(
 
 
 class ImageFolder(SampleSource):
-    """A folder, zip or tar with one folder of images per class. `test` or `val` above them is kept apart."""
+    """Folder, zip or tar with one folder of images per class. Images below `test` or `val` are kept apart."""
 
     rgb: bool | None = Field(default=None, description="three channels or one (default: as the first image)")
     side: int | None = Field(
@@ -138,13 +141,13 @@ class ImageFolder(SampleSource):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images. Those below `test` or `val` are the official test set."""
+        """Return all images. The images below `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
-        """All images, in whatever folders."""
+        """Return all images, in any folder."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         names = []
@@ -163,7 +166,7 @@ def _below_test(path: PurePosixPath) -> bool:
 
 
 class MedicalMnist(FileSource):
-    """Medical MNIST (MedNIST): 58,954 grey images 64x64 of six kinds. A subset works the same."""
+    """Medical MNIST (MedNIST): 58,954 gray images 64x64 of six kinds. A subset is also accepted."""
 
     rgb: bool = Field(
         default=False, description="copy the channel three times, as FLAME's CNN expects (206,678 parameters)"
@@ -174,7 +177,7 @@ class MedicalMnist(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after that (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All images. There is no official test set."""
+        """Return all images. There is no official test set."""
         folders = ("medical-mnist", "medical_mnist", "MedNIST")
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
@@ -192,13 +195,16 @@ def _has_train(place: Path) -> bool:
 
 
 class TinyImagenet(FileSource):
-    """Tiny-ImageNet: 200 classes, 500 training and 50 validation images each, 64x64 colour (CS231n, Stanford)."""
+    """Tiny-ImageNet: 200 classes, 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Training and validation images. The validation images, the labelled ones, are the official test set."""
+        """Return training and validation images.
+
+        The labeled validation images are the official test set.
+        """
         folders = ("tiny-imagenet-200", "tiny-imagenet")
         place = locate("Tiny-ImageNet", self.path, data_dir, folders, _has_train)
         held_out: dict[str, str] = {}

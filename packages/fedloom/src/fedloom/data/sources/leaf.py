@@ -28,7 +28,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 
 
 class Collector:
-    """All users of all files: features in one growing array, one code per sample."""
+    """All users of all files: features in one growing array, and one user code per sample."""
 
     wanted = "numbers; every sample needs one number"
 
@@ -43,7 +43,10 @@ class Collector:
         self._file_of: dict[tuple[str, bool], str] = {}
 
     def file(self, entry: Entry, in_test: bool) -> None:
-        """Read one file. Beside the arrays, only its text and one user's lists are in memory."""
+        """Add the samples of a file.
+
+        Apart from the arrays, memory contains only the text of the file and the lists of one user.
+        """
         where = entry.where
 
         def compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,7 +85,7 @@ class Collector:
             raise DataError(f"{where}: num_samples is not what user_data holds; fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        """Convert samples to ``[n, width]`` in their storage type, or describe what is wrong with them."""
+        """Return samples as ``[n, width]`` in their storage type, or a description of the fault."""
         features = _numbers(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
@@ -99,7 +102,7 @@ class Collector:
         return scaled.astype(np.uint8)
 
     def _labels(self, listed: object) -> Floats | None:
-        """Targets as numbers. None if they are something else."""
+        """Return the targets as numbers, or None if they are not numeric."""
         return _numbers(listed)
 
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
@@ -161,7 +164,7 @@ class Collector:
 
 
 def _numbers(values: object) -> Floats | None:
-    """Convert an evenly nested list of numbers, or None for anything else."""
+    """Convert an evenly nested list of numbers, or return None for anything else."""
     try:
         array = np.array(values)
     except ValueError:
@@ -172,7 +175,7 @@ def _numbers(values: object) -> Floats | None:
 class Leaf(FileSource):
     """LEAF JSON files of any kind with numbers as features. Users are the natural clients.
 
-    Files below a folder `test`, or with the word `test` in their name, are the official test set, if there are others.
+    Files below a folder `test`, or with the word `test` in their name, are the official test set, if other files exist.
     """
 
     inside: str = Field(default="", description="read only files whose path in the folder or archive begins with this")
@@ -184,7 +187,7 @@ class Leaf(FileSource):
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All users of all files."""
+        """Return the samples of all users of all files."""
         place = locate("LEAF", self.path, data_dir, (), lambda p: True)
         return _load(place, self, None)
 
@@ -200,7 +203,7 @@ class Femnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All writers. LEAF's test files are the official test set."""
+        """Return the samples of all writers. LEAF's test files are the official test set."""
         place = locate("FEMNIST", self.path, data_dir, ("femnist",), holds_json)
         options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
@@ -212,7 +215,7 @@ class Femnist(FileSource):
 
 
 def holds_json(place: Path) -> bool:
-    """Return whether a file, or a folder with JSON files or archives."""
+    """Return True for a file, or a folder with JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
@@ -241,7 +244,7 @@ def make_user_dataset(
     classes: tuple[str, ...],
     vocabulary: tuple[str, ...] = (),
 ) -> Dataset:
-    """Create the data set of samples collected by user, with a column of user names."""
+    """Return the data set of samples collected by user, with a column of user names."""
     with naming_file_in_errors(place):
         return Dataset(
             name,
@@ -265,8 +268,8 @@ class Collected(NamedTuple):
         x: ``[N, .]`` features.
         y: ``[N]`` targets.
         users: ``[N]`` codes of the users.
-        names: of the users.
-        test: the official test set, if there is one.
+        names: names of the users.
+        test: the official test set, or None without such a set.
     """
 
     x: NDArray[Any]
@@ -277,10 +280,10 @@ class Collected(NamedTuple):
 
 
 def collect(place: Path, inside: str, collector: Collector) -> Collected:
-    """Read all files of a folder or archive whose path starts with ``inside``.
+    """Return the contents of all files of a folder or archive whose path starts with ``inside``.
 
     Raises:
-        DataError: what is there is no LEAF, or not what the collector takes.
+        DataError: the files are not LEAF, or the collector does not accept them.
     """
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)

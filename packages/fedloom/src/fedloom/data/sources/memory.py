@@ -1,4 +1,4 @@
-"""Data as people have them in memory (arrays, tensors, torch, Hugging Face and pandas data sets) as a `Dataset`."""
+"""Convert common objects in memory (arrays, tensors, torch, Hugging Face and pandas data sets) to a `Dataset`."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ def as_dataset(
     """Convert objects in memory to a data set.
 
     Args:
-        obj: a `Dataset` (given back as it is). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
-            dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
-            these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
-            and the same when they are read again. A Hugging Face `Dataset` or `DatasetDict`. A pandas
-            `DataFrame`, alone or with its targets. A table of pyarrow, or one that Arrow can read (polars).
-        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` of features that come alone. Or the name of
-            the target's column, None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table
-            otherwise the last.
-        task: what the targets are. None: classification if they are whole numbers, text or booleans.
-        test: the official test set, of the same kind as `obj`. Not for tables, whose test rows a column marks
-            (``test_column`` or ``test_since``).
-        name: of the data set, for reports and messages.
-        options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``clients`` (of each sample, or the
-            column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came) and
-            ``strata`` (levels whose shares splits keep), which may be entries of dictionaries too, ``features`` (column
-            of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time, features]``), ``vocabulary``
-            (names of the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV file:
+        obj: a `Dataset` (returned unchanged). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
+            dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
+            one of these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such
+            dictionaries, and that are equal in every reading. A Hugging Face `Dataset` or `DatasetDict`. A pandas
+            `DataFrame`, alone or with its targets. A table of pyarrow, or a table that Arrow can read (polars).
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. The name of
+            the target's column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or
+            for a table without these the last column.
+        task: meaning of the targets. None: classification if they are integers, text or booleans.
+        test: the official test set, of the same type as `obj`. It is not allowed for tables, whose test rows are marked
+            by a column (``test_column`` or ``test_since``).
+        name: name of the data set, for reports and messages.
+        options: for arrays and samples: ``classes`` (names), ``mean``, ``std``, ``clients`` (client of each sample, or
+            the column that names it), ``subject`` (person of each sample, such as a patient), ``order`` (time of each
+            sample) and ``strata`` (levels whose shares splits preserve), which may also be entries of dictionaries,
+            ``features`` (column of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time,
+            features]``), ``vocabulary`` (names of the tokens, or their number: features are then tokens ``[N,
+            length]``). For tables, including CSV files:
             ``client_column``, ``subject``, ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``,
             ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``, ``days_since``.
 
     Raises:
-        ConfigError: it is of no known kind, or an option or column does not exist.
-        DataError: shapes, types, lengths or values that cannot be. One message has all of them.
+        ConfigError: the type of the object is unknown, or an option or column does not exist.
+        DataError: shapes, types, lengths or values are invalid. One message lists all of them.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -153,7 +154,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
 
 
 class HubData(Source):
-    """``hub:owner/name``: images or numbers with a label. Opens a connection, because it was asked for by name."""
+    """``hub:owner/name``: images or numbers with a label. The source opens a connection, because the user named it."""
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
@@ -171,7 +172,7 @@ class HubData(Source):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Both splits, without a connection only what the library has kept from before."""
+        """Return both splits. Without a connection, only data in the library's cache is available."""
         try:
             import datasets
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""Samples of a user that are read a second time, so that random changes are refused: they would be drawn once."""
+"""Second reading of a user's samples, which detects random changes: a stored sample would contain only one draw."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedloom.seeds import preserve_rng, rng_states
 T = TypeVar("T")
 
 REREAD_SAMPLES = 64
-"""Samples that are read again, spread over the data set, to find random transforms.
+"""Number of samples, spread over the data set, that are read again to find random transforms.
 
-A change that is made with a probability of 0.1 differs between two readings with one of 0.18: 64 pairs miss it with
+A change with a probability of 0.1 differs between two readings with a probability of 0.18: 64 pairs miss it with
 0.82^64 < 1e-5.
 """
 REREAD_OF_RANDOM = 256
-"""Readings, at least, of a data set that draws from a global generator, of a larger one every sample is read again.
+"""Smallest number of second readings for a data set that draws from a global generator.
 
 A change of one sample in a hundred is missed with 0.98^256 < 1 %.
 """
@@ -32,7 +32,7 @@ AUGMENT_HINT = (
 
 
 def is_picture(value: object) -> bool:
-    """Return whether a sample is a picture of Pillow, whose channels are the last axis."""
+    """Return True if a sample is a Pillow image, whose channels are the last axis."""
     return hasattr(value, "getbands") and hasattr(value, "mode")
 
 
@@ -44,23 +44,23 @@ def steady(
     cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples. After the last one, read some of them a second time and refuse samples that differ then.
+    """Yield samples. Yield samples. After the last sample, read some of them again and raise if they differ.
 
-    Samples are kept as they are read once, so a random change would be drawn once and never again. The second reading
-    leaves the global generators as the first one left them. In a stream, whose order may change, a sample only must
-    be among those of the first reading. A stream that can be read once only is not checked.
+    Every sample is read and stored once, so a random change would be drawn once and never again. The second reading
+    restores the global generators. In a stream, whose order may change, a sample must only be equal to one of the first
+    reading. A stream that can only be read once is not checked.
 
     Args:
-        first: the samples.
-        again: gives samples by their places a second time. None: they are a stream.
-        stream: begins a stream a second time.
-        name: of the data set, for messages.
-        cure: what to do about random changes of images.
-        frozen: code that keeps one draw of every sample of a data set d, for messages. empty: what a torch data set or
-            a stream takes.
+        first: samples of the first reading.
+        again: function that returns samples by their positions a second time. None: the samples are a stream.
+        stream: function that restarts a stream.
+        name: name of the data set, for messages.
+        cure: advice on random changes of images.
+        frozen: code that stores one draw of every sample of a data set d, for messages. Empty: the default for a torch
+            data set or a stream.
 
     Raises:
-        DataError: a sample differs.
+        DataError: a sample differs between two readings.
     """
     before, prints, shape = rng_states(), list[int](), ()
     for sample in first:
@@ -91,7 +91,10 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return whether code of a user gives other samples when it is called again. The global generators are kept."""
+    """Return True if a user's code returns other samples when it is called again.
+
+    The global generators are restored.
+    """
     with preserve_rng():
         return len({_fingerprint(make()) for _ in range(times)}) > 1
 
@@ -112,7 +115,10 @@ def _image_of(sample: Any) -> Any:
 
 
 def _fingerprint(sample: Any) -> int:
-    """Hash a sample so that equal samples, with NaN equal to NaN, have equal hashes. Unknown types are ignored."""
+    """Return a hash of a sample that is equal for equal samples, where NaN is equal to NaN.
+
+    Only the type of unknown objects is hashed.
+    """
     if isinstance(sample, Mapping):
         return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))
     if isinstance(sample, tuple | list):

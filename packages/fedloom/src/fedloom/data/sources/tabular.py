@@ -1,4 +1,4 @@
-"""Tables of the user's own: CSV and Parquet, columns given roles by name."""
+"""Tables of users: CSV and Parquet, with roles of columns by name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
 CELL_BYTES = np.dtype(np.float64).itemsize
-"""Bytes of a cell in memory, however few a file has for it."""
+"""Number of bytes of a cell in memory, which may exceed its size in a file."""
 
 
 class Csv(TableSource):
-    """A CSV file (.csv, .tsv, .txt, .dat). Plain, gz, xz, or the one such file of a zip or tar.
+    """CSV file (.csv, .tsv, .txt, .dat). The file may be plain, gz, xz, or the only such file of a zip or tar.
 
     Without a header, the columns are called column1, column2, and so on.
     """
@@ -52,7 +52,7 @@ class Csv(TableSource):
     @field_validator("encoding")
     @classmethod
     def _known_encoding(cls, encoding: str | None) -> str | None:
-        """Refuse an encoding that Python does not know as one of text."""
+        """Raise if Python does not know the encoding as a text encoding."""
         try:
             "".encode(encoding or "utf-8")
         except LookupError:
@@ -61,15 +61,15 @@ class Csv(TableSource):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all markers of missing cells, with decimal commas, a marker may contain a comma."""
+        """All markers of missing cells. With decimal commas, a marker may contain a comma."""
         markers = super().markers
         return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
 
     def signs(self, data_dir: str | Path | None = None) -> Signs:
-        """Return the signs of the file: the fields' values, else the detected ones.
+        """Return the signs of the file: the values of the fields, or else the detected signs.
 
         Raises:
-            DataError: no such file, or not text in UTF-8.
+            DataError: the file does not exist, or is not text in UTF-8.
         """
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
         if self.separator is not None and self.decimal is not None:
@@ -80,7 +80,7 @@ class Csv(TableSource):
         raise DataError(f"{place}: no .csv file there; give its path")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows, read by the signs of the file: a marker may have its decimal sign."""
+        """Return all rows, read with the signs of the file: a marker may contain its decimal sign."""
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
@@ -103,11 +103,11 @@ def _is_csv(name: str) -> bool:
 
 
 class Parquet(TableSource):
-    """A Parquet file."""
+    """Parquet file."""
 
     @property
     def unread(self) -> set[str]:
-        """The columns that are left out and have no role beside."""
+        """The columns that are left out and have no other role."""
         return (
             {*self.drop}
             - {*self.days_since, *self.days_since.values()}
@@ -117,9 +117,11 @@ class Parquet(TableSource):
 
     @contextmanager
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Columns one after the other: a page of every column at a time would be as much as the features.
+        """Open the file and read its columns one after the other.
 
-        Their number and size in the footer are compared with the file's size first.
+        One page of every column at a time could use as much memory as the features.
+
+        The number and size of the columns in the footer are first compared with the size of the file.
         """
         from pyarrow import ArrowException, parquet, types  # slow to import
 
@@ -149,10 +151,10 @@ def _is_text(kind: object) -> bool:
 
 
 def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
-    """Pieces of a file's columns. Equal texts are one in memory, and counted as often as they are there.
+    """Yield pieces of a file's columns. Equal texts are stored once in memory, and counted at every occurrence.
 
     Raises:
-        DataError: texts that are far longer together than the file.
+        DataError: the texts are together far longer than the file.
     """
     from pyarrow import DictionaryArray, compute, int64
 

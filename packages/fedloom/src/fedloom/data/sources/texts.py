@@ -1,4 +1,4 @@
-"""Texts by speaker: a table of one's own, LEAF's Shakespeare and Sentiment140, and docstrings without a download.
+"""Texts by speaker: a user's table, LEAF's Shakespeare and Sentiment140, and docstrings without a download.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -29,11 +29,11 @@ from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
 TEXT_FIELD_INDEX = 4
-"""Place of the text in a tweet of Sentiment140: id, date, query, user, text."""
+"""Index of the text in a tweet of Sentiment140: id, date, query, user, text."""
 
 
 class Texts(FileSource):
-    """Texts in a CSV or Parquet table, each with a class. A column may name whose they are."""
+    """Texts in a CSV or Parquet table, each with a class. A column may name the owner of each text."""
 
     text: str = Field(description="column of the texts")
     target: str | None = Field(default=None, description="column of the classes (default: the last column)")
@@ -44,7 +44,7 @@ class Texts(FileSource):
     tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all rows with the vocabulary of all texts."""
+        """Return all rows with the vocabulary of all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
@@ -63,7 +63,7 @@ class Texts(FileSource):
             )
 
     def rows(self, data_dir: str | Path | None = None) -> tuple[list[str], list[str] | None]:
-        """Texts, whether they have labels or not, and whose they are, where the column is there.
+        """Return all texts, with or without labels, and their owners, or None if the column does not exist.
 
         Raises:
             DataError: as `load`.
@@ -74,7 +74,7 @@ class Texts(FileSource):
     def _columns(
         self, data_dir: str | Path | None, labelled: bool
     ) -> tuple[list[str], list[tuple[torch.Tensor, tuple[str, ...]]], str]:
-        """Read the texts, the codes and levels of label and users, and the file's name."""
+        """Return the texts, the codes and levels of label and users, and the file's name."""
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
@@ -108,7 +108,7 @@ class Texts(FileSource):
 
 
 class _Lines(Collector):
-    """Lines of a speaker, each with the character that follows it."""
+    """Lines of a speaker, each with the next character."""
 
     wanted = "characters; every sample needs the one character that follows its text"
 
@@ -123,7 +123,7 @@ class _Lines(Collector):
         return np.array([ord(value) for value in listed], np.float64)
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
-        """Any character will do."""
+        """Accept any character."""
 
 
 class _Tweets(Collector):
@@ -147,14 +147,17 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF): the character after each text. Speakers are the natural clients."""
+    """Shakespeare's plays by speaker (LEAF): next character of each text. Speakers are the natural clients."""
 
     length: int | None = Field(
         default=None, ge=1, description="last characters kept of a text (default: all (LEAF: 80))"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All speakers. A class is a character of the texts, and every character is a token."""
+        """Return the samples of all speakers.
+
+        Each class is a character of the texts, and every character is a token.
+        """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
         texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
@@ -168,13 +171,13 @@ class Shakespeare(FileSource):
 
 
 class Sent140(FileSource):
-    """Sentiment140 by user (LEAF): whether a tweet is positive. Users are the natural clients."""
+    """Sentiment140 by user (LEAF): the sentiment of a tweet, positive or not. Users are the natural clients."""
 
     length: int = Field(default=25, ge=1, description="first words kept of a tweet (LEAF: 25)")
     words: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent words")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All users. Tokens are words and punctuation marks in lower case."""
+        """Return the samples of all users. Tokens are words and punctuation marks in lower case."""
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
         users = collect(place, "", _Tweets(Leaf(), None))
         texts = users.x[:, 0].tolist()
@@ -185,14 +188,14 @@ class Sent140(FileSource):
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MIN_CHARACTER_COUNT = 20
-"""A character that occurs less often in all texts is the unknown token."""
+"""Smallest number of occurrences of a character. Rarer characters become the unknown token."""
 
 
 class Docstrings(Source):
-    """Next character of docstrings of Python's standard library. Modules are the natural clients.
+    """Prediction of the next character of docstrings of Python's standard library. Modules are the natural clients.
 
-    The texts are those of the Python that runs: another version gives other data. A sample is a window of ``length``
-    characters, the last one of a module shorter. Every position has the next character as its label.
+    The texts depend on the running Python: another version gives other data. A sample is a window of ``length``
+    characters. The last window of a module is shorter. The label of every position is the next character.
     """
 
     length: int = Field(default=64, ge=2, description="characters of a sample")
@@ -203,7 +206,7 @@ class Docstrings(Source):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Single files of the standard library that have enough text, private ones left out."""
+        """Return the samples of all public single-file modules of the standard library with enough text."""
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
@@ -227,7 +230,10 @@ class Docstrings(Source):
 
 
 def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a text into windows of tokens and next tokens, ``[n, length]`` each. Next tokens count from entry 2 on."""
+    """Return the windows of a text as tokens and next tokens, ``[n, length]`` each.
+
+    Only next tokens from entry 2 on count.
+    """
     (tokens,) = encoded([text], vocabulary, len(text))
     rows = -(-(len(tokens) - 1) // length)
     x, y = torch.zeros(rows * length, dtype=torch.int32), torch.full((rows * length,), NO_LABEL)
@@ -239,7 +245,7 @@ def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.
 
 @cache
 def _texts() -> dict[str, str]:
-    """Collect the docstrings of every single-file module of the standard library, by its name."""
+    """Return the docstrings of every single-file module of the standard library, by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
         raise DataError("docstrings: this Python comes without the source of its standard library; use another source")
@@ -252,7 +258,7 @@ def _docstrings(file: Path) -> str:
 
 
 def _documented(node: Documented) -> Iterator[Documented]:
-    """Yield a module or class or function, and the documented objects inside it."""
+    """Yield a module, class or function, and the documented objects inside it."""
     yield node
     for inner in node.body:
         if isinstance(inner, Documented):

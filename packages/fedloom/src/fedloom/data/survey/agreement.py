@@ -1,4 +1,4 @@
-"""Agreement: what the columns of a table mean at every site, as a document that people read and sign."""
+"""Agreement: the meaning of the columns of a table at every site, as a document that people read and sign."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AGREEMENT_HEADER = """\
 
 
 class AgreedColumn(Value):
-    """One feature, as people write it down."""
+    """Feature in the form of the document."""
 
     name: str = Field(description="name in the header")
     type: Literal["number", "level"] = Field("number", description="number: measured. level: one of the levels")
@@ -59,7 +59,7 @@ class AgreedColumn(Value):
 
     @classmethod
     def create(cls, column: TableColumn) -> AgreedColumn:
-        """Describe a column of a table whose levels have names."""
+        """Return the description of a column of a table whose levels have names."""
         names = column.names or tuple(str(k) for k in range(column.levels))
         return cls(
             name=column.name, type="level" if names else "number", unit=column.unit, levels=names, range=column.range,
@@ -68,9 +68,11 @@ class AgreedColumn(Value):
 
 
 class Agreement(Value):
-    """Columns by name, target, classes and markers of gaps: a table is read by them in any order, others are ignored.
+    """Columns by name, target, classes and missing markers.
 
-    Levels, classes and the features that mark missing cells come from here, never from the file of one site.
+    Tables are read with these columns in any order, and other columns are ignored.
+
+    Levels, classes and the features that mark missing cells come from the agreement, never from the file of one site.
     """
 
     target: str | None = Field(None, description="target column (default: the source's choice)")
@@ -122,7 +124,7 @@ class Agreement(Value):
         cls, table: Table, task: Task, classes: Sequence[str], target: str | None = None, centre: float = 0.0,
         divisor: float = 1.0, event: str | None = None,
     ) -> Agreement:  # fmt: skip
-        """Describe a table and its target."""
+        """Return the agreement that describes a table and its target."""
         missing = tuple(text for text in table.missing if text not in MISSING_MARKERS)
         return cls(
             target=target, event=event, task=task, classes=tuple(classes), centre=centre, divisor=divisor,
@@ -131,10 +133,10 @@ class Agreement(Value):
 
     @classmethod
     def read(cls, path: Path) -> Agreement:
-        """Read the agreement in a TOML file.
+        """Return the agreement in a TOML file.
 
         Raises:
-            ConfigError: there is none, or it has a value that cannot be.
+            ConfigError: the file does not exist, or contains an invalid value.
         """
         return make(cls, read_toml(path, "agreement"), str(path), fields_of(cls))
 
@@ -146,19 +148,19 @@ class Agreement(Value):
 
     @property
     def levels(self) -> dict[str, tuple[str, ...]]:
-        """Levels of every column that has some, features or not."""
+        """Levels of every column with levels, including columns that are not features."""
         return {column.name: column.levels for column in self.column if column.levels}
 
     def drop_rare_levels(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
-        """Return the agreement without levels of too few rows, which may identify a person.
+        """Return the agreement without levels of too few rows, which could identify a person.
 
-        A column that keeps fewer than two levels, or less than half of its rows, is left out.
+        A column is removed if fewer than two levels, or less than half of its rows, remain.
 
         Args:
-            counts: rows of every level, by column.
+            counts: number of rows of every level, by column.
 
         Raises:
-            ConfigError: no column is left.
+            ConfigError: no column remains.
         """
         kept = list[AgreedColumn]()
         for column in self.column:
@@ -173,7 +175,7 @@ class Agreement(Value):
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
-        """Render the document. Reading it gives the same agreement."""
+        """Render the document. Reading the text gives the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
         rows = [
             {
@@ -185,11 +187,13 @@ class Agreement(Value):
         return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Why a site with so many rows, and so many of every class, may not take part. A sentence each.
+        """Return the reasons why a site with these numbers of rows, in total and by class, may not participate.
+
+        A sentence each.
 
         Args:
-            counts: rows by class, or subjects where the agreement names their column.
-            rows: of the site, or subjects.
+            counts: number of rows by class, or of subjects if the agreement names their column.
+            rows: number of rows of the site, or of subjects.
         """
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
@@ -207,10 +211,10 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Read an agreement from its document's path, its keys, or an object.
+    """Return an agreement from the path of its document, its keys, or an object, or None if it is None.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the agreement cannot be read.
     """
     if document is None or isinstance(document, Agreement):
         return document

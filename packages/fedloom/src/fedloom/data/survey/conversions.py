@@ -1,4 +1,4 @@
-"""Known conversions of units: the only factors that a draft proposes for a column that differs by site."""
+"""Known conversions of units: the only factors that a draft proposes for a column that differs between sites."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Conversion(NamedTuple):
-    """A factor between two units.
+    """Conversion factor between two units.
 
     Attributes:
-        factor: numbers in the second unit are those in the first times this one.
-        units: both, for people.
-        names: of the columns that are measured in them. None: any column.
+        factor: factor by which numbers in the first unit are multiplied to get the second unit.
+        units: names of both units, for people.
+        names: names of the columns in these units. None: any column.
     """
 
     factor: float
@@ -64,23 +64,23 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Ratio within which medians agree with a factor of the column's own units.
+"""Largest ratio between a ratio of medians and a factor of the column's units that counts as a match.
 
-Two sites' patients differ too: of five generated hospitals' glucose and creatinine the ratio of medians was 0.9 to 1.2
-times the factor. The next factor of the same column lies farther away than this.
+The patients of two sites also differ: in five generated hospitals, the ratio of medians of glucose and creatinine was
+0.9 to 1.2 times the factor. The next factor of the same column is more distant.
 """
 STEP_TOLERANCE = 1.15
-"""The same for steps of ten, which fit any column: all four together cover 8 % of the ratios of 2 to 2 million, on a
-scale of logarithms, so that a difference that is none of units seldom falls into them."""
+"""The same tolerance for powers of ten, which apply to any column. Together, all four cover 8 % of the ratios of 2 to 2
+million on a logarithmic scale, so that a difference without a change of units rarely matches."""
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
 
 def conversion(name: str, ratio: float) -> tuple[float, str] | None:
-    """Return the known factor that a ratio of medians is near to, and its units. None where it is near none.
+    """Return the known factor that is close to a ratio of medians, and its units. None if no known factor is close.
 
     Args:
-        name: of the column.
-        ratio: above 0, of the usual median to that of a site.
+        name: name of the column.
+        ratio: ratio of the usual median to the median of a site, above 0.
     """
     for candidate in KNOWN_CONVERSIONS:
         if candidate.names is not None and not candidate.names.search(name):
@@ -93,5 +93,5 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
 
 def is_fahrenheit(name: str, high: float, low: float) -> bool:
-    """Return whether two medians are of one temperature in degrees Fahrenheit and Celsius, within 2 degrees."""
+    """Return True if two medians are the same temperature in degrees Fahrenheit and Celsius, within 2 degrees."""
     return bool(TEMPERATURE_PATTERN.search(name)) and abs(1.8 * low + 32 - high) <= 2

@@ -1,4 +1,4 @@
-"""Profile one column of a table: its kind of cells, and its use as a feature."""
+"""Profile one column of a table: the type of its cells, and its use as a feature."""
 
 from __future__ import annotations
 
@@ -26,80 +26,84 @@ MISSING_TOKENS = frozenset(
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
-"""Markers of missing cells in tables of the world, in lower case, beside a source's own markers."""
+"""Common markers of missing cells, in lower case, in addition to a source's own markers."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
-"""Members of `MISSING_TOKENS` that are also levels in many tables: only 'fedloom init' reports them."""
+"""Members of `MISSING_TOKENS` that are also levels in many tables. Only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Share of cells that may be no numbers in a column of numbers. Where they are few different ones."""
+"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values."""
 MOST_ODD = 4
-"""Different cells that may be no numbers in a column of numbers. More are levels or texts."""
+"""Largest number of different non-numeric cells in a column of numbers. A column with more contains levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
-"""Least number of a column, by its median, from which a zero beside it is no small one: 14 of 125 in insulin."""
+"""Smallest ratio of a column's smallest nonzero number to its median at which a zero cannot be a small value. The ratio
+is 14 to 125 for insulin."""
 MIN_ZERO_STEPS = 5
-"""Steps of a column's numbers that lie between 0 and the least other. A count has one."""
+"""Smallest distance between 0 and the smallest nonzero number, in steps of the column's numbers.
+
+The distance is one step in a count.
+"""
 MOST_ZERO = 0.6
-"""Share of a column's numbers up to which zeros or codes may mean missing. More is what the column is about."""
+"""Largest share of zeros or codes in a column that may mean missing. More frequent values are regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Codes that questionnaires have for no answer."""
+"""Codes in questionnaires that mean no answer."""
 MIN_CODE_DISTANCE = 3
-"""Steps between such a code and the last answer."""
+"""Smallest number of steps between such a code and the last answer."""
 MAX_ANSWER_CODES = 7
-"""Codes of a question beside which 9, 99 or -1 means that there is no answer."""
+"""Largest number of codes of a question for which 9, 99 or -1 means no answer."""
 ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
-"""Names of numbers of rows, and of what is known by a number."""
+"""Pattern of names of columns with row numbers and other identifiers."""
 NAMELESS_PATTERN = re.compile(
     r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE
 )
-"""Headers that pandas and R write for the names of rows."""
+"""Pattern of headers that pandas and R write for row names."""
 PERSON_NAME_PATTERN = re.compile(
     r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|pid|mrn|uid|id|user|animal|pig"
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
-"""Names of numbers of patients and the like, whose rows belong together."""
+"""Pattern of names of columns with numbers of patients and similar units, whose rows belong together."""
 ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Names of identifiers. Other numbers are counts as often."""
+"""Names of identifiers. Other columns of numbers may equally be counts."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
-"""Names of dates of a person, not of when a row came."""
+"""Pattern of names of dates of a person, which do not say when a row was recorded."""
 MOST_ALONE = 0.9
-"""Different numbers per row up to which rows of a patient come again. Above, a few are entered twice."""
+"""Largest number of different values per row at which patients have several rows. Above, a few rows are duplicates."""
 MAX_INDEX_SPARSITY = 20
-"""Rows of the table that an index comes from, per row that is left of it, at most."""
+"""Largest number of rows of the original table per remaining row of an index."""
 IN_STEP = 0.8
-"""Share of rows that count on by one, as the numbers of rows of several files that were joined do."""
+"""Smallest share of rows whose number is the previous number plus one, for row numbers of several joined files."""
 MAX_UNITS = 3
-"""Units that the cells of one column may have."""
+"""Largest number of units in the cells of one column."""
 MAX_FEW_LEVELS = 20
-"""Classes that whole numbers may be, rows of a small site, and levels of text that need no count."""
+"""Largest number of classes of integers, of rows of a small site, and of levels of text that need no count."""
 PER_LEVEL = 10
-"""Rows per level of a text column with many levels, on average."""
+"""Average number of rows per level of a text column with many levels."""
 SCORE_BINS = 50
-"""Groups of equal size into which a number is cut to measure how well it predicts the target."""
+"""Number of groups of equal size into which a number is cut to measure its predictive value for the target."""
 SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
-"""Numbers that people write for what is not known."""
+"""Pattern of numbers that represent unknown values."""
 MIN_SENTINEL_SHARE = 0.004
-"""Share of a column's numbers from which an extreme one recurs."""
+"""Smallest share of a column's numbers at which an extreme number is recurrent."""
 LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
     re.IGNORECASE,
 )
-"""Names of what is known only after the target."""
+"""Pattern of names of facts that are known only after the target."""
 
 
 @dataclass(eq=False)
 class ColumnProfile:
-    """One column.
+    """Profile of a column.
 
     Attributes:
-        name: in the header.
-        cells: ``[N]`` as text, "" where missing.
-        kind: what most cells are.
-        odd: cells that are no numbers in a column of numbers, most frequent first.
-        extremes: numbers that recur and lie far from all others, as -9 and 999 do. A draft counts them as missing.
+        name: name in the header.
+        cells: ``[N]`` as text, "" for missing cells.
+        kind: type of most cells.
+        odd: non-numeric cells in a column of numbers, most frequent first.
+        extremes: recurrent numbers that are far from all others, such as -9 and 999. A draft counts them as missing.
     """
 
     name: str
@@ -133,7 +137,7 @@ class ColumnProfile:
 
     @cached_property
     def levels(self) -> dict[str, int]:
-        """Rows of every different cell, the most frequent first."""
+        """Number of rows of every different cell, the most frequent first."""
         names, counts = np.unique(self.present.astype(str), return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return {str(names[k]): int(counts[k]) for k in order}
@@ -147,11 +151,11 @@ class ColumnProfile:
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """The values that are there, where the column is of numbers."""
+        """The values of a numeric column that are not missing."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
     def _named(self, codes: Collection[float]) -> dict[str, int]:
-        """Numbers as the cells that have them, and their counts."""
+        """Return numbers in the form of their cells, and their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
@@ -160,23 +164,23 @@ class ColumnProfile:
 
     @property
     def missing(self) -> int:
-        """Missing cells, those among numbers that are none, or mean missing, counted."""
+        """Number of missing cells, including non-numeric cells in a column of numbers and numbers that mean missing."""
         missing_levels = [*self.odd, *self.extremes]
         return len(self.cells) - len(self.present) + sum(self.levels[level] for level in missing_levels)
 
     @property
     def constant(self) -> bool:
-        """True if all cells that are there are the same."""
+        """True if all cells that are not missing are equal."""
         return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
     def whole(self) -> bool:
-        """True if all numbers are whole."""
+        """True if all numbers are integers."""
         return self.kind == "number" and bool((self.numbers == np.floor(self.numbers)).all())
 
     @property
     def quantity(self) -> str:
-        """Name the signs or the unit that keep texts from being numbers, or "" if they are no numbers."""
+        """Signs or unit that prevent the conversion of texts to numbers, or "" if the texts are not numbers."""
         if self.kind != "text":
             return ""
         matches = [QUANTITY_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
@@ -188,7 +192,7 @@ class ColumnProfile:
 
     @property
     def doubts(self) -> list[str]:
-        """The odd cells that are no usual word for missing: they may be numbers, limits, or levels."""
+        """The odd cells that are not a common word for missing: they may be numbers, limits, or levels."""
         return [level for level in self.odd if level.strip().lower() not in MISSING_TOKENS]
 
     @cached_property
@@ -198,7 +202,7 @@ class ColumnProfile:
 
     @property
     def identifies(self) -> bool:
-        """True if it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
+        """True if the column identifies rows: mostly different texts, or integers that are consecutive or named so."""
         n, different = len(self.present), len(self.levels)
         if self.kind == "number" and row_number(self.name, self.values):
             return True
@@ -211,18 +215,18 @@ class ColumnProfile:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """``[N]`` group of every row: its level, or one of `SCORE_BINS` of equal size. Missing cells are a group."""
+        """``[N]`` group of every row: its level, or one of `SCORE_BINS` of equal size. Missing cells form a group."""
         if self.kind == "number" and len(self.levels) > SCORE_BINS:
             return binned(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
 
 
 Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""Different numbers, rising, and how often each is there."""
+"""Different numbers in increasing order, and the count of each number."""
 
 
 def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the group ``[N]`` of every number, one of `SCORE_BINS` of equal size. Missing ones are a group."""
+    """Return the group ``[N]`` of every number, one of `SCORE_BINS` of equal size. Missing values form a group."""
     here = int((~np.isnan(values)).sum())
     bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
     cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
@@ -230,14 +234,15 @@ def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def is_no_measurement(code: float) -> bool:
-    """Return whether a far number is hardly a count or a time, as 8 siblings or the hour -1 are."""
+    """Return True if a far number is probably not a count or a time, unlike 8 siblings or the hour -1."""
     return code <= -7 or code >= 77
 
 
 def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return the numbers that recur at one end of a column, as people write what is not known, and their counts.
+    """Return the recurrent numbers at one end of a column that may represent unknown values, and their counts.
 
-    Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
+    The distance of such a number from the other numbers is more than twice their interquartile range, and it is the
+    only such number on its side.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, MIN_SENTINEL_SHARE * total))[0]
@@ -258,9 +263,10 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return the numbers that may mean missing though they are not far from the others, and their counts.
+    """Return the numbers that may mean missing although they are not far from the others, and their counts.
 
-    A zero is named beside measurements that never come near it. A 9, 99 or -1 beside a few codes in a row.
+    A zero is reported if the other measurements are never close to zero. A 9, 99 or -1 is reported if the other values
+    are a few consecutive codes.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     likely = (
@@ -289,19 +295,19 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:
-    """Return whether numbers ``[N]`` are whole numbers in a row, each once, in any order."""
+    """Return True if numbers ``[N]`` are consecutive integers, each once, in any order."""
     ordered = np.sort(values)  # NaN last
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 
 def row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether a column numbers the rows, so that a model learns nothing from it but how rows were ordered.
+    """Return True if a column numbers the rows, so that a model learns only the order of rows from it.
 
-    Both the name and the numbers must say so: a year that rises by one is no row number.
+    Both the name and the numbers must indicate it: a year that increases by one is not a row number.
 
     Args:
-        name: in the header.
-        values: ``[N]``, NaN where missing.
+        name: name in the header.
+        values: ``[N]``, NaN for missing cells.
     """
     n, unnamed = len(values), NAMELESS_PATTERN.fullmatch(name) is not None
     if n < 3 or not (unnamed or ID_NAME_PATTERN.search(name)) or not (values == np.floor(values)).all():
@@ -320,12 +326,12 @@ def row_number(name: str, values: NDArray[np.float64]) -> bool:
 
 
 def repeats(name: str, levels: Collection[object], rows: int) -> bool:
-    """Return whether a column identifies patients or the like, of whom most have several rows.
+    """Return True if a column identifies patients or similar units, most of which have several rows.
 
     Args:
-        name: in the header.
+        name: name in the header.
         levels: different cells.
-        rows: whose cell is not missing.
+        rows: number of rows whose cell is not missing.
     """
     named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)
     return bool(named) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows

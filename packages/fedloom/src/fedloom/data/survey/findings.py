@@ -1,4 +1,4 @@
-"""Notes that every reading of a table has: leaks, copies, numbers of rows and people, and markers of missing cells."""
+"""Notes on any table: leaks, copies, row and patient numbers, and markers of missing cells."""
 
 from __future__ import annotations
 
@@ -27,33 +27,37 @@ from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MAX_SAMPLED_CELLS = 2_000_000
-"""Cells of a table that are looked at for leaks: at most about these many, of rows drawn at random."""
+"""Approximate largest number of cells of a table that are searched for leaks, in randomly drawn rows."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
-"""Rows of a sample: as many as figures with three digits need, and as few as show a perfect one."""
+"""Largest and smallest number of sampled rows. The largest suffices for figures with three digits, and the smallest for
+a perfect figure."""
 CHANCE_MULTIPLE = 10
-"""Times as many equal rows as chance makes from which they are noted. Columns that depend on each other have more."""
+"""Smallest multiple of the number of equal rows expected by chance that is noted.
+
+Columns that depend on each other cause more equal rows.
+"""
 MIN_COPIES = 3
-"""Fewest equal rows that are noted."""
+"""Smallest number of equal rows that is noted."""
 MIN_DISTINCT_SHARE = 0.2
-"""Different values per row of a column in which rows differ."""
+"""Smallest number of different values per row of a column that distinguishes rows."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbour that is far closer than all others, as copies with noise are; where they are of one "
     "sample, it is in training and test alike: leave them out, or name the column of whom a row is in subject"
 )
-"""The note on near copies."""
+"""Note on near copies."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
-"""Largest number up to which whole numbers are exact in double precision."""
+"""Largest number up to which integers are exact in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Names in lower case of the class of rows without an outcome."""
+"""Names, in lower case, of the class of rows without an outcome."""
 
 Floats = NDArray[np.float64]
 
 
 def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
-    """Return why a column is no feature of any table, for a note. "" where it may be one.
+    """Return the reason why a column is never a feature, for a note, or "" if the column may be a feature.
 
-    Only columns that can do nothing but leak are left out: numbers of rows, and what names or reaches a person.
+    Only columns that can do nothing but leak are left out: row numbers, and names or contact details of people.
     """
     if not column.names:
         if row_number(name, column.values):
@@ -67,7 +71,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
 
 
 def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
-    """Return the same of text with these rows of every cell."""
+    """Return the reason for a text column with these numbers of rows of every cell."""
     present = sum(counts.values())
     if not present:
         return ""
@@ -83,11 +87,11 @@ def findings(
     """Yield the notes on a table.
 
     Args:
-        features: by name.
+        features: features by name.
         outcome: the label and its event by name, each with "classification" or "regression".
-        users: of whom each row is. None: no column has it.
-        ranged: columns whose numbers are compared with an agreed range, which finds markers too.
-        units: subject ``[N]`` of each row, whose rows may be alike. None: no column names it.
+        users: client of each row. None: no column contains the client.
+        ranged: columns whose numbers are compared with an agreed range, which also finds markers.
+        units: subject ``[N]`` of each row. Rows of a subject may be similar. None: no column contains the subject.
     """
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
@@ -107,14 +111,14 @@ def findings(
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
-    """Draw the rows for a close look, in their order."""
+    """Return randomly drawn rows for a detailed check, in their order."""
     size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, MAX_SAMPLED_CELLS // max(columns, 1)))
     drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
     return np.sort(drawn)
 
 
 def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
-    """Yield notes on a column that numbers rows or patients, or holds dates as numbers."""
+    """Yield notes on a column that numbers rows or patients, or contains dates as numbers."""
     values = column.values[~np.isnan(column.values)]
     levels = np.unique(values)
     if not column.names and len(levels) and np.abs(levels).max() > MAX_EXACT_NUMBER:
@@ -144,7 +148,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
 
 
 def _are_days(levels: Floats) -> bool:
-    """Whether all numbers are days as year, month and day in eight digits."""
+    """Return True if all numbers are days in eight digits: year, month and day."""
     if not ((levels == np.floor(levels)) & (levels >= 19000101) & (levels <= 21001231)).all():
         return False
     month, day = levels // 100 % 100, levels % 100
@@ -170,7 +174,7 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may mean missing, and on two classes whose second is hardly the outcome."""
+    """Yield notes on a class that may mean missing, and on two classes of which the second is hardly the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
@@ -194,7 +198,7 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
-    """Yield the note on rows that are equal in every column more often than chance makes them."""
+    """Yield the note on rows that are equal in every column more often than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
     for column in columns.values():
@@ -218,7 +222,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
 
 
 def _near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
-    """Yield the note on rows much closer to one another than other rows are, such as augmented copies."""
+    """Yield the note on rows that are much closer to one another than other rows, such as augmented copies."""
     fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")

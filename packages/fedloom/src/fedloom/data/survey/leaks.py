@@ -1,4 +1,4 @@
-"""Ways in which columns give an outcome away: alone, in order, by one class, at one client, by what is missing."""
+"""Ways in which columns leak an outcome: alone, in order, by one class, at one client, or by missing cells."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from numpy.typing import NDArray
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
-"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
+"""Smallest AUROC or R2 at which a single column leaks the target, as facts recorded afterwards do."""
 LEAST_CLIENT_ROWS = 20
-"""Rows of a client from which what is missing there is compared with its classes."""
+"""Smallest number of rows of a client for a comparison of missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50
 LEAST_ORDERED_ROWS = 100
-"""Rows from which groups of a target without an overlap are no design, as steps of a load in a test of few parts."""
+"""Smallest number of rows at which groups of a target without an overlap are not explained by a design, such as steps
+of a load in a test of few parts."""
 LEAST_CLIENTS = 4
-"""Clients from which equal means are no chance."""
+"""Smallest number of clients at which equal means are not due to chance."""
 EQUAL_SHARE = 1 - 1e-9
-"""Squared correlation from which two numbers by client are the same but for a unit."""
+"""Squared correlation above which two numbers by client are equal except for a unit."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class ReadColumn(NamedTuple):
-    """A column as it was read.
+    """Column in the form of the reader.
 
     Attributes:
         values: ``[N]`` numbers, or codes of levels. NaN where missing.
-        names: of the levels. None for numbers.
+        names: names of the levels. None for numbers.
     """
 
     values: Floats
     names: tuple[str, ...] = ()
 
     def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
+        """Return the groups and the numbers of some rows, in the form for `fedloom.data.by_site.score`."""
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
@@ -48,7 +49,7 @@ class ReadColumn(NamedTuple):
         return np.unique(part, return_inverse=True)[1].astype(np.int64), part
 
     def counts(self) -> dict[str, int]:
-        """Return the rows of every level that is there."""
+        """Return the number of rows of every level that occurs."""
         rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
         return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
@@ -56,15 +57,15 @@ class ReadColumn(NamedTuple):
 def leaks(
     features: Mapping[str, ReadColumn], of: str, target: ReadColumn, task: str, users: ReadColumn | None, rows: Ints
 ) -> Iterator[str]:
-    """Yield the notes on columns that give an outcome away.
+    """Yield the notes on columns that leak an outcome.
 
     Args:
-        features: by name.
+        features: features by name.
         of: name of the outcome.
-        target: the outcome.
+        target: column of the outcome.
         task: "classification" or "regression".
-        users: of whom each row is. None: no column has it.
-        rows: that are looked at.
+        users: client of each row. None: no column contains the client.
+        rows: rows that are checked.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
@@ -90,7 +91,7 @@ def leaks(
 
 
 def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
-    """Return how a column that is a step function of the target, as groups of it are, orders it. "" if it does not."""
+    """Return how a column orders the target as a step function, such as groups of it, or "" if it does not."""
     x = column.values[rows]
     here = ~np.isnan(x) & ~np.isnan(y)
     x, y = x[here], y[here]
@@ -108,7 +109,7 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
 
 
 def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
-    """Return which class the rows of one of two levels are exactly. "" if there is no such class."""
+    """Return the class that exactly matches the rows of one of two levels, or "" if no class matches."""
     here = ~np.isnan(x) & ~np.isnan(y)
     levels = np.unique(x[here])
     if len(levels) != 2:
@@ -124,7 +125,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
 def _by_client(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
-    """Yield notes on what gives an outcome away at one client, and on its mean by client as a feature."""
+    """Yield notes on leaks of an outcome at one client, and on its mean by client as a feature."""
     x, y, owner = column.values[rows], target.values[rows], users.values[rows]
     clients = np.unique(owner[~np.isnan(owner)])
     if not 2 <= len(clients) <= MAX_CHECKED_CLIENTS:

@@ -1,4 +1,4 @@
-"""Columns that hold names of people, how to reach them, or text about them: found by name and by cells."""
+"""Columns with names of people, contact details, or text about people, found by name and by cells."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number
 
 MIN_PATTERN_CELLS = 10
-"""Cells from which their pattern is looked at, of fewer, chance alone makes most of them differ."""
+"""Smallest number of cells whose pattern is checked. With fewer cells, most of them differ by chance."""
 MIN_PATTERN_SHARE = 0.8
-"""Share of a column's cells that must have a pattern. Real columns hold remarks and typing errors beside it."""
+"""Smallest share of a column's cells that must match a pattern. Real columns also contain remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Share of cells that differ from each other from which text cannot be a category: two rows per level, on average."""
+"""Smallest share of different cells at which text cannot be a category: two rows per level on average."""
 MAX_PATTERN_CELLS = 2000
-"""Different cells whose pattern is looked at."""
+"""Largest number of different cells whose pattern is checked."""
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, for a list of names that is read as one."""
+    """Return the words of a text that lists names."""
     return frozenset(text.split())
 
 
@@ -29,9 +29,9 @@ NAME_COLUMNS = words(
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름"
 )
-"""Names of columns of people's names, in lower case, without spaces and accents."""
+"""Names of columns with names of people, in lower case, without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Names of columns that may be people's names. Their cells decide."""
+"""Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
     "mobilenumber cellphone handy handynummer fax puhelin телефон 电话 電話",
@@ -43,23 +43,24 @@ CONTACT_WORDS = {
     "nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
     "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
 }
-"""Names of columns by which people are reached or known."""
+"""Names of columns with contact details or identifiers of people."""
 EMAIL_PATTERN = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
-"""Signs that make digits a phone or insurance number rather than a measurement."""
+"""Pattern of signs that distinguish a phone or insurance number from a measurement."""
 MIN_PHONE_DIGITS = 7
-"""Digits of a phone number. Years as 1889-90 and days as 10/22-25 have fewer."""
+"""Smallest number of digits of a phone number. Years such as 1889-90 and days such as 10/22-25 have fewer digits."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
-"""Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
+"""Pattern of the name of a person: at least two words of letters only, the first with a capital."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
-"""A street with a number, in either order."""
+"""Pattern of a street with a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Different texts without digits, per text, from which numbers with words may be addresses, and not sizes or labels."""
+"""Smallest number of different texts without digits, per text, at which numbers with words may be addresses instead of
+sizes or labels."""
 MIN_SENTENCE_WORDS = 4
-"""Words of a cell from which it is a sentence, not the name of a level."""
+"""Smallest number of words at which a cell is a sentence instead of the name of a level."""
 
 
 def plain_name(name: str) -> str:
@@ -73,12 +74,12 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return what a column holds about people, for a sentence. "" where it is no such column.
+    """Return the type of personal information in a column, for a sentence, or "" without such information.
 
     Args:
-        name: of the column.
-        cells: rows of every different cell that is not missing.
-        rows: whose cell is not missing.
+        name: name of the column.
+        cells: number of rows of every different cell that is not missing.
+        rows: number of rows whose cell is not missing.
     """
     texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
@@ -126,13 +127,13 @@ def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
 
 
 def _vary(texts: list[str]) -> bool:
-    """Return whether texts differ without their digits, as streets do. ``12 months`` and ``Sample 12`` do not."""
+    """Return True if texts differ without their digits, like streets. ``12 months`` and ``Sample 12`` do not differ."""
     words = {"".join(c for c in t if not c.isdigit()) for t in texts}
     return len(words) >= MIN_WORD_SHARE * len(texts)
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
-    """Return whether cells of a column of that name can be what it is called, rather than yes and no, or a count."""
+    """Return True if the cells fit the meaning of the column's name, unlike cells with yes and no, or with counts."""
     if what == "addresses":
         return text
     if what == "email addresses":

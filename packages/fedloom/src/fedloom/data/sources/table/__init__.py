@@ -1,1 +1,1 @@
-"""Tables in files and in memory: their reading, their cells, and the levels of their columns."""
+"""Tables in files and in memory: reading, cells, and levels of columns."""

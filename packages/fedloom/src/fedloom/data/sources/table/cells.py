@@ -1,4 +1,4 @@
-"""Cells of tables: read in pieces of columns, checked, and turned into numbers or codes of levels."""
+"""Cells of tables: read in pieces of columns, checked, and converted to numbers or codes of levels."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from fedloom.formats import shorten_list
 BATCH_ROWS = 512
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
-"""Characters that a row may have, and of rows that are held before they are cut into columns."""
+"""Largest number of characters of a row, and of the rows that are buffered before they are cut into columns."""
 MAX_SHOWN_LEVELS = 6
-"""Levels of a column that an error shows."""
+"""Largest number of levels of a column in an error message."""
 CELL_HINT = (
     "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
     "drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
-"""A number with a decimal comma, perhaps with points between thousands."""
+"""Pattern of a number with a decimal comma, optionally with periods between thousands."""
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
-"""A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
+"""Pattern of an integer with commas between thousands, or a number with a decimal comma and three decimals."""
 QUANTITY_PATTERN = re.compile(
     r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
-"""Number as people write it, with signs or a unit that a computer cannot read."""
+"""Pattern of a number with signs or a unit that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
 DETECTION_BYTES = 2**18
-"""Bytes of a CSV file from which its signs are found out."""
+"""Number of bytes of a CSV file from which its separators are detected."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
-"""Largest number that a model can take."""
+"""Largest number that a model accepts."""
 Cells = Sequence[Any]
 
 
 class Piece(NamedTuple):
-    """Cells of a column, from a row on, counted from 0."""
+    """Cells of a column, starting at a row that is counted from 0."""
 
     start: int
     column: str
@@ -57,20 +57,20 @@ class Piece(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """The signs of a CSV file: the character between cells, and the decimal sign of numbers."""
+    """Separators of a CSV file: the character between cells, and the decimal sign of numbers."""
 
     separator: str
     decimal: Literal[".", ","]
 
 
 def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
-    """Detect the separators and signs of a CSV file from its first bytes.
+    """Return the detected separator and decimal sign of a CSV file from its first bytes.
 
-    The separator cuts the first rows into the same number of cells, above one. The decimal sign is a comma where some
-    columns are numbers with it that are none without.
+    The separator splits the first rows into the same number of cells, more than one. The decimal sign is a comma if
+    some columns are numbers only with a decimal comma.
 
     Raises:
-        DataError: no text in UTF-8.
+        DataError: the file is not text in UTF-8.
     """
     if encoding is None and (at := head[:2].find(0)) >= 0:
         raise _not_utf8(where, at, 1, head[at:])
@@ -104,7 +104,7 @@ def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
 
 
 def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
-    """Build the error for a byte that is not UTF-8, counted from 0. `rest` begins with it."""
+    """Return the error for a byte that is not UTF-8, counted from 0. `rest` begins with this byte."""
     if stated is not None:
         return DataError(
             f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); set encoding to "
@@ -123,9 +123,10 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
-    """Return whether numbers have a decimal comma: some columns are numbers with it that are none without.
+    """Return True if numbers have a decimal comma: some columns are numbers only with a decimal comma.
 
-    Commas before three digits, as in 1,000, are none where commas part cells, or other numbers have a point.
+    Commas before three digits, such as 1,000, are not decimal commas if commas separate cells, or if other numbers
+    contain a period.
     """
     filled = [[c for c in column if c != ""] for column in columns]
     pairs = [(cells, [c for c in cells if "," in c and is_number(pointed(c))]) for cells in filled]
@@ -137,7 +138,7 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
 
 
 class Problems:
-    """Faults of a table, gathered for one message: the first of each kind, and how many.
+    """Faults of a table for one message: the first fault of each kind, and the number of faults.
 
     Args:
         where: the file.
@@ -149,25 +150,25 @@ class Problems:
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
-        """Cells of a column that are wrong in the same way. `what` describes the first."""
+        """Add cells of a column with the same fault. `what` describes the first cell."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
-        """Note the missing cells of a piece, if it has any."""
+        """Add the missing cells of a piece, if any."""
         if missing.any():
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
 
     def has(self, kind: str, column: str) -> bool:
-        """Return whether a column has a fault of a kind."""
+        """Return True if a column has a fault of a kind."""
         return (kind, column) in self._cells_of
 
     def forget(self, column: str) -> None:
-        """Leave out the faults of a column that is no feature after all."""
+        """Remove the faults of a column that is not used as a feature."""
         self._cells_of = {key: fault for key, fault in self._cells_of.items() if key[1] != column}
 
     def sentences(self) -> list[str]:
-        """One for each column and kind."""
+        """Return one sentence for each column and kind of fault."""
         lines: list[str] = []
         for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
@@ -179,10 +180,10 @@ class Problems:
 def csv_rows(
     entry: Entry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
 ) -> Iterator[list[str]]:
-    """Rows of a CSV file in UTF-8, with a comment mark, blank and marked rows are left out.
+    """Yield the rows of a CSV file in UTF-8. With a comment mark, blank and marked rows are skipped.
 
     Raises:
-        DataError: it is no such file.
+        DataError: the file is not such a CSV file.
     """
     stream = _Counted(entry.stream)
     text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
@@ -204,11 +205,11 @@ def csv_rows(
 
 
 class _Counted(io.BufferedIOBase):
-    """A stream that counts what was read of it.
+    """Stream that counts the characters and lines that were read.
 
     Attributes:
         size: bytes.
-        lines: ends of lines among them.
+        lines: number of line ends read.
     """
 
     def __init__(self, inner: BinaryIO) -> None:
@@ -227,7 +228,7 @@ class _Lines:
     """Lines of a CSV file, up to the longest allowed row.
 
     Attributes:
-        length: characters of the row so far.
+        length: number of characters of the current row.
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
@@ -250,7 +251,7 @@ class _Lines:
 
 
 def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield rows in blocks, smaller ones if rows are long."""
+    """Yield rows in blocks, which are smaller for long rows."""
     block, size = [], 0
     for row in rows:
         block.append(row)
@@ -263,7 +264,7 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Rows as pieces of columns. A row of another length is a problem and left out."""
+    """Yield rows as pieces of columns. A row of another length is reported and left out."""
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
         if not start and (texts := _second_header(block, names)):
@@ -285,9 +286,10 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 
 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Detect a second header row above numbers: return its columns and texts, or [] if there is none.
+    """Return the columns and texts of a second header row above numbers, or [] if there is no such row.
 
-    Two such columns at least, of rows that are three at least, and no number in any column of numbers.
+    The row is a second header if at least two such columns exist, at least three rows follow, and the row contains no
+    number in a column of numbers.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
@@ -303,13 +305,13 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 
 def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
-    """Numbers with a decimal comma as Python writes them. Every other cell stays."""
+    """Yield numbers with a decimal comma in Python's notation. All other cells stay unchanged."""
     for piece in cells:
         yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
 
 
 def pointed(cell: str) -> str:
-    """Render a number with a decimal comma as Python does. Leave other text unchanged.
+    """Return a number with a decimal comma in Python's notation. Other text is returned unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
@@ -318,19 +320,22 @@ def pointed(cell: str) -> str:
 
 
 def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Return the missing cells: None, NaN, or a marker. Bool ``[k]``."""
+    """Return a mask of the missing cells: None, NaN, or a marker, bool ``[k]``."""
     hold = markers_of(missing).hold
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
 def shortened(cell: object) -> str:
-    """Shorten a cell for messages."""
+    """Return a cell shortened for messages."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT) -> NDArray[np.float64]:
-    """Convert cells to numbers, NaN if missing. Any other cell, or a number beyond a model's range, is a problem."""
+    """Convert cells to numbers, with NaN for missing cells.
+
+    Any other cell, or a number outside the range of a model, is reported.
+    """
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
     some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
@@ -356,6 +361,6 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
 
 
 def _readable(cell: Any) -> bool:
-    """Return whether a cell is a number that a model can take."""
+    """Return True if a cell is a number that a model accepts."""
     value = number_of(cell)
     return value is not None and abs(value) <= MAX_NUMBER

@@ -1,4 +1,4 @@
-"""Check a table after reading all of its cells: errors and notes."""
+"""Checks of a table after all cells were read: errors and notes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 MAX_CLASS_NUMBERS = 30
-"""Numbers of a label beyond which a note names the regression that they may be of."""
+"""Number of different integers of a label above which a note mentions a possible regression."""
 MIN_CHECKED_ROWS = 10
-"""Rows from which a column is called constant, or a number far from the others."""
+"""Smallest number of rows for notes on constant columns and on outliers."""
 MAX_NOTED_NEGATIVE_SHARE = 0.05
-"""Largest share of negative numbers among positive ones that is noted."""
+"""Largest share of negative numbers among positive numbers that is noted."""
 OUTLIER_WIDTHS = 1000
-"""Distance from the nearer end of a column's middle half, in its widths, at which a number is an outlier."""
+"""Smallest distance of an outlier from the nearer end of a column's interquartile range, in widths of this range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
-"""Names of the time at which a row enters a study."""
+"""Pattern of names of the time at which a row enters a study."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
-"""Codes of all rows ``[N]``, NaN where missing, and the levels."""
+"""Codes of all rows ``[N]``, NaN for missing cells, and the levels."""
 
 
 def rename(twice: Sequence[str]) -> str:
-    """Say what to do about columns of the same name."""
+    """Return advice on columns of the same name."""
     if all(map(is_number, twice)):
         return "if the first row is not a header, set header = false; else rename one"
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
 def refuse_twins(where: str, names: Sequence[str]) -> None:
-    """Refuse a header in which a name comes twice.
+    """Raise if a header contains a name twice.
 
     Raises:
         DataError: two columns have the same name.
@@ -51,7 +51,7 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
 
 
 class Fractions:
-    """Columns of texts whose fractions all have three digits, as where a point parts thousands: 7.123 for 7,123."""
+    """Text columns whose fractions all have three digits, because periods may separate thousands (7.123 for 7,123)."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Fractions:
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
-        """More cells, numbers with a decimal point."""
+        """Add cells, numbers with a decimal point."""
         if column in self._sound:
             return
         for cell in cells:
@@ -86,7 +86,7 @@ class Fractions:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Numbers ``[N]`` as codes of their levels. Nan has none."""
+    """Return numbers ``[N]`` as codes of their levels, where NaN has no level."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -95,7 +95,7 @@ def coded_numbers(values: NDArray[np.float64]) -> Coded:
 
 
 def rows_of_levels(column: Coded) -> dict[str, int]:
-    """Rows of every level."""
+    """Return the number of rows of every level."""
     codes, levels = column
     counts = np.bincount(codes[~np.isnan(codes)].astype(int), minlength=len(levels))
     return dict(zip(levels, counts.tolist(), strict=True))
@@ -104,13 +104,13 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
 def impossible(
     times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
 ) -> Iterator[str]:
-    """Yield impossible times and events, column by column.
+    """Yield errors in times and events, column by column.
 
     Args:
-        times: name of the column and its numbers ``[N]``, NaN where missing.
-        events: likewise.
+        times: name of the column and its numbers ``[N]``, NaN for missing cells.
+        events: name and numbers of the events, in the same form.
         first: number of the first row.
-        eventless: whether a table may be without an event, as one of several sites.
+        eventless: True if a table may contain no event, such as one of several sites.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row; nothing can be learned from it"
@@ -133,11 +133,11 @@ def impossible(
 
 
 def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield columns that begin the time at risk of a row, which the survival tasks here take to be 0.
+    """Yield notes on columns with the start of the time at risk, which survival tasks assume to be 0.
 
     Args:
-        columns: numbers ``[N]`` by name, NaN where missing.
-        times: name of the column and its numbers ``[N]``, NaN where missing.
+        columns: numbers ``[N]`` by name, NaN for missing cells.
+        times: name of the column and its numbers ``[N]``, NaN for missing cells.
     """
     for name, values in columns.items():
         rows = ~np.isnan(values) & ~np.isnan(times[1])
@@ -152,7 +152,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
 
 
 def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Return the agreed columns with rows ``[N, p]`` beyond the agreed range, as in another unit."""
+    """Return the agreed columns with rows ``[N, p]`` outside the agreed range, for example in another unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
@@ -161,7 +161,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Return the agreed columns in which most cells have no agreed level, as in another spelling."""
+    """Return the agreed columns in which most cells have an unknown level, for example in another spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
         "them so, or agree on these too"
@@ -171,7 +171,7 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
 
 
 def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
-    """Yield notes on cells that the agreement fills although no gap was expected."""
+    """Yield notes on cells that the agreement fills in columns without expected gaps."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
@@ -181,7 +181,7 @@ def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
 
 
 def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield notes on agreed columns with numbers outside the range, such as an unnamed marker of missing values."""
+    """Yield notes on agreed columns with numbers outside the range, such as an undeclared marker of missing values."""
     for name, column in agreed.items():
         if column.column.range is not None:
             (low, high), values = column.column.range, columns[name]
@@ -196,13 +196,14 @@ def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArra
 def doubtful(
     columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int, *, arrays: bool = False
 ) -> Iterator[str]:
-    """Yield notes on empty or constant columns, and on numbers absurdly far from the others.
+    """Yield notes on empty or constant columns, and on extreme outliers.
 
     Args:
-        columns: numbers or codes ``[N]`` by name, NaN where missing.
-        measured: names of the columns of which a far number is noted.
+        columns: numbers or codes ``[N]`` by name, NaN for missing cells.
+        measured: names of the columns that are searched for outliers.
         first: number of the first row.
-        arrays: whether the columns are those of an array, which has no options. Rare negative numbers are usual there.
+        arrays: True if the columns belong to an array, which has no options. Rare negative numbers are not noted in
+            arrays.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
@@ -244,7 +245,7 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
 
     Args:
         coded: columns of levels, by name.
-        label: name of the label, which is one of them where it has classes.
+        label: name of the label, which is in `coded` if it has classes.
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)

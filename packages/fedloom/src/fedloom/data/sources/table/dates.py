@@ -12,7 +12,8 @@ from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
 DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
-"""Day, month and year. Dates with slashes have either order, so fedloom reads none of them."""
+"""Pattern of day, month and year. Dates with slashes are ambiguous (day or month first), so fedloom does not read
+them."""
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
 
 
@@ -30,7 +31,7 @@ def days_of(cell: object) -> float | None:
 
 
 def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str) -> None:
-    """Check that every column of dates exists, and that every start is a column or a date.
+    """Raise if a column of dates does not exist, or if a start is neither a column nor a date.
 
     Raises:
         ConfigError: a column is missing.
@@ -48,16 +49,18 @@ def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str)
 def replace_dates(
     cells: Iterator[Piece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
 ) -> Iterator[Piece]:
-    """Replace columns of dates by days. Dates may need a column that comes later, so they are yielded last.
+    """Yield pieces of columns with dates replaced by days.
+
+    Columns of dates are yielded last, because they may need a later column.
 
     Args:
         cells: pieces of all columns.
-        days_since: the start of each column of dates: another column, or a date.
+        days_since: start of each column of dates: another column, or a date.
         markers: cells that mean missing.
-        problems: gathers cells that are not dates.
+        problems: collector of cells that are not dates.
 
     Yields:
-        The pieces. A missing date, or a missing start, is a missing cell.
+        The pieces. If the date or the start is missing, the cell is missing.
     """
     held: dict[str, list[object]] = {name: [] for pair in days_since.items() for name in pair}
     for piece in cells:
@@ -73,7 +76,7 @@ def replace_dates(
 
 
 def _days(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
-    """Return the days since 1970 of a column's cells. Cells that are not dates are a problem."""
+    """Return the days since 1970 of a column's cells. Cells that are not dates are reported."""
     days = [days_of(cell) for cell in cells]
     missing = is_missing(cells, markers).tolist()
     odd = [k for k, day in enumerate(days) if day is None and not missing[k]]

@@ -1,4 +1,4 @@
-"""The columns of a table that splits respect: whose each row is, when it came, strata, and which rows are the test."""
+"""Columns of a table that control splits: subjects, time order, strata, and test rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from fedloom.data.sources.table.checks import Coded
 
 TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
-"""Levels of a column that mark a row of the test part, in lower case, where nothing else is said."""
+"""Default levels, in lower case, that mark a row of the test part."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
-"""Levels that mark a row of the training part, in lower case."""
+"""Levels, in lower case, that mark a row of the training part."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
 ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
 
 
 class DesignOptions(FileSource):
-    """Options on what splits respect."""
+    """Options that control splits."""
 
     subject: str | None = Field(
         default=None, description="column of whom a row is, as a patient; no feature, and in one part of every split"
@@ -57,13 +57,13 @@ class DesignOptions(FileSource):
     @field_validator("test_since", mode="before")
     @classmethod
     def _as_text(cls, since: object) -> object:
-        """Take a date of TOML."""
+        """Return a TOML date as text."""
         return since.isoformat() if isinstance(since, date) else since
 
     @field_validator("strata", mode="before")
     @classmethod
     def _one_or_more(cls, strata: object) -> object:
-        """Take one column by its name alone."""
+        """Return a single column name as a tuple."""
         return (strata,) if isinstance(strata, str) else strata
 
     @model_validator(mode="after")
@@ -79,7 +79,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options that are set, those of an agreement first."""
+        """The options that are set. Options of an agreement take precedence."""
         agreed = getattr(self, "agreement", None)
         values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
@@ -87,7 +87,10 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the options without columns that are not among the names. A new table has no test rows of the old."""
+        """Return the options without columns that are not among the names.
+
+        Test rows of the old table do not exist in a new table.
+        """
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
         return unset | {"strata": tuple(column for column in self.strata if column in names)}
@@ -99,10 +102,10 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Refuse one column in two roles.
+    """Raise if one column has two roles.
 
     Raises:
-        ValueError: two of the options name one column.
+        ValueError: two options name the same column.
     """
     role_of = dict[str, str]()
     for role, column in columns.items():
@@ -116,24 +119,27 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 
 
 class OrderTimes(NamedTuple):
-    """When rows came, as numbers and as seconds since 1970. NaN where a cell is no such number or no date."""
+    """Times of rows, as numbers and as seconds since 1970.
+
+    NaN for a cell that is not a number or a date, respectively.
+    """
 
     numbers: GrowingRows
     seconds: GrowingRows
 
 
 class DesignReading:
-    """The columns of the design on their way to a `Design`.
+    """Columns that become a `Design` after all cells were read.
 
     Args:
-        options: what the source says, see `DesignOptions.chosen`.
+        options: options of the source, see `DesignOptions.chosen`.
 
     Attributes:
-        columns: that must be there.
-        complete: those of them whose cell no row may lack.
-        coded: those of them that are read as levels.
-        strata: those of them that have strata.
-        no_features: those of them that are no features.
+        columns: columns that must exist.
+        complete: columns without missing cells.
+        coded: columns that are read as levels.
+        strata: columns of strata.
+        no_features: columns that are not features.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -148,7 +154,7 @@ class DesignReading:
         self._odd: tuple[int, object] | None = None
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Read a piece of the column of when rows came."""
+        """Add a piece of the column of times."""
         if piece.column != self.order:
             return
         rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
@@ -161,7 +167,7 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield what is wrong with the column of when rows came. ``first`` is the number of the first row."""
+        """Yield errors in the column of times. ``first`` is the number of the first row."""
         if self.order is None:
             return
         if self._odd is not None:
@@ -175,11 +181,11 @@ class DesignReading:
             yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
-        """Return the design of the rows to keep ``[N]``. None where nothing is said.
+        """Return the design of the rows to keep ``[N]``. None if no option is set.
 
         Raises:
-            ConfigError: levels of the column that marks test rows that say neither yes nor no.
-            DataError: no row is marked, or every one.
+            ConfigError: a level of the column of test rows means neither yes nor no.
+            DataError: no row is marked, or every row is marked.
         """
         if not self._options:
             return None
@@ -200,12 +206,12 @@ class DesignReading:
 
     @property
     def _dates(self) -> bool:
-        """True if rows came at dates, not at numbers."""
+        """True if the times of rows are dates instead of numbers."""
         numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield when each row came ``[N]``, NaN where its cell is missing. Nothing where that is not known."""
+        """Yield the time of each row ``[N]``, NaN for missing cells. Nothing is yielded if the times are unknown."""
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
@@ -234,7 +240,7 @@ class DesignReading:
         """Return the levels that mark the test part.
 
         Raises:
-            ConfigError: a level that was named is not there, or one says neither yes nor no.
+            ConfigError: a named level does not exist, or a level means neither yes nor no.
         """
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")

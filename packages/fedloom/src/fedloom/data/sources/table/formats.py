@@ -1,4 +1,4 @@
-"""Tables of other programs, read by libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
+"""Tables of other programs, read by their libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ STATISTICS_READERS = {
     ".sav": "read_sav", ".zsav": "read_sav", ".por": "read_por", ".dta": "read_dta", ".sas7bdat": "read_sas7bdat",
     ".xpt": "read_xport",
 }  # fmt: skip
-"""Functions of pyreadstat by the ending of a file."""
+"""Functions of pyreadstat by file extension."""
 MAX_SHOWN_CODES = 4
-"""Most codes of missing answers that a note shows."""
+"""Largest number of user-missing codes in a note."""
 
 
 class LoadedTable(NamedTuple):
-    """A table as a library gives it.
+    """Table that a library has read.
 
     Attributes:
-        names: of the columns.
-        pieces: their cells.
-        coded: columns whose cells are levels by their type.
+        names: names of the columns.
+        pieces: pieces of the cells.
+        coded: columns whose type has levels.
         notes: sentences for the report.
         first: number of the first row below the header.
     """
@@ -49,11 +49,11 @@ class LoadedTable(NamedTuple):
 
 
 class LibraryTable(TableSource):
-    """A table that a library reads."""
+    """Table that a library reads."""
 
     @abstractmethod
     def read_file(self, place: Path) -> LoadedTable:
-        """Read a file.
+        """Return the table of a file.
 
         Raises:
             DataError: the file is damaged, or is not a table.
@@ -79,7 +79,7 @@ class LibraryTable(TableSource):
 
 
 def library_for(place: Path, name: str) -> Any:
-    """Import the library that reads a file.
+    """Import and return the library that reads a file.
 
     Raises:
         ConfigError: the library is not installed.
@@ -91,7 +91,7 @@ def library_for(place: Path, name: str) -> Any:
 
 
 class Excel(LibraryTable):
-    """A sheet of an Excel file (.xlsx, .xlsm) with a header row."""
+    """Sheet of an Excel file (.xlsx, .xlsm) with a header row."""
 
     sheet: str | int | None = Field(
         default=None, description="name of the sheet, or its number from 1 (default: the only one)"
@@ -100,7 +100,7 @@ class Excel(LibraryTable):
     skip: int = Field(default=0, ge=0, description="rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read a sheet. Formulas give the values that the file stores."""
+        """Return the table of a sheet. Formulas have the value that is stored in the file."""
         openpyxl = library_for(place, "openpyxl")
         try:
             with zipfile.ZipFile(place) as archive:
@@ -135,10 +135,10 @@ class Excel(LibraryTable):
 
 
 class Statistics(LibraryTable):
-    """A file of SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt), with its labels and missing codes.
+    """File of SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt), with its labels and user-missing codes.
 
-    A column whose values all have labels has these labels as levels. The file's user-missing codes are missing cells,
-    and a note counts them.
+    If all values of a column have labels, the labels are its levels. The user-missing codes of the file become missing
+    cells, and a note counts them.
     """
 
     labels: bool = Field(default=True, description="use value labels as levels")
@@ -146,7 +146,7 @@ class Statistics(LibraryTable):
     encoding: str | None = Field(default=None, description="encoding of text (default: as the file states)")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read a file, its labels and its user-missing codes."""
+        """Return a file's table with its labels and user-missing codes."""
         library = library_for(place, "pyreadstat")
         reader = STATISTICS_READERS.get(place.suffix.lower())
         if reader is None:
@@ -176,7 +176,7 @@ class Statistics(LibraryTable):
 
 
 def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
-    """Return the cells of a column that the file declares as missing answers."""
+    """Return the values of a column that the file declares as user-missing."""
     ranges = [(part["lo"], part["hi"]) for part in facts.missing_ranges.get(name, [])]
     named = {*facts.missing_user_values.get(name, [])}
     return {
@@ -196,10 +196,10 @@ def _note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> st
 
 
 class JsonLines(LibraryTable):
-    """A file with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
+    """File with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read all lines. A key that a line lacks is a missing cell."""
+        """Return the table of all lines. A key that is absent in a line is a missing cell."""
         from pyarrow import json as arrow_json  # slow to import
 
         with open_unpacked(place) as stream:
@@ -207,10 +207,10 @@ class JsonLines(LibraryTable):
 
 
 class Feather(LibraryTable):
-    """A Feather or Arrow file."""
+    """Feather or Arrow file."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read all columns."""
+        """Return the table of all columns."""
         from pyarrow import feather  # slow to import
 
         return _arrow_table(feather.read_table(place, memory_map=False), place)

@@ -1,4 +1,4 @@
-"""Frames: tables in memory of pandas, of Arrow and of the Hugging Face hub, as columns of cells."""
+"""Frames: tables of pandas, Arrow and the Hugging Face hub in memory, as columns of cells."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fedloom.errors import ConfigError
 
 
 def class_names(obj: Any, column: Any) -> tuple[str, ...]:
-    """Names of the classes of a column of the hub that holds their numbers, of others none."""
+    """Return the class names of a hub column that contains class numbers, or () for other columns."""
     return tuple(getattr(obj.features[column], "names", None) or ())
 
 
 def is_hub(obj: object) -> bool:
-    """Return whether it is a data set of the Hugging Face hub."""
+    """Return True for a data set of the Hugging Face hub."""
     return hasattr(obj, "column_names") and hasattr(obj, "features")
 
 
 def is_frame(obj: Any) -> bool:
-    """Test for a pandas table, an Arrow table, or a hub data set whose columns are single numbers or texts."""
+    """Return True for a pandas table, an Arrow table, or a hub data set whose columns are single numbers or texts."""
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
@@ -32,7 +32,7 @@ def is_frame(obj: Any) -> bool:
 
 
 def _is_arrow(obj: Any) -> bool:
-    """Return whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
+    """Return True for a pyarrow table, or a table without an index of another library that Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
@@ -49,7 +49,7 @@ def frame_names(obj: Any) -> list[str]:
 
 
 def coded_columns(obj: Any) -> list[str]:
-    """Return the columns, of an object that `is_frame` accepts, whose cells are levels by their type."""
+    """Return the columns whose type has levels, of an object that `is_frame` accepts."""
     names = frame_names(obj)
     if is_hub(obj):
         return [name for name in names if class_names(obj, name)]
@@ -61,7 +61,7 @@ def coded_columns(obj: Any) -> list[str]:
 
 
 def frame_cells(obj: Any) -> Iterator[Piece]:
-    """Yield the columns of an object that `is_frame` accepts. Missing cells are None."""
+    """Yield the columns of an object that `is_frame` accepts. Missing cells become None."""
     if is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]

@@ -1,4 +1,4 @@
-"""Turn cells of a column into codes of its levels: classes, clients and categories."""
+"""Convert cells of a column to codes of its levels: classes, clients and categories."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 LONGEST_NAME = 1000
-"""Characters of a level: a class, a client or a category. Longer cells are texts."""
+"""Largest number of characters of a level: a class, a client or a category. Longer cells are free text."""
 WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
-"""A whole number that is written with zeros behind its point."""
+"""Pattern of an integer with zeros after its decimal point."""
 
 
 def level(cell: object) -> str:
-    """Return a level's name, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
+    """Return a level's name, which is equal for every type of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
@@ -38,19 +38,19 @@ TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
 }
-"""Ways in which people write true and false, in lower case."""
+"""Common notations of true and false, in lower case."""
 MAX_SHOWN_GROUPS = 4
-"""Most groups of levels in a sentence."""
+"""Largest number of groups of levels in a sentence."""
 
 
 def alike(counts: Mapping[str, int]) -> str:
-    """List levels that are probably the same, as ``'0' (3) = 'FALSE' (4)``, or "" without any.
+    """Return levels that are probably equal, as ``'0' (3) = 'FALSE' (4)``, or "" without such levels.
 
-    Alike are levels that differ only in capitals, spaces or the encoding of a letter, and ways to write true or false
-    in a column that has no other level.
+    Levels are probably equal if they differ only in capitals, spaces or the encoding of a letter, or if they are
+    notations of true and false in a column without other levels.
 
     Args:
-        counts: rows of every level.
+        counts: number of rows of every level.
 
     >>> alike({"TRUE": 2, "true": 1, "1": 4, "0": 5})
     "'TRUE' (2) = 'true' (1) = '1' (4)"
@@ -70,17 +70,17 @@ def alike(counts: Mapping[str, int]) -> str:
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Numbers by which columns are multiplied. Or such numbers by client."""
+"""Factors by which columns are multiplied, or such factors by client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
-    """Return the factor of a whole column. 1 without a factor or with factors by client."""
+    """Return the factor of a complete column. 1 without a factor or with factors by client."""
     factor = factors.get(column, 1.0)
     return 1.0 if isinstance(factor, Mapping) else factor
 
 
 def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each column with per-client factors and the factors ``[k]`` of the named clients (default 1)."""
+    """Yield each column with factors by client, and the factors ``[k]`` of the named clients (default 1)."""
     for column, factor in factors.items():
         if isinstance(factor, Mapping):
             yield column, np.array([factor.get(client, 1.0) for client in clients])
@@ -90,9 +90,9 @@ def unapplied(factors: Factors, users: str | None, clients: Collection[str] | No
     """Return a sentence on every factor by client that applies to no row.
 
     Args:
-        factors: of columns.
-        users: column that names the client of a row.
-        clients: that have rows. None: that column is not there.
+        factors: factors of columns.
+        users: column with the client of a row.
+        clients: clients with at least one row. None: the column does not exist.
     """
     absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
     if absent and clients is None:
@@ -108,10 +108,10 @@ class Codes:
         self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
-        """More rows.
+        """Add rows.
 
         Raises:
-            DataError: a cell is no name of a level, but a text.
+            DataError: a cell is free text instead of the name of a level.
         """
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
@@ -126,7 +126,7 @@ class Codes:
         self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-        """Codes of all rows ``[N]``, NaN where missing, and the levels."""
+        """Return the codes of all rows ``[N]``, NaN for missing cells, and the levels."""
         names = sorted(self.levels, key=natural)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
@@ -135,18 +135,18 @@ class Codes:
 
 
 class Agreed:
-    """Cells of a column that was agreed on, as numbers or codes of its levels.
+    """Cells of an agreed column, as numbers or codes of its levels.
 
     Attributes:
         column: the column.
-        filled: cells so far that are missing, or of an unknown level, and will be filled.
+        filled: number of cells so far that are missing or have an unknown level, and will be filled.
         unknown: levels of such cells, with their number.
 
     Args:
         column: the column.
-        impute: missing cells and unknown levels are filled, and no problem.
-        cure: what to do about those that are one.
-        factor: by which numbers are multiplied.
+        impute: True if missing cells and unknown levels are filled instead of reported.
+        cure: advice on reported cells.
+        factor: factor by which numbers are multiplied.
     """
 
     def __init__(self, column: TableColumn, impute: bool, cure: str, factor: float = 1.0) -> None:
@@ -156,17 +156,18 @@ class Agreed:
 
     @property
     def shown(self) -> str:
-        """The most frequent unknown levels, and those that were agreed on."""
+        """The most frequent unknown levels, and the agreed levels."""
         unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
     def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
-        """Read a piece of the column. A missing value or an unknown level becomes NaN.
+        """Return the values of a piece of the column. A missing value or an unknown level becomes NaN.
 
         Args:
-            piece: of cells.
-            missing: ``[k]`` which of them are missing.
-            problems: takes what is no number, no code, and unless cells are filled what is missing or unknown.
+            piece: piece of cells.
+            missing: mask ``[k]`` of missing cells.
+            problems: collector of cells that are not numbers or codes, and of missing or unknown cells unless they are
+                filled.
         """
         column, name = self.column, self.column.name
         if not self._impute:
@@ -199,6 +200,6 @@ def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agree
 
 
 def natural(text: str) -> tuple[float, str]:
-    """Key that sorts numbers by value, before all other texts."""
+    """Return a key that sorts numbers by value, before all other texts."""
     value = number_of(text) if is_number(text) else None
     return (np.inf, text) if value is None else (value, text)

@@ -1,4 +1,4 @@
-"""A table read by the roles of its columns, or by what was agreed on them: cells to a data set."""
+"""Read a table by the roles of its columns, or by an agreement, and convert its cells to a data set."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
-"""Columns of a table, of so many an array is read in a small part of the time."""
+"""Largest number of columns of a table. An array of so many columns is read in a fraction of the time."""
 MOST_TEXTS = 100_000
-"""Different texts of a column of no numbers that are held, to see whether it names people."""
+"""Largest number of different texts of a non-numeric column that are stored, to detect names of people."""
 
 
 class Raw(NamedTuple):
-    """Table as its file has it: a name, column names, cells, and the faults found while reading.
+    """Table in the form of its file: a name, column names, cells, and the faults found while reading.
 
-    ``coded`` are columns whose cells are levels by their type, and ``notes`` are sentences on the file for the report.
+    ``coded`` are columns whose type has levels, and ``notes`` are sentences on the file for the report.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Raw(NamedTuple):
 
 
 class TableSource(DesignOptions):
-    """Roles of the columns: one label, the others features unless named below."""
+    """Roles of the columns: one label, and features for all columns that are not named below."""
 
     target: str | None = Field(default=None, description="name of the target column (default: the last column)")
     event: str | None = Field(
@@ -130,7 +130,7 @@ class TableSource(DesignOptions):
     @field_validator("target", mode="before")
     @classmethod
     def _one_target(cls, target: object) -> object:
-        """Refuse several targets."""
+        """Raise if several targets are given."""
         if isinstance(target, list | tuple):
             raise ValueError(
                 f"one column is predicted, got {', '.join(map(str, target))}; for a time to an event, target "
@@ -140,7 +140,7 @@ class TableSource(DesignOptions):
 
     @model_validator(mode="after")
     def _factors_by_client(self) -> TableSource:
-        """Refuse factors by client where no column names the client of a row."""
+        """Raise if factors by client are given without a column of clients."""
         if self.client_column is None and (
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
@@ -149,13 +149,13 @@ class TableSource(DesignOptions):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return all markers of missing cells: the general ones, then this table's."""
+        """All markers of missing cells: the general markers, then the markers of this table."""
         agreed = () if self.agreement is None else self.agreement.missing
         return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
     @property
     def targets(self) -> dict[str, str]:
-        """The columns ``target`` and ``event`` by name, where they or the agreement have one."""
+        """The columns ``target`` and ``event`` by name, if the source or the agreement sets them."""
         agreement = self.agreement
         target = agreement.target if self.target is None and agreement is not None else self.target
         event = agreement.event if self.event is None and agreement is not None else self.event
@@ -163,29 +163,29 @@ class TableSource(DesignOptions):
 
     @abstractmethod
     def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """Open the file's table, with dates as the file contains them."""
+        """Open the file's table, with unconverted dates."""
         ...
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open a table before its columns have roles. Its cells are read within the context.
+        """Open a table before its columns are assigned roles. Its cells can be read within the context.
 
         Raises:
-            DataError: no such file, or no table.
+            DataError: the file does not exist, or is not a table.
             ConfigError: a column of ``days_since`` is missing.
         """
         with self.open_file(data_dir) as raw:
             yield raw._replace(cells=self.with_days(raw.names, raw.cells, raw.problems))
 
     def with_days(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
-        """Replace the columns of ``days_since`` by days."""
+        """Yield the cells with the columns of ``days_since`` replaced by days."""
         if not self.days_since:
             return cells
         check_dates(self.days_since, names, problems.where)
         return replace_dates(cells, self.days_since, self.markers, problems)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows."""
+        """Return all rows."""
         with self.open(data_dir) as raw:
             spec = self.with_(categorical=tuple(dict.fromkeys((*self.categorical, *raw.coded)))) if raw.coded else self
             data = read_table(spec, raw.name, raw.names, raw.cells, raw.problems)
@@ -193,19 +193,19 @@ class TableSource(DesignOptions):
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
-    """Read the columns of a table as a data set.
+    """Return the columns of a table as a data set.
 
     Args:
-        spec: roles of the columns, and what was agreed on them.
-        name: of the data set.
-        names: of the columns.
-        cells: all of them, by pieces of columns.
-        problems: what was or will be found wrong.
+        spec: roles of the columns, and the agreement on them.
+        name: name of the data set.
+        names: names of the columns.
+        cells: pieces of all columns.
+        problems: collector of all faults.
 
     Raises:
-        ConfigError: columns that are not there, or none that is a feature.
-        DataError: missing values, text in numbers, rows of another length, a label that does not fit the task: all of
-            it at once.
+        ConfigError: columns do not exist, or no column is a feature.
+        DataError: missing values, text in numbers, rows of another length, or a label that does not fit the task. One
+            message lists all of them.
     """
     reading = _Reading(spec, name, names, problems)
     for piece in cells:
@@ -214,7 +214,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
 
 
 class _Reading:
-    """A table on its way to a data set: the roles of its columns, then their cells, then what they make."""
+    """Table during its conversion to a data set: first the roles of its columns, then their cells, then the result."""
 
     def __init__(self, spec: TableSource, name: str, names: list[str], problems: Problems) -> None:
         where = problems.where
@@ -287,7 +287,7 @@ class _Reading:
 
     @property
     def numeric_label(self) -> bool:
-        """True if the label is a number, not a class."""
+        """True if the label is a number instead of a class."""
         return self.task not in (*CLASS_TASKS, "auto")
 
     def add(self, piece: Piece) -> None:
@@ -336,7 +336,7 @@ class _Reading:
             raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
 
     def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Missing cells that nothing allows are a problem."""
+        """Report missing cells that no option allows."""
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
         if (column in spec.drop and not special) or (spec.unlabelled == "drop" if special else spec.impute):
@@ -431,14 +431,14 @@ class _Reading:
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64]:
-        """The features ``[N, p]``, to be changed in place."""
+        """Features ``[N, p]``, which may be changed in place."""
         whole = cast("NDArray[np.float64]", self.x.done())
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
-        """Leave out the features that number rows or name people, unless they are included. A note on each.
+        """Remove features that number rows or name people, unless they are included, and return a note on each.
 
-        Columns with a role of their own were meant, and agreed ones are read by the agreement.
+        Columns with an explicit role are kept, and agreed columns are read by the agreement.
         """
         spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
         self._left = [*self.place.values()]
@@ -499,12 +499,12 @@ class _Reading:
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
-        """The numbers ``[N]`` of the label and of the event by name. None where the label has classes."""
+        """Numbers ``[N]`` of the label and of the event by name. Empty if the label has classes."""
         measured = self.measured if self.numeric_label else {}
         return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
-        """Return the agreed table, or the table with the levels and gaps of the file."""
+        """Return the agreed table, or a table with the levels and gaps of the file."""
         spec = self.spec
         if spec.agreement is not None:
             agreed: Table = spec.agreement.table.with_(missing=self.markers)
@@ -518,7 +518,7 @@ class _Reading:
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Sentences on markers that no cell has, on cells that the agreement fills, and on doubtful columns."""
+        """Yield notes on markers without a cell, on cells that the agreement fills, and on doubtful columns."""
         clients = None if self.spec.client_column is None else self.codes.get(self.spec.client_column)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}

@@ -1,4 +1,4 @@
-"""Sentences on the columns of a table that are not there, and on targets that do not fit their task."""
+"""Sentences on missing columns of a table, and on targets that do not fit their task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.hints import nearest
 
 
 def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
-    """Render the error for missing columns."""
+    """Return the error message for missing columns."""
     if len(absent) == 1:
         cure = " (the agreement names it)" if agreed else ""
         return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
@@ -28,7 +28,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 
 
 def unlike(label: str, levels: str) -> str:
-    """Render the sentence on similar levels of a label, as `alike` lists them."""
+    """Return the sentence on similar levels of a label, in the form of `alike`."""
     return (
         f"the label {label!r} has levels that are alike: {levels}; write them in one way, or set task = "
         "'classification' if each is a class"
@@ -36,10 +36,10 @@ def unlike(label: str, levels: str) -> str:
 
 
 def check_event(where: str, task: str, event: str | None, label: str, *, scaled: bool) -> None:
-    """Refuse an event without a time, a time without an event, and other units of either.
+    """Raise if an event has no time, a time has no event, or the units differ.
 
     Raises:
-        ConfigError: which of them it is.
+        ConfigError: one of these faults, which the message names.
     """
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
@@ -54,7 +54,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Return codes of the agreed classes, these classes, and the problems with the label's levels."""
+    """Return codes of the agreed classes, these classes, and the faults of the label's levels."""
     if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
@@ -75,16 +75,17 @@ def agreed_classes(
 
 
 def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
-    """Return the task that a label's levels imply, and the problems with them.
+    """Return the task that a label's levels imply, and the faults of the levels.
 
-    One level alone is no error, since a trained model may be tried on such a table. A `doubtful` one is noted. Levels
-    that are alike are classes only where the task is set to classification.
+    A single level is not an error, because a trained model may be applied to such a table. A `doubtful` single level is
+    noted.
+    Similar levels are classes only if the task is set to classification.
 
     Args:
-        task_wanted: as the source has it.
+        task_wanted: task of the source.
         label: name of the column.
-        counts: rows of every level.
-        doubtful: whether other faults were found.
+        counts: number of rows of every level.
+        doubtful: True if other faults were found.
     """
     wrong, levels = list[str](), tuple(counts)
     if doubtful and len(levels) == 1:
