@@ -45,8 +45,8 @@ def init(
 ) -> None:
     """Look at a table and draft an experiment file.
 
-    Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
-    its questions stand in the file, with the options that answer them.
+    Everything found in the table is reported at once. The draft runs unchanged unless questions remain. In this case
+    the file contains the questions, with the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """
