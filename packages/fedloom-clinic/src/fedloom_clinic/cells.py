@@ -80,7 +80,7 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
     """Return the number of subjects ``[cells]`` with a row in each cell.
 
     Args:
-        codes: the cell of every row ``[N]``.
+        codes: cell of every row ``[N]``.
         subjects: subject of every row ``[N]``.
         cells: number of cells.
     """
@@ -101,7 +101,7 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCel
     Args:
         names: names of the cells.
         flags: ``[n, L]`` 1 if a client has the smallest allowed number of rows in a cell.
-        rules: as agreed.
+        rules: agreed rules.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)
@@ -127,10 +127,10 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
 
     Args:
         filled: ``[n, G, B]`` 1 if a client has the smallest allowed number of rows in a bin, of every group.
-        rules: as agreed.
+        rules: agreed rules.
 
     Raises:
-        Refused: no bin contains rows of enough clients in every group.
+        ConfigError: no bin contains rows of enough clients in every group.
     """
     bins = filled.shape[2]
     if not merges(rules):

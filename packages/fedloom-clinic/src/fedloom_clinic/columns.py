@@ -43,8 +43,7 @@ def require_columns(schema: Schema, what: str) -> None:
     """Raise if the data are not rows of a table with a column beside the target.
 
     Raises:
-        Refused: the data are not rows of a table.
-        ConfigError: no column remains.
+        ConfigError: the data are not rows of a table, or no column remains.
     """
     if not schema.is_table:
         raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")

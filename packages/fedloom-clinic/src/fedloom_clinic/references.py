@@ -39,7 +39,7 @@ def check_references(fed: Federation) -> None:
     """Raise if the reference models do not accept the data.
 
     Raises:
-        Refused: the samples are not rows of a table, or their targets are times or counts.
+        ConfigError: the samples are not rows of a table, or their targets are times or counts.
     """
     if fed.data.fitted is None or fed.data.task in ("survival", "count"):
         raise Refused(

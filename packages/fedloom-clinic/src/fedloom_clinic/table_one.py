@@ -48,7 +48,7 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios of a quantity in two units. Clinics' commonest."""
+"""Ratios of a quantity in two units. They are the most frequent in clinics."""
 UNIT_TOLERANCE = 0.15
 """Part of a factor within which a ratio of two clients' medians indicates two units."""
 NOTED_DISTANCE = 1.0
@@ -356,7 +356,7 @@ def _describe_number(
 
 
 def _bound(of: _Moments, group: int) -> float | None:
-    """Return the largest effect of rounding on the mean or the deviation of a group."""
+    """Return the largest effect of rounding on the mean or the deviation of a group, or None below two rows."""
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
         return None
@@ -407,7 +407,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile from counts in bins, with rows spread evenly over their bin."""
+    """Return a quantile from counts in bins, with rows spread evenly over their bin, or None without rows."""
     if not counts.any():
         return None
     below = np.append(0.0, counts.cumsum())

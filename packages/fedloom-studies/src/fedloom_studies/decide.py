@@ -88,13 +88,13 @@ def add_seeds(
 
     Args:
         recipe: recipe of the record.
-        summary: the record.
+        summary: record to extend.
         seeds: seeds to run.
         out: folder of the run directories, from which a second call resumes.
         data_dir: folder of data sets.
-        workers: processes.
+        workers: number of processes.
         budget: time that the runs may take.
-        show: shows progress.
+        show: function that shows progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
     for variant, document in recipe.at(summary.scale, seeds).items():
@@ -153,5 +153,5 @@ def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str,
 
 
 def total_hours() -> float:
-    """Core-hours of all experiments."""
+    """Return the core-hours of all experiments."""
     return math.fsum(one.hours for one in decisions()[0])

@@ -89,7 +89,7 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """Read the data with the draft's options, so that every written draft runs."""
+    """Return the data, read with the draft's options, so that every written draft runs."""
     from fedloom.lab.experiment import parse
 
     document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}

@@ -44,7 +44,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 
 
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Return a sentence on the penalty of a regression and on its intervals."""
+    """Write a sentence on the penalty of a regression and on its intervals."""
     if ridge is not None:
         say(f"{ridge.words}; standard errors are of the penalized likelihood and leave out what shrinking costs")
     elif penalty == "firth":

@@ -42,7 +42,7 @@ class ColumnRoles(NamedTuple):
         width: number of features.
         questions: questions that people must answer before the draft runs.
         subject: column that names the subject of a row.
-        order: column of dates that may give the order of rows. It is proposed.
+        order: column of dates that may give the order of rows. The draft proposes it.
     """
 
     survey: Survey
@@ -119,7 +119,7 @@ def _step(roles: ColumnRoles) -> float:
 
 
 def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
-    """Build the table of the data."""
+    """Return the table of the data."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
@@ -163,7 +163,10 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Return comments on the order of rows, and known factors of sites that may be in another unit. None is applied."""
+    """Return comments on the order of rows, and known factors of sites that may be in another unit.
+
+    The draft applies no comment.
+    """
     proposed = ""
     if roles.order is not None:
         head = "# Test on later rows? Take the sign # from the next line: each client trains on its earlier rows.\n"

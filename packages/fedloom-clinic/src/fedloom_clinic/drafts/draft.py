@@ -104,7 +104,7 @@ class Draft:
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """Column of the classes that every site needs: the target, or the events of times. None of measurements."""
+        """Column of the classes that every site needs: the target, or the events of times. None for measurements."""
         if self._event is not None:
             return self._event
         return self._target if self._task in CLASS_TASKS else None
@@ -162,7 +162,7 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target and its event. Missing columns are omitted."""
+        """Target and its event. Missing columns are omitted."""
         return [column for column in (self._target, self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
@@ -428,7 +428,7 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
 
     Args:
         data: data with all levels.
-        agreement: of it.
+        agreement: agreement of the data.
     """
     assert isinstance(data.prepare, Table)
     named = {column.name: column.levels for column in agreement.column}

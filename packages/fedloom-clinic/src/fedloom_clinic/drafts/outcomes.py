@@ -45,8 +45,8 @@ INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 LONGER_TIME_PROBABILITY = 0.75
 """Smallest probability that a censored time is longer than a time that ended by an event. It confirms the custom.
 
-Of the 14 public tables with an event whose key was written first, it is at least so much in 5, in none is it as far on
-the other side (0.31 at least), where 0 and 1 would be confused.
+Of the 14 public tables with an event whose key was written first, the probability is at least this in 5. In no
+table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation starts."""
@@ -164,7 +164,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
     Args:
         survey: survey of the table.
-        target: requested target column. None: none.
+        target: requested target column. None: no request.
         event: requested event column. None: the draft detects the column. Empty: no column.
 
     Raises:

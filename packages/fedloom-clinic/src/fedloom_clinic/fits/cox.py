@@ -87,7 +87,7 @@ class Wald:
     se: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Wald interval of every coefficient."""
+        """Return the Wald interval of every coefficient."""
         from scipy.special import ndtri  # slow to import
 
         reach = ndtri(0.5 + level / 2) * self.se
@@ -159,7 +159,7 @@ def risk_sums(
 
 
 def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
-    """Partial likelihood of the rows in the sums."""
+    """Return the partial likelihood of the rows in the sums."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
     for zero, one, two in _event_sums(sums, ties):
@@ -185,7 +185,7 @@ def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
 
 
 def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
-    """Compute the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
+    """Return the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
 
     At an event, the derivative of the information is the third central moment of the rows at risk, with m their mean:
     E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
@@ -207,7 +207,7 @@ def fit_cox(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
-    """Fit the Cox regression of all sites' rows together, from sums that sites send. Return the fit.
+    """Return the Cox regression of all sites' rows together, fitted from sums that sites send.
 
     Every site first sends counts, the sums of its columns and of their squares, and its event times. The sums center
     and scale the columns of all sites alike. In every Newton step a site then sends its `risk_sums`. With `stratify` it
@@ -215,7 +215,7 @@ def fit_cox(
     equals the pooled (or stratified) fit.
 
     Args:
-        sites: their rows.
+        sites: rows of every site.
         ties: treatment of tied event times.
         stratify: True if every site has a separate baseline hazard.
         names: names of the columns, for messages.
@@ -256,7 +256,7 @@ def fit_cox(
 
 
 def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
-    """Sites with one baseline hazard, and their event times."""
+    """Yield sites with one baseline hazard, and their event times."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 

@@ -33,7 +33,7 @@ class CoxAgreement(NamedTuple):
     Attributes:
         ends: ``[J]`` ascending ends of the time bins. A time counts as the end of its bin. None for a stratified fit.
         low: ``[p]`` smallest plausible value of every column.
-        high: ``[p]`` largest.
+        high: ``[p]`` largest plausible value of every column.
         least: smallest number of events of a site in a bin, and of its rows at risk there, with which it sends them.
         step: number to whose multiples sums are rounded.
         ties: treatment of events in one bin, or at one time.
@@ -163,13 +163,13 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     Every site finds the same bins. Bins after the last such bin belong to it.
 
     Args:
-        terms: the agreement.
+        terms: agreed terms.
         filled: bins with events ``[n, J]`` of all sites, as returned by `bins_with_events`.
         missing: number of sites that may drop out.
         fewest: smallest number of sites in a sum.
 
     Raises:
-        Refused: no bin contains events of enough sites.
+        ConfigError: no bin contains events of enough sites.
     """
     ends, inside = [], np.zeros(len(filled), bool)
     for place in range(filled.shape[1]):
@@ -196,7 +196,7 @@ class SiteVectors:
         left_out: number of omitted rows of the site.
 
     Attributes:
-        losses: see `BinningLoss`.
+        losses: losses, see `BinningLoss`.
         rows: rows with which the site takes part in the fit.
     """
 
@@ -259,7 +259,7 @@ class Opened(NamedTuple):
     Attributes:
         likelihood: likelihood at the coefficients.
         sums: sums over rows at risk. None for a stratified fit.
-        losses: see `BinningLoss`.
+        losses: losses, see `BinningLoss`.
         rows: number of rows in the fit.
         squares: ``[p]`` squared distances of each column from its mean, summed over the rows. None without a ridge.
     """
@@ -275,13 +275,13 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
     """Return the contents of the sum of sites' vectors, after checks that the sum is possible.
 
     Args:
-        vector: modulo 2^64.
+        vector: sum of the vectors modulo 2^64.
         terms: agreed terms.
         beta: ``[p]`` coefficients of the sum.
         sites: number of sites in the sum.
 
     Raises:
-        Refused: no rows of so many sites give the sum.
+        ConfigError: no rows of so many sites give the sum.
     """
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression has {terms.length} numbers, got {len(vector)}")

@@ -100,15 +100,15 @@ def fit_glm(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> GlmFit:
-    """Fit the regression of all sites' rows together from sums that sites send.
+    """Return the regression of all sites' rows together, fitted from sums that sites send.
 
-    Return the fit. The fit equals the pooled fit.
+    The fit equals the pooled fit.
 
     Every site first sends counts and the sums of its columns, of its targets and of their squares, which center and
     scale the columns of all sites alike. In every Newton step a site then sends its `glm_sums`.
 
     Args:
-        sites: their rows.
+        sites: rows of every site.
         family: family of the regression, a key of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least
             0.
         names: names of the columns.

@@ -58,7 +58,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return a sentence on the choice of the strength."""
+        """Sentence on the choice of the strength."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -105,7 +105,7 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
     """Return the likelihood with Firth's penalty.
 
     Args:
-        at: the likelihood.
+        at: function that returns the likelihood.
         slope: function of coefficients and the inverse V of their information, which returns the vector ``[p]`` of tr(V
             dI / d beta_r).
     """

@@ -38,7 +38,7 @@ class SecureCoxFit(NamedTuple):
         fit: coefficients and standard errors of the unscaled columns.
         bound: ``[p]`` largest distance, by rounding and stopping, of a coefficient from the coefficient of the pooled
             binned rows.
-        losses: see `BinningLoss`.
+        losses: losses, see `BinningLoss`.
     """
 
     fit: CoxFit
@@ -60,7 +60,7 @@ def fit_secure_cox(
     It has one baseline hazard, or one per site.
 
     Args:
-        sites: their rows.
+        sites: rows of every site.
         terms: terms that the sites agree on.
         names: names of the columns, for messages.
         total: function that returns the secure sum.
@@ -109,7 +109,7 @@ def fit_of_sums(
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.
-        Refused: a sum is impossible.
+        ConfigError: a sum is impossible.
     """
     zero = np.zeros(len(names))
     start = total(zero)

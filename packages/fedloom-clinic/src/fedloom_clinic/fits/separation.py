@@ -92,7 +92,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
     """Raise if columns depend on each other.
 
     Raises:
-        DataError: some do. The message names only these columns.
+        DataError: some columns depend on each other. The message names only these columns.
     """
     groups = dependent_columns(information, names)
     if not groups:
@@ -117,7 +117,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
     Args:
         first: information ``[p, p]`` at 0, which is regular.
         information: information at the end of the steps.
-        steps: the last two steps, ``[p]`` each.
+        steps: last two steps, ``[p]`` each.
         rise: rise of the log-likelihood in the last step, to second order.
     """
     before, last = steps

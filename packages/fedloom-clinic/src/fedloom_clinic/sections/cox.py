@@ -39,7 +39,7 @@ def cox_tables(runs: list[Run]) -> str:
 
 
 def cox_csv(runs: list[Run]) -> str:
-    """Every column of every regression, unscaled."""
+    """Return every column of every regression, unscaled."""
     lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
     return (
         csv_of(tuple(dict.fromkeys(["run", *NAMES, *(name for line in lines for name in line)])), lines)

@@ -78,7 +78,7 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Every figure of every omitted site, by seed and unscaled."""
+    """Return every figure of every omitted site, by seed and unscaled."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

@@ -212,10 +212,7 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
-    """Add seeds up to the next look while a claim is undecided and the recipe is cheap.
-
-    Return False if the time ended.
-    """
+    """Add seeds up to the next look while a claim is open and the recipe is cheap. Return False if the time ended."""
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
     from fedloom_studies.reproduce.summary import read_summary

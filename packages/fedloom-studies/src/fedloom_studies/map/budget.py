@@ -38,8 +38,8 @@ class GradientBudget:
         """Return the rounds of a method whose total gradients are nearest to FedAvg's.
 
         Args:
-            cell: the method.
-            params: its settings.
+            cell: cell of the method.
+            params: settings of the method.
             seed: seed of the run.
             whole: True to simulate every round, as `fedloom.lab.tune.Budget.rounds` does.
 

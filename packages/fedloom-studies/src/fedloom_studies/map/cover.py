@@ -56,7 +56,7 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
 
 
 def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
-    """Choose methods greedily.
+    """Return greedily chosen methods.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')

@@ -78,10 +78,12 @@ def measure_elsewhere(
 
 
 def compute_cell(_experiment: str, unit: str) -> bytes:
-    """Measure a cell at any place. The same arguments give the same record, except for its time, machine and date.
+    """Return the record of a cell, measured at any place.
+
+    The same arguments give the same record, except for its time, machine and date.
 
     Args:
-        _experiment: not used. A cell contains its whole experiment.
+        _experiment: not used by the function. A cell contains its whole experiment.
         unit: JSON of the cell, of its records, and of the checksum of its data.
 
     Returns:
@@ -119,7 +121,7 @@ def _write_unit(
 
 
 def _checksum(setup: Setup, data_dir: Path | None) -> str:
-    """Checksum of the data of a setup."""
+    """Return the checksum of the data of a setup."""
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     return plan.source.read(data_dir).checksum()
 

@@ -107,7 +107,7 @@ def changes_in_words(c: BothProtocols) -> str:
 
 
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
-    """Return lines of the map's page: the protocol, and a row for every setup with results of both local and FedAvg."""
+    """Yield lines of the map's page: the protocol, and a row for every setup with results of both local and FedAvg."""
     methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
@@ -156,7 +156,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
-    """Return the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
+    """Yield the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:

@@ -31,7 +31,9 @@ class Cifar10Features(Source):
     """The 10,000 official test images of CIFAR-10 as 512 numbers each. CIFAR-100 must be present, too."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Features ``[10000, 512]`` and classes. Features have mean 0 and standard deviation 1 on images of CIFAR-100.
+        """Return features ``[10000, 512]`` and classes.
+
+        Features have mean 0 and standard deviation 1 on images of CIFAR-100.
 
         Raises:
             DataError: either data set, or the test images, are missing.

@@ -53,7 +53,7 @@ def due(
     """Return the cells to run, setup by setup, with the reference methods first.
 
     Args:
-        setups: in which.
+        setups: setups of the cells.
         records: existing records.
         methods: requested methods, whose stale cells are run too. If empty, every method of the protocol.
         space: search space of the requested methods.
@@ -90,7 +90,7 @@ def measure_all(
         out: folder of the run directories. Each cell has a separate folder in it.
         data_dir: folder of data sets. A setup without its data is omitted.
         budget: time that the cells may take.
-        show: shows progress.
+        show: function that shows progress.
         say: function called for every cell.
         again: True for a second look at each cell.
         workers: number of cells at a time.
@@ -131,11 +131,9 @@ class _Measured(NamedTuple):
     again: bool
 
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
-        """Run every cell that no other process runs.
+        """Run every cell that no other process runs. Return True if all cells ended.
 
         With `join`, repeat until no cell remains.
-
-        Return True if all cells ended.
         """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
@@ -223,7 +221,10 @@ class CellWork(NamedTuple):
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
-        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds. None for others."""
+        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds.
+
+        Return None for other cells.
+        """
         if self.gradients is None:
             return None
         with summaries.count_spent_time(self.folder, "planned"):
@@ -235,7 +236,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run the missing parts and return the record of the cell, or None if interrupted."""
+        """Return the record of the cell after a run of the missing parts, or None if interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -301,7 +302,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the seeds and return the record's fields, or None if interrupted."""
+        """Return the record's fields after a run of the seeds, or None if interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -316,7 +317,10 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the rounds that a budget allows, and plan again if the first plan fails. Return the record's fields."""
+        """Run the rounds that a budget allows. Return the fields, or None if interrupted.
+
+        If the first plan fails, plan again.
+        """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
         except RunStopped as stopped:

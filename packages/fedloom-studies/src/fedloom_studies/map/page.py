@@ -112,12 +112,12 @@ own with [one command](own-algorithm.md#compare-it-with-all-methods)."""
 def pages(
     setups: Mapping[str, Setup], records: Records, references: References = NO_FIGURES, gradients: Records = NO_FIGURES
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Return the name and content of every file.
+    """Yield the name and content of every file.
 
     The page of the map has the name "", and the others are written to `MAP_FOLDER`.
 
     Args:
-        setups: by name.
+        setups: setups by name.
         records: records at equal rounds.
         references: records of models of scikit-learn.
         gradients: records at equal gradients.

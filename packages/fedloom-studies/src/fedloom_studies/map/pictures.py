@@ -86,11 +86,11 @@ def ladder(
 
     Args:
         names: names of the methods, the best first.
-        values: of each.
+        values: value of each method.
         halves: half of the interval of each value. NaN without an interval.
         title: title of the values.
         groups: groups of methods that a test does not separate, each drawn as a bar beside its rows.
-        full: methods drawn as full circles. The other methods are empty circles. None: all.
+        full: methods drawn as full circles. The other methods are empty circles. None: all methods are full circles.
     """
     rows = [
         {

@@ -42,7 +42,7 @@ class Setup:
         says: sentence on the construction of the setup.
         share: core-minutes that all of its cells at equal rounds may take together.
         trials: number of trials of every method. With one trial, every method runs with its default settings.
-        tuning: their seeds.
+        tuning: seeds of the trials.
         seeds: seeds of the figures.
         again: seeds for a second look.
         space: search space of every method, in addition to the default spaces.
@@ -152,7 +152,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """The experiment of its search for settings."""
+        """Experiment of its search for settings, as a document."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -160,7 +160,7 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """The experiment of its search.
+        """Experiment of its search for settings.
 
         Raises:
             ConfigError: the method does not exist, or has no such settings.

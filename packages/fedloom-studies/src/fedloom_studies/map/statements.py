@@ -19,7 +19,7 @@ NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, signifi
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Return the rows of the first table: the advice for each setup, with its gain and cost.
+    """Yield the rows of the first table: the advice for each setup, with its gain and cost.
 
     The advice is the best method of those that are better than the better of local and FedAvg. Without such a method it
     is the better of local and FedAvg, if it is better than the other and the setup would have shown a gain of
@@ -65,7 +65,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Return the method that a setup supports, or None if the setup cannot decide. None where it cannot decide."""
+    """Return the method that a setup supports, or None if the setup cannot decide. None if it cannot decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]

@@ -94,7 +94,7 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Return the name and text of every file: "" for the page of all tables, else the page or figure of a recipe.
+    """Yield the name and text of every file: "" for the page of all tables, else the page or figure of a recipe.
 
     Raises:
         RunDirError: a file in ``results`` is not a summary.
@@ -182,7 +182,7 @@ def _name_cell_row(column: str) -> str:
 
 
 def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Render a recipe: its protocol, a row for each method, explanations of cells, and its verdicts."""
+    """Yield the lines of a recipe: its protocol, a row for each method, explanations of cells, and its verdicts."""
     done, paper = _current(recipe, summary), recipe.paper
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
@@ -228,7 +228,7 @@ def _show(recipe: Recipe, cell: TableCell) -> str:
 
 
 def _loops(loops: Figures) -> Iterator[str]:
-    """Render the figures of the public code's loops."""
+    """Yield the lines on the figures of the public code's loops."""
     parts = list(next(iter(loops.values())))
     yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
@@ -238,7 +238,7 @@ def _loops(loops: Figures) -> Iterator[str]:
 
 
 def _exact_cox(cox: Figures) -> Iterator[str]:
-    """Render the exact Cox regression beside the table."""
+    """Yield the lines on the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**The exact Cox regression.** `fedloom cox` fits all patients by sums, in a few rounds and without a "
                 "step size. Seven pairs of the 39 columns depend on each other, so the fit has a ridge, whose strength "

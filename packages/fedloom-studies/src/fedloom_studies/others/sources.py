@@ -45,13 +45,13 @@ class SeededLinear(ModelSpec):
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Build the layer on vectors ``[b, k]``."""
+        """Return the layer on vectors ``[b, k]``."""
         with forked(torch.device("cpu")):
             torch.manual_seed(seed)  # noqa: TID251 (as the other program)
             return self.module(shape, outputs)
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the layer from the current global generator."""
+        """Return the layer, drawn from the current global generator."""
         return nn.Linear(shape[0], outputs)
 
 
@@ -155,7 +155,7 @@ class AflAdult(Source):
     path: str | None = Field(None, description="as in the source adult")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read both files.
+        """Return the contents of both files.
 
         Raises:
             DataError: as in the source ``adult``.

@@ -29,7 +29,7 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Return the import path of every analysis by name, in order."""
+        """Import path of every analysis by name, in order."""
         added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
         return dict(sorted({**added, **self._own}.items()))
 

@@ -49,11 +49,11 @@ class Schema:
 
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """The rows of one client.
+    """Rows of one client.
 
     Args:
-        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN is missing. If
-            samples are not rows of a table, their features.
+        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN marks a missing
+            cell. If samples are not rows of a table, their features.
         y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
         part: ``[N]`` int64, part of every row: a place in `DATA_PARTS` (train, validation, test).
         subjects: ``[N]`` int64 numbers of the people or things that the rows describe.
@@ -77,7 +77,7 @@ class ClientRows:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """Return the inputs of all rows ``[N, *shape]`` as a model receives them."""
+        """Inputs of all rows ``[N, *shape]`` as a model receives them."""
         rows = torch.arange(len(self))
         return self.x if self.fetch is None else self.fetch(rows)
 
@@ -119,7 +119,7 @@ def client_rows(
     """Return the rows of a client of a federation, of all parts.
 
     Args:
-        fed: the federation.
+        fed: federation of the client.
         client: number of the client.
         models: models of a run, by kind.
     """

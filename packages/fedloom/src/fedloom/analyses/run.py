@@ -68,8 +68,8 @@ class AnalysisResult:
     """Result of an analysis.
 
     Attributes:
-        analysis: its value.
-        table: the result.
+        analysis: the analysis.
+        table: table of the result.
         log: log of questions, with the sums.
         notes: sentences on the data and on omitted parts.
         model: predictor, if the analysis makes one.
@@ -179,13 +179,13 @@ def run_questions(
     asks the remaining questions only.
 
     Args:
-        analysis: by sums.
+        analysis: analysis by sums.
         terms: public facts of the analysis.
         ask: function that carries a question to all clients.
-        folder: folder where sums are kept. None: nowhere.
+        folder: folder where sums are kept. None: no sum is kept.
 
     Raises:
-        Refused: the analysis asks more questions than agreed.
+        ConfigError: the analysis asks more questions than agreed.
         DataError: a number of an answer was outside its bounds.
         CheckpointError: the folder contains another analysis, or a damaged sum.
     """
@@ -237,15 +237,15 @@ def answer_question(
     """Return a client's answer within the bounds. A client with fewer subjects than agreed answers zeros.
 
     Args:
-        analysis: by sums.
+        analysis: analysis by sums.
         question: question as the client received it.
-        client: the rows.
+        client: rows of the client.
         terms: public facts of the analysis.
         bounds: bounds of the answer.
         where: name of the client, for messages.
 
     Raises:
-        Refused: the analysis does not answer the question.
+        ConfigError: the analysis does not answer the question.
         CodeError: the answer is of another shape or type, or not finite.
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
@@ -328,7 +328,7 @@ class SumFolder:
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
 
     def write(self, place: int, record: SumRecord) -> None:
-        """Keep a sum."""
+        """Write a sum to the folder."""
         sums = Question("sum", {"total": record.total, "info": torch.tensor([*record.info], dtype=torch.float64)})
         body = record.question.encode() + sums.encode()
         write_atomic(self._folder / SUM_FILE.format(place + 1), self._hash(body) + body)

@@ -28,7 +28,7 @@ class Transcript:
     """Answers that a script has received so far.
 
     Args:
-        script: the analysis.
+        script: analysis as a script.
         terms: public facts of the analysis.
         totals: sums of its questions, in order.
     """

@@ -38,7 +38,7 @@ class Tally(NamedTuple):
     latest: tuple[Tensor, ...] = ()
 
     def plus(self, ids: Tensor) -> Tally:
-        """Count a cohort."""
+        """Return the tally with a cohort counted."""
         longer = Tally(self.before, (*self.latest, ids))
         return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
 
@@ -82,7 +82,7 @@ class Times:
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
-        """One-off costs of every round, at least 0. They are part of `rounds`."""
+        """Return the one-off costs of every round, at least 0. They are part of `rounds`."""
         costs = [0.0] * len(self.rounds)
         usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
         for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
@@ -92,11 +92,11 @@ class Times:
         return costs
 
     def steady_seconds(self) -> list[float]:
-        """Seconds of every round without its one-off costs."""
+        """Return the seconds of every round without its one-off costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Recent seconds per round, including a share of the evaluation every ``every`` rounds.
+        """Return recent seconds per round, including a share of the evaluation every ``every`` rounds.
 
         None before this process's third round. If evaluations take a fifth of the time or more, also None before its
         second evaluation, because the first evaluation has one-off costs too.
@@ -114,7 +114,7 @@ class State:
     """State of a run after a round.
 
     Attributes:
-        round: rounds done.
+        round: number of completed rounds.
         server: server state of the method.
         sampler: state of the sampler.
         weigher: state of the weigher.
@@ -172,7 +172,10 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Restore the state of this run after another round from its `tensors`. ``self`` provides the types."""
+        """Return the state of this run after another round, restored from its `tensors`.
+
+        ``self`` provides the types.
+        """
 
         def like(value: F, name: str) -> F:
             saved = group_of(tensors, name)
@@ -198,7 +201,7 @@ class State:
 
 
 def initial_state(job: Job, server: Fields) -> State:
-    """Build the state before the first round."""
+    """Return the state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(CLIENT_COUNTS) + 1, dtype=torch.long)
     if job.spent is not None:

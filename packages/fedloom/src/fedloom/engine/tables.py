@@ -38,7 +38,7 @@ class NamedMethod(NamedTuple):
     def read(
         cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
-        """Read a method with its options.
+        """Return a method read with its options.
 
         Args:
             method: name of the registry, import path, class, method, or value made by a preset.
@@ -91,7 +91,7 @@ class SettingTable:
         base: class of the values.
         kinds: classes by the table's ``kind``. Empty if there is only one class.
         default: kind of a table without ``kind``. None: a table must contain ``kind``, and "none" is not a choice.
-        key: the key that names the kind.
+        key: key that names the kind.
     """
 
     base: type[Any]

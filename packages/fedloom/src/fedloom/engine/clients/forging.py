@@ -26,9 +26,9 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     the server in every form in which a method sends it.
 
     Args:
-        job: the run.
+        job: run of the server.
         down: download of the cohort.
-        task: the attackers.
+        task: task of the attackers.
         honest: ``[h, d]`` models of the honest clients, for attackers that see them. None when h is 0.
         m: number of clients in the cohort.
     """

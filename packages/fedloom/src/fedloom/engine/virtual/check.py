@@ -14,8 +14,8 @@ def check_schedule(setting: Setting, n: int) -> None:
     """Raise if a schedule is impossible, or does not fit the method or another part of the run.
 
     Raises:
-        Refused: the run's parts do not fit together. The message states the reason.
-        ConfigError: the schedule asks for more clients than the run contains.
+        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
+            The message states the reason.
     """
     schedule, method = setting.schedule, setting.method
     if isinstance(schedule, Synchronous):
@@ -51,11 +51,11 @@ def check_stream(setting: Setting, n: int | None) -> None:
 
     Args:
         setting: settings of the run, with presets resolved.
-        n: clients. None if they are not known yet.
+        n: number of clients. None if they are not known yet.
 
     Raises:
-        Refused: the run's parts do not fit together. The message states the reason.
-        ConfigError: the schedule asks for more clients than the run contains.
+        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
+            The message states the reason.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler
     if not isinstance(schedule, Stream):

@@ -69,7 +69,7 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Create the flight of a chunk with all its clients under way."""
+        """Return the flight of a chunk with all its clients under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
@@ -77,7 +77,7 @@ class Flight(NamedTuple):
         return np.searchsorted(self.places, places)
 
     def without(self, places: Ids) -> Flight:
-        """Remove returned clients from the flight."""
+        """Return the flight without returned clients."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
@@ -169,7 +169,7 @@ class Clock:
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """Append rows to the log."""
+        """Return the pieces of the log with rows appended."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -211,7 +211,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Restore the clock from `tensors`."""
+        """Return the clock restored from `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -260,7 +260,7 @@ class UploadCounts(NamedTuple):
 
 
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
-    """Count the uploads of every client in the log."""
+    """Return the numbers of uploads of every client in the log."""
     log = clock.history()
     merged, lost = (
         log[log[:, FATE_COLUMN] == Fate.USED],
@@ -290,7 +290,7 @@ class Use(NamedTuple):
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
-    """Add up every client's time from the log and the clients under way."""
+    """Return the use of every client's time, from the log and the clients under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

@@ -30,7 +30,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """Build the log rows ``[m, 7]`` of clients that all start at ``start`` and whose uploads are used."""
+    """Return the log rows ``[m, 7]`` of clients that all start at ``start`` and whose uploads are used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
@@ -40,14 +40,14 @@ def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, s
 def compute(
     job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
 ) -> list[Flight]:
-    """Compute the uploads of clients from a state, in the order in which a round would take the clients.
+    """Return the computed results of clients from a state, in the order in which a round would take the clients.
 
     Args:
         job: the run.
         clients: clients of the run, which compute.
         state: the state at the dispatch.
         ids: ``[m]`` clients, ascending.
-        times: ``[m]`` how often each was drawn.
+        times: ``[m]`` number of draws of each client.
         steps: ``[m]`` local steps of each client. None: the number in the run's settings.
     """
     t = state.round + 1
@@ -79,7 +79,10 @@ def compute(
 def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Step the server on uploads that have arrived. The clients whose uploads were used are returned with the step."""
+    """Return the state after a step of the server on uploads that have arrived.
+
+    The clients whose uploads were used are returned with the state.
+    """
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
     shares = torch.from_numpy(times.astype(np.float64))[:, None]
@@ -108,7 +111,7 @@ def step_on(
 
 
 def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
-    """Yield pieces that are taken together, of at most a chunk's clients.
+    """Return pieces that are taken together, of at most a chunk's clients.
 
     Whole chunks of the present version are taken one by one, exactly as in a round, so results are equal to the bit.
     Pieces of a method that needs a single download to know its client's start are taken one by one too.

@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 
 def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends with its last answer. Its numbers are the same as without a clock."""
+    """Return the state after a round that ends with its last answer.
+
+    Its numbers are the same as without a clock.
+    """
     assert state.clock is not None
     assert job.fleet is not None
     observed, t = Observed(clients), state.round + 1
@@ -53,7 +56,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
 
 
 def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends at its deadline, or after enough answers."""
+    """Return the state after a round that ends at its deadline, or after enough answers."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)

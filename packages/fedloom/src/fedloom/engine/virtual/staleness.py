@@ -31,12 +31,14 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """Convert an upload for the present server. The upload is unchanged if it is not stale and no model is mixed in.
+    """Return an upload converted for the present server.
+
+    The upload is unchanged if it is not stale and no model is mixed in.
 
     Args:
         job: run whose schedule is a `Stream`.
         server: state of the server.
-        t: the round.
+        t: number of the round.
         ids: ``[m]`` the clients.
         upload: upload as the clients sent it.
         received: download that the clients started from.

@@ -66,7 +66,7 @@ class Version(ABC):
         self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
-        """Dispatch and wait until enough uploads have arrived. Step the server."""
+        """Dispatch and wait until enough uploads have arrived. Return the state after the step of the server."""
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
@@ -185,7 +185,7 @@ class Version(ABC):
         """Send a client off now."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
-        """Step the server on the uploads that wait."""
+        """Return the state after a step of the server on the uploads that wait."""
         job, state, t = self._job, self._state, self._state.round + 1
         places: dict[int, list[int]] = {}
         for event in self._waiting:
