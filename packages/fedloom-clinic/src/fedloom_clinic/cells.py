@@ -1,4 +1,4 @@
-"""Cells of tables: groups and levels of codes, and how cells that too few clients reach are merged before any sum."""
+"""Cells of tables: groups and levels of codes. Cells that too few clients reach are merged before any sum."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 CLIENT_GROUP = "client"
-"""The word that makes every client a group."""
+"""Word that makes every client a group."""
 
 
 class MergedCells(NamedTuple):
-    """Cells that are left.
+    """Cells that remain after merging.
 
     Attributes:
-        names: of the cells.
-        of: ``[L]`` the cell of every cell before, of a merged one that of "other".
+        names: names of the cells.
+        of: ``[L]`` new cell of every cell before the merge. For a merged cell it is the cell "other".
     """
 
     names: tuple[str, ...]
@@ -30,20 +30,22 @@ class MergedCells(NamedTuple):
 
     @property
     def members(self) -> Tensor:
-        """``[cells, L]`` 1 where a cell before is in a cell."""
+        """Matrix ``[cells, L]``, 1 if a cell before the merge is part of a new cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
 
 def every_cell(names: Sequence[str]) -> MergedCells:
-    """Return all cells as they are."""
+    """Return all cells unchanged."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
 def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
-    """Return the names of the groups of rows, of a column of features the last is of rows whose cell is missing.
+    """Return the names of the groups of rows.
+
+    The last group of a column of features contains the rows whose cell is missing.
 
     Raises:
-        ConfigError: there is no column of this name with levels.
+        ConfigError: the table contains no column of this name with levels.
     """
     if group is None:
         return ("all",)
@@ -70,7 +72,7 @@ def group_codes(client: ClientRows, schema: Schema, group: str | None) -> Tensor
 
 
 def level_codes(values: Tensor, levels: int) -> Tensor:
-    """Return codes ``[N]`` of a column. A missing one comes after all levels."""
+    """Return codes ``[N]`` of a column. A missing code comes after all levels."""
     return torch.where(values.isnan(), float(levels), values).long()
 
 
@@ -78,26 +80,28 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
     """Return the number of subjects ``[cells]`` with a row in each cell.
 
     Args:
-        codes: the cell of every row ``[N]``.
-        subjects: of whom every row is ``[N]``.
-        cells: how many there are.
+        codes: cell of every row ``[N]``.
+        subjects: subject of every row ``[N]``.
+        cells: number of cells.
     """
     pairs = torch.stack([codes, subjects], 1).unique(dim=0)
     return torch.bincount(pairs[:, 0], minlength=cells).double()
 
 
 def merges(rules: Rules) -> bool:
-    """Return whether the rules protect cells."""
+    """Return True if the rules protect cells."""
     return rules.min_clients > 1 or rules.min_subjects > 1
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCells:
-    """Merge cells that too few clients reach into "other", with one that enough do, so that no sum shows the rest.
+    """Return the cells, with cells that too few clients reach merged into "other".
+
+    A cell that enough clients reach is part of "other", so that no sum reveals the merged cells.
 
     Args:
-        names: of the cells.
-        flags: ``[n, L]`` 1 where a client has the least number of rows in a cell.
-        rules: as agreed.
+        names: names of the cells.
+        flags: ``[n, L]`` 1 if a client has the smallest allowed number of rows in a cell.
+        rules: agreed rules.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)
@@ -115,16 +119,18 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCel
 
 
 def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
-    """Return the bin ``[B]`` of every bin, merged with the next ones until each has rows of enough clients.
+    """Return the merged bin ``[B]`` of every bin.
 
-    What is after the last such bin belongs to it.
+    A bin is merged with the next bins until each contains rows of enough clients.
+
+    Bins after the last such bin belong to it.
 
     Args:
-        filled: ``[n, G, B]`` 1 where a client has the least number of rows in a bin, of every group.
-        rules: as agreed.
+        filled: ``[n, G, B]`` 1 if a client has the smallest allowed number of rows in a bin, of every group.
+        rules: agreed rules.
 
     Raises:
-        Refused: not even one bin has rows of so many clients in every group.
+        ConfigError: no bin contains rows of enough clients in every group.
     """
     bins = filled.shape[2]
     if not merges(rules):
@@ -144,6 +150,6 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
 
 
 def summed(values: Tensor, of: Tensor) -> Tensor:
-    """Return sums ``[..., cells]`` of values ``[..., L]`` by the cell of each."""
+    """Return sums ``[..., cells]`` of values ``[..., L]`` by the cell of each value."""
     cells = int(of.max()) + 1 if len(of) else 0
     return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)

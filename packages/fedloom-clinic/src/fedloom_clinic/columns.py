@@ -1,4 +1,4 @@
-"""Columns of a regression: numbers, and every level of a code but the first."""
+"""Columns of a regression: numbers, and every level of a code except the first."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedloom_clinic.cells import merges
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
-"""Largest share of one row in the weights of a client's rows, where rules protect rows."""
+"""Largest share of one row in the weights of a client's rows, if rules protect rows."""
 NARROWEST_RANGE = 1e-9
-"""Width of a range at least, so that a column that is the same everywhere can be divided by it."""
+"""Smallest width of a range, so that a constant column can be divided by it."""
 
 
 class DesignColumns(NamedTuple):
@@ -29,8 +29,8 @@ class DesignColumns(NamedTuple):
     Attributes:
         x: columns of the regression ``[N, p]``.
         y: targets ``[N, k]``.
-        left_out: further rows, with a missing cell or a number beyond the agreed range.
-        rows: places of these rows ``[N]`` among those of the client.
+        left_out: number of omitted rows, with a missing cell or a number outside the agreed range.
+        rows: places of these rows ``[N]`` among the client's rows.
     """
 
     x: Floats
@@ -40,11 +40,10 @@ class DesignColumns(NamedTuple):
 
 
 def require_columns(schema: Schema, what: str) -> None:
-    """Refuse data that are no rows of a table with a column beside the target.
+    """Raise if the data are not rows of a table with a column beside the target.
 
     Raises:
-        Refused: they are none.
-        ConfigError: no column is left.
+        ConfigError: the data are not rows of a table, or no column remains.
     """
     if not schema.is_table:
         raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")
@@ -58,10 +57,10 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
-    """Return flags ``[p]`` of the columns in which the least number of subjects is off the commonest value.
+    """Return flags ``[p]`` of the columns in which enough subjects differ from the most frequent value.
 
-    In a column of two values, so many must have each. So a level of a code that few subjects have is no column of its
-    own. An analysis publishes these flags last.
+    In a column of two values, enough subjects must have each value. So a level of a code that few subjects have is not
+    a separate column. An analysis publishes these flags last.
     """
     design, least = design_of(client, terms, flagged=False), terms.rules.min_subjects
     subjects, flags = client.subjects[design.rows].numpy(), torch.zeros(design.x.shape[1], dtype=torch.float64)
@@ -75,11 +74,13 @@ def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
 
 
 def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
-    """Return which columns ``[p]`` enough clients reach. The others are left out, a level thus joins the first one.
+    """Return flags of the columns ``[p]`` that enough clients reach.
+
+    The other columns are omitted, so an omitted level joins the first level.
 
     Args:
-        terms: with the flags of every client, of which those of columns come last.
-        flagged: whether clients publish such flags.
+        terms: terms with the flags of every client, of which the flags of columns come last.
+        flagged: True if clients publish such flags.
     """
     p = len(names_of(terms.schema))
     if not (flagged and merges(terms.rules) and terms.published and p):
@@ -109,7 +110,7 @@ def left_out_columns(terms: AnalysisTerms) -> str:
 
 
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest agreed value ``[p]`` of every column that is kept."""
+    """Return the smallest and the largest agreed value ``[p]`` of every kept column."""
     kept = kept_columns(terms, flagged=flagged)
     low, high = _every_range(terms.schema)
     return low[kept], high[kept]
@@ -126,7 +127,7 @@ def _every_range(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
-    """Return the rows of a client that a regression uses, with the columns that are kept."""
+    """Return the rows of a client that a regression uses, with the kept columns."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _every_range(terms.schema)
@@ -140,9 +141,9 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 
 
 def outweighs(*weights: Floats) -> bool:
-    """Return whether one of several rows has more than half of some weights ``[N]``: sums are mostly this row's then.
+    """Return True if one of several rows has more than half of some weights ``[N]``.
 
-    A number that is not finite counts as such a row.
+    Sums would mostly reveal this row.A number that is not finite counts as such a row.
     """
     for some in weights:
         total = float(some.sum())
@@ -154,7 +155,7 @@ def outweighs(*weights: Floats) -> bool:
 
 
 def triangle(matrices: Floats) -> Floats:
-    """Return the upper triangles of symmetric matrices ``[..., p, p]``: ``[..., p (p + 1) / 2]``."""
+    """Return the upper triangles ``[..., p (p + 1) / 2]`` of symmetric matrices ``[..., p, p]``."""
     rows, columns = np.triu_indices(matrices.shape[-1])
     halves: Floats = matrices[..., rows, columns]
     return halves
@@ -169,5 +170,5 @@ def square(halves: Floats, size: int) -> Floats:
 
 
 def tensor(*parts: ArrayLike) -> Tensor:
-    """Return numbers one after the other, float64 ``[k]``."""
+    """Return the numbers of arrays in one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

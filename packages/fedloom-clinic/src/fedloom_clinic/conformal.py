@@ -1,15 +1,15 @@
-"""Split conformal prediction: a threshold of scores, shared or of each client, from histograms of scores.
+"""Split conformal prediction: a threshold of scores, shared or per client, from histograms of scores.
 
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
 L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-A set has every class whose probability is at least 1 - threshold. With n calibration rows the threshold is the end of
-the bin that holds the score of rank ceil((n + 1) (1 - alpha)). If a new row is as the calibration rows, its set has its
-class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of a bin. Of a shared threshold that holds
-for the pooled rows of all clients, not at each client.
+A set contains every class whose probability is at least 1 - threshold. With n calibration rows, the threshold is the
+end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the
+calibration rows, its set contains its class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of
+a bin. A shared threshold gives this for the pooled rows of all clients, not at each client.
 
-Calibration rows are drawn from the test part, which has chosen neither round, model nor settings. The other test rows
-show the coverage.
+Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
+test rows measure the coverage.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold above all scores: too few calibration rows for a smaller one, so sets have every class."""
+"""Threshold above all scores: too few calibration rows allow no smaller threshold, so sets contain every class."""
 
 
 class Calibrated(NamedTuple):
-    """What is known: thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
+    """Known results: thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
 
     owners: int
     thresholds: Tensor | None = None
@@ -45,7 +45,7 @@ class Calibrated(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds that make sets of classes hold the right one with a chosen probability, and their coverage."""
+    """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
     questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
@@ -128,7 +128,10 @@ class Conformal(Analysis):
         return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     def _threshold(self, counts: Tensor) -> float:
-        """Return the end of the bin with the score of the rank that is wanted. Above all scores with too few rows."""
+        """Return the end of the bin that contains the score of the wanted rank.
+
+        With too few rows it is above all scores.
+        """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         if rank > counts.sum():
             return EVERY_CLASS
@@ -145,7 +148,7 @@ class Conformal(Analysis):
         return outputs.softmax(1)
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that follow from the draw and a row's cells, wherever the row lies."""
+        """Return numbers in [0, 1) ``[N]`` that depend on the draw and a row's cells alone, at every place."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -153,10 +156,10 @@ class Conformal(Analysis):
 
 
 def prediction_sets(probabilities: Tensor, threshold: float) -> Tensor:
-    """Return which classes are in the set of every row, bool ``[b, c]``.
+    """Return the classes in the set of every row, bool ``[b, c]``.
 
     Args:
-        probabilities: ``[b, c]`` of the model, as `fedloom.trained` predicts them.
-        threshold: of the result's table.
+        probabilities: ``[b, c]`` of the model, as predicted by `fedloom.trained`.
+        threshold: threshold in the result's table.
     """
     return 1 - probabilities <= threshold

@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Standard deviation of a column, in its agreed range, from which it varies. Rounding leaves less of one that is the
-same in every row."""
+"""Smallest standard deviation of a varying column, in its agreed range. Rounding leaves a smaller deviation in a
+constant column."""
 MAX_EXPONENT = 700.0
-"""Exponent from which a bound is no number of float64."""
+"""Exponent from which a bound exceeds the numbers of float64."""
 
 
 class Cox(ScriptedAnalysis):
     """Cox regression over the rows of all clients, by sums.
 
-    With a width, times count in agreed bins. With ``stratify`` every client has a baseline hazard of its own. With
-    neither, clients publish their event times, which a plain agreement allows and masks do not.
+    With a width, times are counted in agreed bins. With ``stratify`` every client has a separate baseline hazard.
+    With neither, clients publish their event times, which a plain agreement allows and masks do not.
     """
 
     kind: ClassVar[str] = "cox"
@@ -277,7 +277,7 @@ class Cox(ScriptedAnalysis):
 
 
 def _open_sums(vector: Floats, p: int) -> RiskSums:
-    """Return the sums that an answer to "risk" holds."""
+    """Return the sums that an answer to "risk" contains."""
     half = p * (p + 1) // 2
     bins = len(vector) // (2 * (1 + p + half) + 1 + p)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins])
@@ -295,7 +295,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row per column of the regression, with the rows of the fit and the events that were lost."""
+    """Return a row for each column of the regression, with the rows of the fit and the lost events."""
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

@@ -39,15 +39,18 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Standard deviation of a column, in its agreed range, from which it varies."""
+"""Smallest standard deviation of a varying column, in its agreed range."""
 ANSWER_STEP = 2.0**-36
 """Step of the numbers of an answer under masks."""
 MAX_EXPONENT = 700.0
-"""Linear predictor at which a bound is taken at most. Exp of more is no number of float64."""
+"""Largest linear predictor at which a bound is computed. Exp of a larger predictor exceeds the numbers of float64."""
 
 
 class Glm(ScriptedAnalysis):
-    """Regression over the rows of all clients, by sums: logistic for a binary task, Poisson for counts, else linear."""
+    """Regression over the rows of all clients, by sums.
+
+    It is logistic for a binary task, Poisson for counts, otherwise linear.
+    """
 
     kind: ClassVar[str] = "glm"
     questions: ClassVar = {
@@ -191,7 +194,10 @@ class Glm(ScriptedAnalysis):
 
     @staticmethod
     def _is_dominated(x: Floats, y: Floats, beta: Floats, terms: AnalysisTerms) -> bool:
-        """Whether one row has most of the information, or of the residuals. No coefficients single out a linear row."""
+        """Return True if one row has most of the information, or of the residuals.
+
+        In a linear regression no coefficients single out a row.
+        """
         family = FAMILY_OF_TASK[terms.schema.task]
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = x @ beta
@@ -200,7 +206,7 @@ class Glm(ScriptedAnalysis):
         return outweighs(variance(eta), *((np.abs(y - mean(eta)),) if family == "logistic" else ()))
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
-        """Return the fit, and how far rounding can move each of its coefficients."""
+        """Return the fit, and the largest effect of rounding on each of its coefficients."""
         names, first, family = columns_of(terms), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
         total, info = ask(Question("means"))
         count = int(total[0])
@@ -264,10 +270,10 @@ class Glm(ScriptedAnalysis):
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
-        """Return the largest distance of the coefficients to those of exact sums, each sum within an error of its own.
+        """Return the largest distance of the coefficients from those of exact sums, for an error of each sum.
 
-        The third derivative of the likelihood is at most R times the second, with R the length of a row (0 of a linear
-        one): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
+        The third derivative of the likelihood is at most R times the second, with R the length of a row (0 in a linear
+        regression): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
         """
         size = len(here.gradient)
         least = float(np.linalg.eigvalsh(here.information)[0]) - size * error - float(np.abs(penalty).max())

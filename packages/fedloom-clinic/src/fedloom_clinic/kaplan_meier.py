@@ -3,9 +3,9 @@
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time counts as the end of its bin, so that curve and test are those of the binned times. Of the exact times, with n at
-risk, d events and c censored rows in a bin, the factor of a bin lies between 1 - d / (n - c) and 1 - d / n, whatever
-their order. So each curve has a bound of its error, and so has each mean.
+A time counts as the end of its bin, so curve and test apply to the binned times. For the exact times, with n at risk, d
+events and c censored rows in a bin, the factor of a bin lies between 1 - d / (n - c) and 1 - d / n in every order. So
+each curve and each mean has a bound of its error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class Counted(NamedTuple):
-    """Cells of the question, and the total ``[G, 2, J]`` of events and of other ends once it is known."""
+    """Cells of the question, and its total ``[G, 2, J]`` of events and of other ends once the total is known."""
 
     groups: MergedCells
     ends: Tensor
@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 
 
 class SurvivalCurve(NamedTuple):
-    """Kaplan and Meier's curve of one group ``[J]``, with its smallest value for the exact times, and log variance."""
+    """Kaplan-Meier curve ``[J]`` of one group, its smallest value for exact times, and its log variance."""
 
     at_risk: Floats
     events: Floats
@@ -170,7 +170,7 @@ class KaplanMeier(Analysis):
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
     def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the group ``[N]``, the bin ``[N]``, and whether an event ends it ``[N]``, of every row."""
+        """Return the group ``[N]``, the bin ``[N]``, and a flag of an event at the end ``[N]``, for every row."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
@@ -178,7 +178,7 @@ class KaplanMeier(Analysis):
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:
-    """Return the curve of counts ``[2, J]`` of events and of rows that are censored."""
+    """Return the curve of counts ``[2, J]`` of events and of censored rows."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]
     factors, lowest = (
@@ -190,7 +190,7 @@ def curve_of(counts: Floats) -> SurvivalCurve:
 
 
 def interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
-    """Return the ends ``[J]`` of intervals on the scale of log(-log S), as lifelines has them."""
+    """Return the ends ``[J]`` of intervals on the scale of log(-log S), computed as in lifelines."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log = np.log(curve.survival)
         reach = norm.ppf(0.5 + level / 2) * np.sqrt(curve.variance) / log

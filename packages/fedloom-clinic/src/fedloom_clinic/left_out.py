@@ -1,4 +1,4 @@
-"""A new client: every method without each client in turn, its model scored at the one that was left out."""
+"""A new client: every method trained without each client in turn, with its model scored at the omitted client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples of the left out client is recorded."""
+"""Name under which the number of samples of the omitted client is recorded."""
 FEWEST_CLIENTS = 3
-"""Clients of which one can be left out."""
+"""Clients that can be omitted."""
 
 
 class LeftOut(Analysis):
-    """Every method without each client in turn, its global model scored at the client that was left out."""
+    """Every method trained without each client in turn, with its global model scored at the omitted client."""
 
     kind: ClassVar[str] = "left-out"
 
@@ -45,7 +45,7 @@ class LeftOut(Analysis):
 
 
 def remove_client(fed: Federation, client: int) -> Federation:
-    """Return the federation without one client. The client's samples stay in the data set and belong to nobody."""
+    """Return the federation without one client. The client's samples stay in the data set and belong to no client."""
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
     for part in DATA_PARTS:
@@ -61,15 +61,15 @@ def remove_client(fed: Federation, client: int) -> Federation:
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
-    """Score the global model of a run without a client on all of that client's samples.
+    """Return the scores of the global model of a run without a client, on all of that client's samples.
 
-    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model. And on
-    the client's own rows, which is what it could do with its rows at hand.
+    Columns of a table are scaled by the medians of the other clients, which is the use of the model by a new client.
+    They are also scaled on the client's rows, which is possible for a client that has its rows.
 
     Args:
-        result: of the run without the client.
-        fed: with the client.
-        client: who was left out.
+        result: result of the run without the client.
+        fed: federation with the client.
+        client: omitted client.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()

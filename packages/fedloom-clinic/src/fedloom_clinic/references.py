@@ -1,4 +1,4 @@
-"""Reference models of scikit-learn, fitted at every site on its own rows: a regression and a forest."""
+"""Reference models of scikit-learn, fitted at every site on its rows: a regression and a forest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability that stands for 0."""
+"""Probability used for 0."""
 
 
 class References(Analysis):
@@ -36,10 +36,10 @@ class References(Analysis):
 
 
 def check_references(fed: Federation) -> None:
-    """Refuse data that the reference models do not take.
+    """Raise if the reference models do not accept the data.
 
     Raises:
-        Refused: the samples are no rows of a table, or their targets are times or counts.
+        ConfigError: the samples are not rows of a table, or their targets are times or counts.
     """
     if fed.data.fitted is None or fed.data.task in ("survival", "count"):
         raise Refused(
@@ -51,10 +51,10 @@ def check_references(fed: Federation) -> None:
 
 
 def references(result: Result) -> pa.Table:
-    """Metrics of the reference models on every client's test part: client, model, metric, value.
+    """Return the metrics of the reference models on every client's test part: client, model, metric, value.
 
-    They are fitted to the features of the client's training part, as the networks get them. A client whose training
-    part has one class only has no logistic regression and no forest.
+    The models are fitted to the features of the client's training part, as the networks receive them. A client whose
+    training part contains a single class has no logistic regression and no forest.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():
@@ -81,7 +81,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return outputs as a network of the task would: logits of classes, or values."""
+    """Return outputs in the form of a network of the task: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

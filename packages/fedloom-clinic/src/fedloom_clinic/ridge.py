@@ -2,8 +2,8 @@
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-Inputs are those that a model gets, of training rows. Clients first send means, then squares about the means, then the
-Gram matrix of standardized inputs and targets. So coefficients lose no digits to the size of a column.
+Inputs are the inputs of a model, from training rows. Clients first send means, then squares about the means, then the
+Gram matrix of standardized inputs and targets. So coefficients lose no digits to the scale of a column.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SMALLEST_SPREAD = 1e-9
-"""Deviation of an input, in the largest that is agreed on, below which it is the same in every row."""
+"""Deviation of an input, relative to the largest agreed input, below which the input is the same in every row."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Steps of sums under masks: of means and squares in the largest input, of products of inputs of unit deviation. An
-input that varies by a millionth of what is agreed on then still has a deviation of six digits."""
+"""Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs of unit
+deviation. An
+input that varies by a millionth of the agreed range then still has a deviation of six digits."""
 
 
 class RidgeRows(NamedTuple):
@@ -54,7 +55,7 @@ class LinearPredictor(nn.Module):
 
 
 class RidgeRegression(ScriptedAnalysis):
-    """Ridge regression over the training rows of all clients, by sums, of classes on one-hot targets."""
+    """Ridge regression over the training rows of all clients, by sums. Classes are fitted as one-hot targets."""
 
     kind: ClassVar[str] = "ridge"
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
@@ -177,12 +178,12 @@ class RidgeRegression(ScriptedAnalysis):
 
 
 def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor) -> Tensor:
-    """Return how far rounding can move the solution ``[p, c]`` of a system, as a distance for every output ``[c]``.
+    """Return the largest effect of rounding on the solution of a system, as a distance ``[c]`` by output.
 
     Args:
-        system: ``[p, p]`` with the ridge.
-        beta: ``[p, c]`` the solution.
-        error: of every number of the Gram matrix: its upper triangle, then the products with the targets.
+        system: ``[p, p]`` matrix, including the ridge.
+        beta: ``[p, c]`` solution.
+        error: error of every number of the Gram matrix: its upper triangle, then the products with the targets.
         penalty: ``[p]`` error of the ridge.
     """
     p, c = beta.shape
@@ -200,12 +201,15 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
 
 
 def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
-    """Return the bounds of sums over rows of numbers up to ``largest [k]``, with the step of each."""
+    """Return the bounds of sums over rows of numbers up to ``largest [k]``, with the step of each sum."""
     return Bounds(-most * largest, most * largest, step.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def input_names(schema: Schema) -> list[str]:
-    """Return the names of the numbers of an input: a code has one for each level, a flagged column one for its gaps."""
+    """Return the names of the numbers of an input.
+
+    A code has one number for each level, and a flagged column has one for its gaps.
+    """
     names = list[str]()
     for column in schema.columns:
         names += [f"{column.name} {level}" for level in column.names] if column.levels else [column.name]
@@ -214,7 +218,7 @@ def input_names(schema: Schema) -> list[str]:
 
 
 def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
-    """Return inputs ``[N, p]`` from raw columns of rows that no federation has prepared. Gaps stay NaN."""
+    """Return inputs ``[N, p]`` from raw columns of rows that are not prepared by a federation. Gaps stay NaN."""
     blocks = list[Tensor]()
     for column, values in zip(schema.columns, x.T, strict=True):
         levels = torch.arange(column.levels or 1).double()

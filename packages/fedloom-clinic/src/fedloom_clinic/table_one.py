@@ -1,9 +1,9 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). Tests are SciPy's on the same sums.
+standardized difference of levels). Tests are SciPy's, on the same sums.
 
-Numbers are put on [-1, 1] by their agreed ranges. Deviations come from a second question, about the means of the first.
+Agreed ranges put numbers on [-1, 1]. Deviations come from a second question, about the means of the first question.
 """
 
 from __future__ import annotations
@@ -48,24 +48,27 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios of one quantity in two units. Clinics' commonest."""
+"""Ratios of a quantity in two units. They are the most frequent in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Part of a factor within which a ratio of two clients' medians is that of two units."""
+"""Part of a factor within which a ratio of two clients' medians indicates two units."""
 NOTED_DISTANCE = 1.0
-"""Standard deviations of the others' rows from which a client's mean stands apart. A large effect, by Cohen, is 0.8."""
+"""Number of standard deviations of the others' rows from which a client's mean stands apart.
+
+Cohen calls an effect of 0.8 large.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
-    """A column with its cells: bins of a number, or levels of a code with missing ones last.
+    """Column with its cells: bins of a number, or levels of a code with missing cells last.
 
     Args:
-        name: of the column.
-        place: in the rows.
-        edges: ``[bins + 1]`` of a number. None of a code.
-        cells: of a code.
-        levels: of a code before cells were merged.
-        of: ``[bins]`` the cell of every agreed bin.
+        name: name of the column.
+        place: place in the rows.
+        edges: ``[bins + 1]`` edges of the bins of a number. None for a code.
+        cells: cells of a code.
+        levels: levels of a code before cells were merged.
+        of: ``[bins]`` cell of every agreed bin.
     """
 
     name: str
@@ -77,12 +80,15 @@ class SummaryColumn:
 
     @property
     def shown(self) -> int:
-        """Levels that are no missing cells."""
+        """Levels other than missing cells."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Numbers of the column in the first answer, of a group: cells, and of a number also missing, beyond, a sum."""
+        """Number of values of the column in the first answer, for a group.
+
+        The values are the cells, and for a number also missing rows, rows outside the range, and a sum.
+        """
         return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
 
 
@@ -245,9 +251,9 @@ class TableOne(ScriptedAnalysis):
 
 
 class _Moments(NamedTuple):
-    """Moments of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and how to go back.
+    """Moments of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and the conversion back.
 
-    ``error`` is how far rounding can move a sum.
+    ``error`` is the largest effect of rounding on a sum.
     """
 
     rows: Floats
@@ -270,7 +276,7 @@ TABLE_SCHEMA = pa.schema([
 
 
 def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> tuple[Tensor, Tensor]:
-    """Return a number on [-1, 1] ``[N]``, and where it is there and within the agreed range."""
+    """Return a number on [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
     whole = (values >= low) & (values <= high)
@@ -284,7 +290,10 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
 
 
 def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
-    """Return the subjects with a row in every cell of a column, in the order of its numbers. 0 in place of a sum."""
+    """Return the number of subjects with a row in every cell of a column.
+
+    Counts follow the order of its numbers. The count of a sum is 0.
+    """
     values = client.x[:, column.place]
     if column.edges is None:
         return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
@@ -347,7 +356,7 @@ def _describe_number(
 
 
 def _bound(of: _Moments, group: int) -> float | None:
-    """Return how far rounding can move the mean or the deviation of a group."""
+    """Return the largest effect of rounding on the mean or the deviation of a group, or None below two rows."""
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
         return None
@@ -398,7 +407,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile from counts in bins, rows spread evenly over their bin."""
+    """Return a quantile from counts in bins, with rows spread evenly over their bin, or None without rows."""
     if not counts.any():
         return None
     below = np.append(0.0, counts.cumsum())
@@ -410,7 +419,10 @@ def _number(p: float | None) -> float | None:
 
 
 def _note_clients(rows: list[dict[str, object]]) -> None:
-    """Note clients that stand apart in a number, and whether another unit would explain it. A guess, never applied."""
+    """Add notes on clients that stand apart in a number, and on another unit as a possible reason.
+
+    The unit is a guess and never applied.
+    """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:
         rest = [o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None]

@@ -10,23 +10,25 @@ from fedloom.outputs import FileKind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
 PAGE_STARTS = (b"#", b"<", b"-")
-"""First bytes of a Markdown page that these commands write: a heading, a tag, or front matter."""
+"""First bytes of a Markdown page written by these commands: a heading, a tag, or front matter."""
 DOCS_FOLDER, PAGES_FOLDER = Path("docs"), Path("studies") / "pages"
 """Folders of pages and of appendices in a checkout."""
 
 
 def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | bytes]]) -> None:
-    """Write a page, and its appendices into a folder beside it. Those of a checkout's docs go into studies/pages.
+    """Write a page, and its appendices into a folder beside it.
+
+    Appendices of a page in a checkout's docs are written into studies/pages.
 
     Args:
-        page: the file of the page.
+        page: file of the page.
         folder: name of the folder.
-        contents: name and content of every file, the page's with an empty name. Links of the page lead to ``folder/``,
-            those of an appendix to ``../``.
+        contents: name and content of every file. The page's name is empty. Links in the page lead to ``folder/``, and
+            links in an appendix lead to ``../``.
 
     Raises:
-        ConfigError: a file is there that this command did not write: a page with another first line, or, without a
-            page, a file in the folder.
+        ConfigError: a file exists that this command did not write: a page with another first line, or, without a page,
+            a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()
@@ -53,7 +55,9 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
 
 def check_page(page: Path) -> None:
-    """Refuse a page that must not be written, before any work. Its first line is looked at when the new one is known.
+    """Raise if a page must not be written, before any work.
+
+    The page's first line is compared when the new page is known.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.

@@ -1,8 +1,8 @@
 """Experiments that decide open headline claims, from a list that was frozen before the first of their seeds ran.
 
-``decide.toml`` lists every open headline claim of the papers' page: those that an experiment may decide, with what it
-costs, and those that are left open, with the reason. An experiment adds seeds to a recorded recipe with the settings
-that were chosen then, or runs a recipe for the first time.
+``decide.toml`` lists every open headline claim of the papers' page: claims that an experiment may decide, with its
+cost, and claims that remain open, with the reason. An experiment adds seeds to a recorded recipe with the settings
+chosen at the time, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class LeftOpen(Value):
 
 @cache
 def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
-    """Return the experiments, the cheapest per claim first, and what is left open."""
+    """Return the experiments, the cheapest per claim first, and the claims that remain open."""
     document = tomllib.loads(files("fedloom_studies").joinpath("decide.toml").read_text())
     experiments = sorted((Decision(**one) for one in document["experiment"]), key=lambda one: one.price)
     return tuple(experiments), tuple(LeftOpen(**one) for one in document["left"])
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
-    """Return the seeds, of so many in all, that lack a figure which the recipe wants now."""
+    """Return the seeds, from a given number in all, without a figure that the recipe now needs."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
     for variant, document in recipe.at(summary.scale).items():
@@ -84,17 +84,17 @@ def add_seeds(
     recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
     workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
 ) -> RecipeSummary | None:  # fmt: skip
-    """Run seeds with the settings that a record chose, and return the record with them. None where time was over.
+    """Run seeds with the settings that a record chose, and return the record with them. Return None if the time ended.
 
     Args:
-        recipe: of the record.
-        summary: the record.
-        seeds: what to run.
-        out: folder of the run directories, which a second call resumes.
+        recipe: recipe of the record.
+        summary: record to extend.
+        seeds: seeds to run.
+        out: folder of the run directories, from which a second call resumes.
         data_dir: folder of data sets.
-        workers: processes.
-        budget: time that may be spent.
-        show: shows progress.
+        workers: number of processes.
+        budget: time that the runs may take.
+        show: function that shows progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
     for variant, document in recipe.at(summary.scale, seeds).items():
@@ -122,7 +122,7 @@ def add_seeds(
 def merge_seeds(
     old: Mapping[str, Mapping[str, float | None]], new: Mapping[str, Mapping[str, float | None]]
 ) -> dict[str, dict[str, float | None]]:
-    """Merge figures by seed. A seed that was run again has its new figures."""
+    """Return figures merged by seed. A seed that was run again keeps its new figures."""
     return {
         reference: dict(
             sorted({**old.get(reference, {}), **new.get(reference, {})}.items(), key=lambda item: int(item[0]))
@@ -132,17 +132,17 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Whether seeds can be added to a record. Else the recipe is run as it stands."""
+    """Return True if seeds can be added to a record. Otherwise the recipe is run unchanged."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Whether a record has what an experiment adds."""
+    """Return True if a record contains the seeds that an experiment adds."""
     return summary is not None and can_extend(recipe, summary) and not seeds_to_run(recipe, summary, one.seeds)
 
 
 def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row per experiment: recipe, what it adds, core-hours, claims, state."""
+    """Yield a row for each experiment: recipe, added seeds, core-hours, claims, state."""
     experiments, left = decisions()
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")
@@ -153,5 +153,5 @@ def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str,
 
 
 def total_hours() -> float:
-    """Core-hours of all experiments."""
+    """Return the core-hours of all experiments."""
     return math.fsum(one.hours for one in decisions()[0])

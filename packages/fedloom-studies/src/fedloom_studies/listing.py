@@ -1,4 +1,4 @@
-"""Keep the rows of a listing in the user's cache, so that only what has changed is estimated anew."""
+"""Cache of the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""The code behind a listing."""
+"""Code that makes a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
-    """Return the rows that are kept of a listing, where code, files or the question differ, make and keep them.
+    """Return the cached rows of a listing. If the code, files or the question differ, make and cache them again.
 
     Args:
-        name: of the listing.
-        question: what was asked. Its text is compared.
-        rows: makes the rows, of what JSON can hold.
-        places: files and folders that the rows depend on, beside the code and the data folder of the environment.
+        name: name of the listing.
+        question: question that the rows answer. Its text is compared.
+        rows: function that makes the rows, of values that JSON supports.
+        places: files and folders that the rows depend on, besides the code and the data folder of the environment.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (*LISTED_FOLDERS, data, *places) if place is not None]

@@ -1,4 +1,4 @@
-"""``fedloom cox``: time to event over sites, by sums that equal the pooled fit."""
+"""``fedloom cox``: regression of a time to an event over sites, by sums that equal the pooled fit."""
 
 from __future__ import annotations
 

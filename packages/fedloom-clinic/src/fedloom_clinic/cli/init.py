@@ -45,8 +45,8 @@ def init(
 ) -> None:
     """Look at a table and draft an experiment file.
 
-    Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
-    its questions stand in the file, with the options that answer them.
+    Everything found in the table is reported at once. The draft runs unchanged unless questions remain. In this case
+    the file contains the questions, with the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """
@@ -89,7 +89,7 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """Read the data with the draft's options, so that every written draft runs."""
+    """Return the data, read with the draft's options, so that every written draft runs."""
     from fedloom.lab.experiment import parse
 
     document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}

@@ -28,10 +28,10 @@ Strength = Annotated[
 
 
 def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Read the value of --strength. None where there is no ridge.
+    """Return the value of --strength. None if there is no ridge.
 
     Raises:
-        ConfigError: it is neither a number above 0 nor cv, or there is no ridge.
+        ConfigError: the value is neither a number above 0 nor cv, or there is no ridge.
     """
     from fedloom_clinic.fits.penalty import check_penalty
 
@@ -44,7 +44,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 
 
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Write what the penalty of a regression is, and what its intervals are."""
+    """Write a sentence on the penalty of a regression and on its intervals."""
     if ridge is not None:
         say(f"{ridge.words}; standard errors are of the penalized likelihood and leave out what shrinking costs")
     elif penalty == "firth":

@@ -1,4 +1,4 @@
-"""The survey of a table before its columns have roles: kinds of columns, faults and notes."""
+"""Survey of a table before its columns receive roles: kinds of columns, faults and notes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,32 @@ SITE_WORDS = words(
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
-"""Words for who keeps a row. A ward, region, country or group is a trait of the row: it is only named."""
+"""Words for a keeper of rows. A ward, region, country or group is a trait of the row, so the survey only mentions
+it."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
-"""Words for traits of a row that may be its site too."""
+"""Words for traits of a row that may also be its site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
-"""Members of `SITE_WORDS` that are also years of schooling, exercise, confidence, or an account."""
+"""Members of `SITE_WORDS` that also mean years of schooling, exercise, confidence, or an account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
-"""Words beside a word of `AMBIGUOUS_WORDS` that make it an organisation."""
+"""Words that turn a neighboring word of `AMBIGUOUS_WORDS` into an organization."""
 NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words beside a word of `SITE_WORDS` that leave its meaning. Any other, as in hospital_expire_flag, may change it."""
+"""Words that leave the meaning of a neighboring word of `SITE_WORDS` unchanged.
+
+Any other word, as in hospital_expire_flag, may change it.
+"""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Names of counts of sites."""
+"""Names of columns with counts of sites."""
 
 
 class Survey:
-    """A table as it is found.
+    """Survey of a table.
 
     Args:
-        path: the file of a table. fedloom detects the separator and the decimal sign of a CSV file.
+        path: file of the table. fedloom detects the separator and the decimal sign of a CSV file.
         options: options for the file, such as ``skip`` or ``sheet``.
 
     Raises:
-        DataError: no such file, no table, rows of another length, or columns of the same name.
+        DataError: the file does not exist or is not a table, rows differ in length, or columns have the same name.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -84,20 +88,20 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """Find a column by name.
+        """Return a column by name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the table contains no column of this name.
         """
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name the site of a row, and those that may.
+        """Return the columns that name the site of a row, and the columns that may name it.
 
         Args:
-            excluded: the target and its event, which are no sites.
+            excluded: target and its event, which are not sites.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -117,10 +121,12 @@ class Survey:
         return sure, doubtful
 
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the column of whom a row is, and others that may be it: a patient has stays, not the reverse.
+        """Return the column that names the subject of a row, and other possible columns.
+
+        A patient has stays, not the reverse.
 
         Args:
-            excluded: the target, its event and the sites of rows.
+            excluded: target, its event and the sites of rows.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -132,7 +138,7 @@ class Survey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Columns with the same cells: a later one, and the first."""
+        """Yield columns with equal cells: each later column, with the first."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
@@ -142,18 +148,18 @@ class Survey:
 
 
 def _names_person(name: str) -> bool:
-    """Whether a name is that of a person's number, and of nothing else, as ``stays_in_week_nights`` is."""
+    """Return True if a name means a person's number and nothing else, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in words_of(name)
     )
 
 
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
-    """Return whether every level of another column has rows of a single level of this one."""
+    """Return True if rows of every level of another column share a single level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a name, as of ``hospital_id`` and ``hospitalId``, in lower case."""
+    """Return the words of a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
     return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

@@ -1,4 +1,4 @@
-"""The experiment file of a draft as text, with a comment on every choice."""
+"""Experiment file of a draft as text, with a comment on every choice."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from fedloom.data.survey.facts import ColumnProfile
 from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
-"""Rows of the smallest site that takes part. Fewer are too few to scale a column."""
+"""Smallest number of rows of a site that takes part. Fewer rows are too few to scale a column."""
 MAX_SHOWN_NAMES = 8
-"""Most names in a sentence."""
+"""Largest number of names in a sentence."""
 QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Characters of a list that has a line to itself."""
+"""Number of characters from which a list takes several lines."""
 
 
 class ColumnRoles(NamedTuple):
     """Roles of a table's columns in an experiment.
 
     Attributes:
-        survey: of the table.
-        task: that the target makes.
-        target: column that is predicted. None where that is asked.
-        event: column with 1 for an event, where the target is a time.
+        survey: survey of the table.
+        task: task that the target defines.
+        target: column to predict. None if a question asks for it.
+        event: column with 1 for an event, if the target is a time.
         site: column that names the site of a row.
-        categorical: names of the columns of text.
-        drop: columns that are left out, with the reason.
-        missing: cells that mean missing, beside those of every table.
-        impute: whether cells of features are missing.
+        categorical: names of the text columns.
+        drop: omitted columns, with the reasons.
+        missing: cells that mean missing, in addition to the usual marks.
+        impute: True if cells of features are missing.
         shifts: sites whose numbers may be in another unit, by column.
-        clients: number of clients where no column names a site.
+        clients: number of clients if no column names a site.
         width: number of features.
-        questions: what people must answer before the draft runs.
-        subject: column of whom a row is.
-        order: column of dates that may be when a row came. It is proposed.
+        questions: questions that people must answer before the draft runs.
+        subject: column that names the subject of a row.
+        order: column of dates that may give the order of rows. The draft proposes it.
     """
 
     survey: Survey
@@ -63,11 +63,11 @@ class ColumnRoles(NamedTuple):
 
 
 def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
-    """Write the experiment file of a draft as text.
+    """Return the experiment file of a draft as text.
 
     Args:
-        roles: of the table's columns.
-        place: of the file.
+        roles: roles of the table's columns.
+        place: place of the file.
         agreement: document on the meaning of the columns. None: inferred from the file.
     """
     numeric = roles.task not in CLASS_TASKS
@@ -109,16 +109,17 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
 
 
 def _step(roles: ColumnRoles) -> float:
-    """Return a step size short enough for scaled features.
+    """Return a step size that is short enough for scaled features.
 
-    The loss of classes bends less than that of measurements. That of times bends in proportion to the share of events.
+    The curvature of the loss of classes is smaller than the curvature of the loss of measurements. The curvature of the
+    loss of times is proportional to the share of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
     return 0.1 if roles.task in CLASS_TASKS else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
 
 
 def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
-    """Build the table of the data."""
+    """Return the table of the data."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
@@ -162,7 +163,10 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Comments with the order of rows, and known factors of sites that may be in another unit. None is applied."""
+    """Return comments on the order of rows, and known factors of sites that may be in another unit.
+
+    The draft applies no comment.
+    """
     proposed = ""
     if roles.order is not None:
         head = "# Test on later rows? Take the sign # from the next line: each client trains on its earlier rows.\n"
@@ -181,12 +185,12 @@ def _proposals(roles: ColumnRoles) -> str:
 
 
 def _bare(text: str) -> str:
-    """Text that fits into a comment."""
+    """Return text that fits into a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def rounded(value: float) -> float:
-    """Round a number to three digits, as people write it."""
+    """Return a number rounded to three digits, in the usual notation."""
     return float(f"{value:.3g}")
 
 
@@ -200,7 +204,7 @@ def _inline(table: dict[str, Any]) -> str:
 
 
 def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
-    """Keys of a table, each with its comment."""
+    """Return the keys of a table, each with its comment."""
     lines = []
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)

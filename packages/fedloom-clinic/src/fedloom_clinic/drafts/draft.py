@@ -1,4 +1,4 @@
-"""A draft of an experiment file from what a table holds, and the sentences that explain it."""
+"""Draft of an experiment file from the contents of a table, and sentences that explain the draft."""
 
 from __future__ import annotations
 
@@ -33,28 +33,33 @@ from fedloom_clinic.drafts.columns import Survey
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
-"""Rows that a federation needs, and a class that is not rare."""
+"""Smallest number of rows of a federation, and of a class that is not rare."""
 SUSPICIOUS_SCORE = 0.95
-"""AUROC or R2 of a single column from which it is worth a second look, of one named as a later one, `LATE`."""
+"""AUROC or R2 of a single column from which the report mentions the column.
+
+`DOUBTFUL_IF_LATER` applies instead if the column's name matches `LATER_NAME_PATTERN`.
+"""
 DOUBTFUL_IF_LATER = 0.75
 
 
 class Draft:
-    """The roles of a table's columns.
+    """Roles of a table's columns.
 
     Args:
-        survey: of the table.
-        by: column that names the site of a row. None: found out. empty: there is none.
-        target: column to predict. None: found out.
-        event: column with 1 for an event, where the target is a time to it. None: found out. empty: there is none.
-        subject: column of whom a row is, where one has several. None: found out. empty: there is none.
+        survey: survey of the table.
+        by: column that names the site of a row. None: the draft detects the column. Empty: no column.
+        target: column to predict. None: the draft detects the column.
+        event: column with 1 for an event, if the target is a time to the event. None: the draft detects the column.
+            Empty: no column.
+        subject: column that names the subject of a row, if a subject has several rows. None: the draft detects the
+            column. Empty: no column.
 
     Attributes:
-        report: a sentence on everything that is worth one.
+        report: sentences on notable findings.
 
     Raises:
-        ConfigError: a column that is not there, a target that cannot be learned, or no feature.
-        DataError: too few rows.
+        ConfigError: a column does not exist, a target cannot be learned, or no feature remains.
+        DataError: the table contains too few rows.
     """
 
     def __init__(
@@ -88,18 +93,18 @@ class Draft:
 
     @property
     def chosen(self) -> tuple[str | None, str | None, str | None]:
-        """Names of the target, the event and the site. Where they are known."""
+        """Names of the target, the event and the site. Unknown names are omitted."""
         target, event, site = (None if c is None else c.name for c in (self._target, self._event, self._site))
         return target, event, site
 
     @property
     def asks(self) -> bool:
-        """True if the target is not known, so that no data set can be read by the draft."""
+        """True if the target is not known, so that no data set can be read with the draft."""
         return self._target is None
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """The column of classes that a site needs rows of: the target, or the events of times. None of measurements."""
+        """Column of the classes that every site needs: the target, or the events of times. None for measurements."""
         if self._event is not None:
             return self._event
         return self._target if self._task in CLASS_TASKS else None
@@ -157,11 +162,11 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target and its event. Where they are there."""
+        """Target and its event. Missing columns are omitted."""
         return [column for column in (self._target, self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
-        """Take the column of whom a row is. A column of sites is none."""
+        """Choose the column that names the subject of a row. A column of sites is not chosen."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
         sites = survey.sites(roles)[0] if by is None else [by]
@@ -205,7 +210,7 @@ class Draft:
             has_target &= subject.cells != ""
 
         def sizes(site: ColumnProfile) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
-            """Levels of a column, and the rows of each, or its subjects."""
+            """Return the levels of a column, with the number of rows, or subjects, of each."""
             here = has_target & (site.cells != "")
             if subject is None:
                 return np.unique(site.cells[here].astype(str), return_counts=True)
@@ -332,14 +337,14 @@ class Draft:
 
     @staticmethod
     def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """For every number that means missing in one column, the columns where it is an ordinary one."""
+        """Return, for every number that means missing in one column, the columns in which it is an ordinary number."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
         }
 
     def _reason_to_drop(self, c: ColumnProfile, twins: dict[str, str]) -> str:
-        """Why a column is no feature."""
+        """Return the reason why a column is not a feature."""
         if c.kind == "empty":
             return "empty"
         if c.constant:
@@ -377,7 +382,7 @@ class Draft:
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
-        """Return whether the target, or its event, is measured or has classes."""
+        """Return "classification" if the column provides the classes of the outcome, otherwise "regression"."""
         return "classification" if column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
@@ -386,10 +391,12 @@ class Draft:
             self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
-        """Return the agreement that sites would sign, from the drafted data: units stay open, ranges are the table's.
+        """Return the agreement that sites would sign, from the drafted data.
+
+        Units stay open, and ranges come from the table.
 
         Args:
-            data: as the draft reads them.
+            data: data as read with the draft.
         """
         assert isinstance(data.prepare, Table)
         ranges = []
@@ -417,11 +424,11 @@ class Draft:
 
 
 def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
-    """Return a sentence on every column whose levels are not all in an agreement.
+    """Return a sentence on every column with levels that are missing in an agreement.
 
     Args:
-        data: with all levels.
-        agreement: of it.
+        data: data with all levels.
+        agreement: agreement of the data.
     """
     assert isinstance(data.prepare, Table)
     named = {column.name: column.levels for column in agreement.column}
@@ -435,7 +442,7 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
 
 
 def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -> dict[str, int]:
-    """Return the rows of every level of a column, or its subjects, by the name that a level has in data sets."""
+    """Return the number of rows, or subjects, of every level of a column, by the name of the level in data sets."""
     counts = Counter[str]()
     if subject is not None:
         pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}

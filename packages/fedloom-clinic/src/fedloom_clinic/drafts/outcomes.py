@@ -1,4 +1,7 @@
-"""The outcome of a table: its target, and the event of a time. Chosen where the evidence is clear, else asked for."""
+"""Outcome of a table: its target, and the event of a time.
+
+The outcome is chosen if the evidence is clear. Otherwise the draft asks for it.
+"""
 
 from __future__ import annotations
 
@@ -26,62 +29,64 @@ FOLLOW_UP = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
     re.IGNORECASE,
 )
-"""Names of the time under observation, among other times such as that from the diagnosis to the begin."""
+"""Names of the time under observation, in contrast to other times such as the time from diagnosis to start."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Names of times that only tables of survival have. Beside other times, who died may be a class that is predicted."""
+"""Names of times that only survival tables contain. Besides other times, a column of deaths may be a class to
+predict."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
 )
-"""Names of columns with 1 for an event. One of `cens` may have either meaning, so people name it."""
+"""Names of columns with 1 for an event. A column with `cens` in its name may have either meaning, so people must name
+it."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Names that survival data have for 1 = event, 0 = censored, by custom. ``censored`` may say the opposite."""
+"""Names that, by custom in survival data, mean 1 = event, 0 = censored. ``censored`` may mean the opposite."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability that a censored time is longer than one that ended by an event, which confirms the custom.
+"""Smallest probability that a censored time is longer than a time that ended by an event. It confirms the custom.
 
-Of the 14 public tables with an event whose key was written first, it is at least so much in 5, in none is it as far on
-the other side (0.31 at least), where 0 and 1 would be confused.
+Of the 14 public tables with an event whose key was written first, the probability is at least this in 5. In no
+table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
-"""Names of times at which observation begins."""
+"""Names of times at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Share of rows that must begin before they end. Real tables hold typing errors."""
+"""Smallest share of rows that must start before they end. Real tables contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
 """Names of counts."""
 MOST_CODES = 4
-"""Values of a column of events beyond 0 and 1: censored, and causes that compete."""
+"""Largest number of values of a column of events in codes other than 0 and 1: censored, and competing causes."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
 )
-"""Names of when a row was recorded, which is seldom predicted."""
+"""Names of recording dates, which are seldom predicted."""
 TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo"
 )
-"""Names that say that the column is predicted, and nothing else where they are in the usual place."""
+"""Names that mark the predicted column, and mean nothing else in the usual place."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
-"""Members of `TARGET_WORDS` that have other meanings inside a table: what is aimed at, a caption, an income."""
+"""Members of `TARGET_WORDS` that have other meanings inside a table: an aim, a caption, an income."""
 TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
     "absent present negative positive healthy sick control case alive dead "
     "ja nein oui non si sim nao ano ne tak nie да нет"
 )
-"""Levels in lower case of text that says whether something is so."""
+"""Levels, in lower case, of yes-or-no text."""
 EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
     "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
 )
-"""Names of what happens to a person, which is mostly predicted."""
+"""Names of events in a person's life, which are mostly predicted."""
 RESULT_WORDS = words(
     "los lengthofstay class classes result results diagnosis category classification disease disorder "
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words of names of outcomes, which features have too."""
+"""Words in names of outcomes that names of features contain too."""
 
 (
     TARGET_NAME_POINTS,
@@ -93,29 +98,30 @@ RESULT_WORDS = words(
     ONLY_CANDIDATE_POINTS,
 ) = 4, 3, 3, 2, 1, 1, 4
 """Points for a target: a name of `TARGET_WORDS`, of `EVENT_WORDS`, the name of the file, a name of `RESULT_WORDS` or
-the end of the file's name, a word of either, the last place, and being the only column that can be one. A time beside
-one event has as many points as a name of `TARGET_WORDS`."""
+the end of the file's name, a word of either, the last place, and being the only possible column. A time beside one
+event gets as many points as a name of `TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Points from which the first candidate is taken, unless the next has more than `MIN_LEAD_POINTS` below."""
+"""Number of points from which the first candidate is chosen, unless it leads the next candidate by less than
+`MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
-"""Points by which it must lead.
+"""Smallest lead of the first candidate in points.
 
-With both, 21 of the 31 public tables whose key was written first are drafted rightly, 10 are asked about and none is
-wrong.
+With both limits, 21 of the 31 public tables whose key was written first are drafted correctly, 10 lead to a question
+and no draft is wrong.
 """
 MAX_SHOWN_CANDIDATES = 6
-"""Candidates that a question names."""
+"""Largest number of candidates that a question names."""
 
 
 class TableOutcome(NamedTuple):
     """Outcome for which a table is drafted.
 
     Attributes:
-        target: column that is predicted. None where that is asked.
-        event: column with 1 where the target, a time, ended by an event, 0 where it is censored. None for other tasks.
-        question: what people must answer before the draft runs. "" where the evidence is clear.
-        note: a sentence on another choice. "" without one.
-        alternatives: columns that may be the target too.
+        target: column to predict. None if a question asks for it.
+        event: column with 1 if the target, a time, ended by an event, and 0 if it is censored. None for other tasks.
+        question: question that people must answer before the draft runs. "" if the evidence is clear.
+        note: sentence on another choice. "" if there is no other choice.
+        alternatives: other columns that may be the target.
     """
 
     target: ColumnProfile | None
@@ -126,24 +132,24 @@ class TableOutcome(NamedTuple):
 
 
 def is_event(column: ColumnProfile) -> bool:
-    """Return whether a column holds 0 and 1 only, both of them."""
+    """Return True if a column contains both 0 and 1, and no other value."""
     return set(column.numbers.tolist()) == {0.0, 1.0}
 
 
 def is_coded(column: ColumnProfile) -> bool:
-    """Return whether a column may hold events in other codes: 1 and 2, or causes that compete."""
+    """Return True if a column may contain events in other codes: 1 and 2, or competing causes."""
     values = set(column.numbers.tolist())
     return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return whether a column holds times: numbers from 0 on, more than two, by that name."""
+    """Return True if a column contains times: more than two numbers, from 0 on, and the name of a time."""
     numbers = column.numbers
     return bool(TIME_PATTERN.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
+    """Return True if a column contains counts: more than two whole numbers, from 0 on, and the name of a count."""
     numbers = column.numbers
     return (
         column.whole
@@ -154,15 +160,15 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome that a table is drafted for: what is asked for, else what the evidence is clear about.
+    """Return the outcome for which a table is drafted: the requested outcome, or else the outcome with clear evidence.
 
     Args:
-        survey: of the table.
-        target: column that is asked for. None: none.
-        event: column that is asked for. None: found out. empty: there is none.
+        survey: survey of the table.
+        target: requested target column. None: no request.
+        event: requested event column. None: the draft detects the column. Empty: no column.
 
     Raises:
-        ConfigError: the event that is asked for holds something else, or no column is a time.
+        ConfigError: the requested event column contains other values, or no column is a time.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
     if event:  # not "", which means none
@@ -202,7 +208,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Choose the outcome by the evidence alone."""
+    """Choose the outcome by the evidence alone. Return the outcome."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
@@ -265,14 +271,17 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return whether a column beside a time may be its event, with a meaning that only people know."""
+    """Return True if a column beside a time may be its event, with a meaning that only people know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Whether a column of 0 and 1 marks events by custom and by its numbers: rows with 0 have the longer times."""
+    """Return True if a column of 0 and 1 marks events by custom and by its numbers.
+
+    Rows with 0 then have the longer times.
+    """
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
         return False
@@ -280,9 +289,9 @@ def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
 
 
 def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
-    """Return the points of every possible target column, in the order of the header, and columns that need an answer.
+    """Return the points of possible target columns, in header order, and the columns that need an answer.
 
-    A name that has other meanings inside a table, or that many features have, is no evidence without its place.
+    A name with other meanings inside a table, or a name of many features, is evidence only in the usual place.
     """
     most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
     stem = plain_name(survey.path.stem)
@@ -330,12 +339,15 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
 
 
 def _tells_truth(column: ColumnProfile) -> bool:
-    """Whether a column says if something is so, as outcomes do. Other texts and few numbers are groups as often."""
+    """Return True if a column contains yes-or-no values, as outcomes do.
+
+    Other texts and small sets of numbers are groups equally often.
+    """
     return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Return whether a column names the date or the person of a row, which is not predicted."""
+    """Return True if a column names the date or the person of a row, which is not predicted."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
         column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
     )
@@ -350,17 +362,17 @@ def _targets(names: Sequence[str]) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name as a shell takes it."""
+    """Return a name quoted for a shell."""
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
 def answer(survey: Survey) -> str:
-    """Return the begin of the sentence on how a question is answered, before the options."""
+    """Return the start of the sentence on the answer to a question, before the options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
 def _answers(survey: Survey, flags: Sequence[str]) -> str:
-    """Describe how to answer a question."""
+    """Return the sentence on the answer to a question."""
     return f"{answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
@@ -371,7 +383,10 @@ def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """Render the sentence on a column that may hold events of a time: censored rows, or codes other than 0 and 1."""
+    """Render the sentence on a column that may contain the events of a time.
+
+    The column marks censored rows, or contains codes other than 0 and 1.
+    """
     for column in survey.columns.values():
         if column.name == target or not _may_be_event(column):
             continue

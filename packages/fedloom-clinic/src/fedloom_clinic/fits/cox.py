@@ -1,4 +1,4 @@
-"""Cox regression over sites by sums: the pooled fit, and no row of a patient leaves a site.
+"""Cox regression over sites by sums: the fit equals the pooled fit, and no row of a patient leaves a site.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and
 B. Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -43,12 +43,12 @@ from fedloom_clinic.fits.separation import (
 
 TIES_METHODS = ("efron", "breslow")
 MIN_NEWTON_DECREMENT = 1e-12
-"""Newton decrement below which a step is the last."""
+"""Newton decrement below which a step is the last step."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
 class SurvivalSite(NamedTuple):
-    """The rows of one site: columns ``x [N, p]``, ``time [N]`` from 0 on, ``event [N]``, 0 where it is censored."""
+    """Rows of one site: columns ``x [N, p]``, ``time [N]`` from 0 on, and ``event [N]``, 0 if the time is censored."""
 
     x: Floats
     time: Floats
@@ -56,12 +56,12 @@ class SurvivalSite(NamedTuple):
 
 
 class RiskSums(NamedTuple):
-    """Sums of a site in a step, for J event times: over its rows at risk, and over rows with the event.
+    """Sums of a site in a step, for J event times: over rows at risk, and over rows with the event.
 
     Attributes:
-        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta), with a
-            metric V also ``[J]`` and ``[J, p]`` of w q and w q x, q = x' V x.
-        tied: the same over rows with the event at each time.
+        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta). With a
+            metric V, also ``[J]`` and ``[J, p]`` sums of w q and w q x, q = x' V x.
+        tied: the same sums over rows with the event at each time.
         deaths: ``[J]`` events.
         total: ``[J, p]`` sum of x over events.
     """
@@ -87,7 +87,7 @@ class Wald:
     se: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Wald interval of every coefficient."""
+        """Return the Wald interval of every coefficient."""
         from scipy.special import ndtri  # slow to import
 
         reach = ndtri(0.5 + level / 2) * self.se
@@ -104,15 +104,15 @@ class Wald:
 
 @dataclass(frozen=True)
 class CoxFit(Wald):
-    """Coefficients of the columns as they are measured.
+    """Coefficients of the unscaled columns.
 
     Attributes:
         beta: ``[p]`` log hazard ratios per unit.
-        se: ``[p]`` their standard errors.
+        se: ``[p]`` standard errors of beta.
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: the penalty, if there is one. Standard errors are then of the penalized information.
+        ridge: penalty, or None for an unpenalized fit. Standard errors then come from the penalized information.
     """
 
     beta: Floats
@@ -126,14 +126,14 @@ class CoxFit(Wald):
 def risk_sums(
     site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0, metric: Floats | None = None
 ) -> RiskSums:
-    """Compute the sums that a site sends.
+    """Return the sums that a site sends.
 
     Args:
-        site: its rows, columns centred and scaled as all sites' are.
+        site: rows of the site, with columns centered and scaled as at all sites.
         beta: ``[p]`` coefficients.
-        times: ``[J]`` event times, rising.
-        shift: subtracted from every row's x beta. It changes no ratio of sums.
-        metric: ``[p, p]`` V of the sums for Firth's penalty. None: they are not needed.
+        times: ``[J]`` event times, ascending.
+        shift: number subtracted from every row's x beta. It does not change ratios of sums.
+        metric: ``[p, p]`` V of the sums for Firth's penalty. None: the sums are not needed.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -159,7 +159,7 @@ def risk_sums(
 
 
 def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
-    """Partial likelihood of the rows that sums are over."""
+    """Return the partial likelihood of the rows in the sums."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
     for zero, one, two in _event_sums(sums, ties):
@@ -170,7 +170,10 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 
 
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
-    """Yield the sum of weights at risk and the other sums' means at the first, second, ... event of every time."""
+    """Yield the sum of weights at risk and the means of the other sums at the first, second, ...
+
+    event of every time.
+    """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
         share = k / sums.deaths[some] if ties == "efron" else np.zeros(int(some.sum()))
@@ -182,9 +185,9 @@ def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
 
 
 def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
-    """Compute the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
+    """Return the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
 
-    At an event the derivative of the information is the third central moment of rows at risk, with m their mean:
+    At an event, the derivative of the information is the third central moment of the rows at risk, with m their mean:
     E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
     """
     slope: Floats = np.zeros(len(metric))
@@ -204,23 +207,24 @@ def fit_cox(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
-    """Fit the Cox regression of all sites' rows together, from sums that sites send.
+    """Return the Cox regression of all sites' rows together, fitted from sums that sites send.
 
-    Every site sends first counts and sums of its columns and their squares, which centre and scale all sites' alike,
-    and its event times. Then in every Newton step its `risk_sums`, or with `stratify` only the gradient and information
-    of its own likelihood, whose baseline hazard is then its own. The result equals the pooled (or stratified) fit.
+    Every site first sends counts, the sums of its columns and of their squares, and its event times. The sums center
+    and scale the columns of all sites alike. In every Newton step a site then sends its `risk_sums`. With `stratify` it
+    sends only the gradient and information of its own likelihood, which then has a separate baseline hazard. The result
+    equals the pooled (or stratified) fit.
 
     Args:
-        sites: their rows.
-        ties: how tied event times are treated.
-        stratify: every site has a baseline hazard of its own.
-        names: of the columns, for messages.
-        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for their scale.
-        strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
+        sites: rows of every site.
+        ties: treatment of tied event times.
+        stratify: True if every site has a separate baseline hazard.
+        names: names of the columns, for messages.
+        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for the scale of each.
+        strength: strength of a ridge, above 0. "cv" or None: the strength with the largest cross-validated likelihood.
 
     Raises:
-        ConfigError: an unknown treatment of ties, or an unknown penalty.
-        DataError: times below 0, no event, a column that does not vary, or no finite fit.
+        ConfigError: the treatment of ties or the penalty is unknown.
+        DataError: times are below 0, no row has an event, a column does not vary, or no finite fit exists.
     """
     if ties not in TIES_METHODS:
         raise unknown("treatment of ties", ties, TIES_METHODS)
@@ -252,7 +256,7 @@ def fit_cox(
 
 
 def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
-    """Sites with one baseline hazard, and the times of their events."""
+    """Yield sites with one baseline hazard, and their event times."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 
@@ -274,7 +278,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
 
 
 def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
-    """Compute the slope of Firth's penalty over all sites."""
+    """Return the slope of Firth's penalty over all sites."""
     total: Floats = np.zeros(len(beta))
     for group, times in _strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
@@ -291,21 +295,23 @@ def newton(
     penalty: PenaltyKind = "none",
     start: Floats | None = None,
 ) -> tuple[Floats, Likelihood]:
-    """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood there.
+    """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood at these coefficients.
 
-    Columns are of unit spread. Whether they depend on each other is judged at 0, where every row counts. Separation is
-    judged where the steps end, since information goes only then: by the rows where they are in hand, else by the sums.
+    Columns have unit spread. Linear dependence of columns is judged at coefficients of 0, where every row counts.
+    Separation is judged at the end of the steps, since only then has the information vanished: by the rows if they are
+    available, otherwise by the sums.
 
     Args:
-        at: the likelihood of all rows at some coefficients.
-        names: of the columns.
-        separation: finds a direction of separation by the rows. None: rows are not in hand.
-        intercepts: the first so many columns are intercepts.
-        penalty: in the likelihood. With a ridge, columns may depend on each other, with either, rows may be separated.
+        at: function that returns the likelihood of all rows at some coefficients.
+        names: names of the columns.
+        separation: function that finds a direction of separation by the rows. None: rows are not available.
+        intercepts: number of first columns that are intercepts.
+        penalty: penalty in the likelihood. With a ridge, columns may depend on each other. With either penalty, rows
+            may be separated.
         start: coefficients of the first step. None: 0.
 
     Raises:
-        DataError: there is no finite fit, columns depend on each other, or steps do not converge.
+        DataError: no finite fit exists, columns depend on each other, or steps do not converge.
     """
     beta: Floats = np.zeros(len(names)) if start is None else start
     here = first = at(beta)
@@ -340,7 +346,7 @@ def newton(
 
 
 def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
-    """Newton's step, halved until the likelihood does not fall."""
+    """Return Newton's step, halved until the likelihood does not fall."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
             ahead = at(beta + step)
@@ -351,10 +357,10 @@ def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floa
 
 
 def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
-    """Refuse a column that is the same in every row, by its values: rounding may leave it a spread.
+    """Raise if a column is the same in every row, judged by its values: rounding may leave it a spread.
 
     Raises:
-        DataError: there is one.
+        DataError: a column is the same in every row.
     """
     rows = np.concatenate(parts)
     same = (rows == rows[:1]).all(0)
@@ -363,10 +369,13 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
 
 
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
-    """Differences of rows that must not be negative, and that must be 0, where the partial likelihood has no maximum.
+    """Return the differences of rows that decide on separation.
 
-    The likelihood rises without limit in a direction b if at every event time the rows with the event have the largest
-    x b of those at risk. Rows at risk later are at risk earlier, so one row per event time stands for them.
+    The first must not be negative, and the second must be 0, if the partial likelihood has no maximum.
+
+    The likelihood rises without limit in a direction b if, at every event time, the rows with the event have the
+    largest x b of the rows at risk. Rows at risk later are at risk earlier, so one row for each event time represents
+    them.
     """
     gains, equal = list[Floats](), list[Floats]()
     for group in [[site] for site in sites] if stratify else [sites]:

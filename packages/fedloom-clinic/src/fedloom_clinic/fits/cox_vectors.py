@@ -1,7 +1,7 @@
-"""Vectors that sites send of a Cox regression: sums in agreed time bins, as whole numbers that masks cancel in.
+"""Vectors that sites send in a Cox regression: sums in agreed time bins, as whole numbers in which masks cancel.
 
-Least counts: a site's bin with too few events sends none. Bins are merged until each has events of enough sites, so no
-difference of two sums is of rows of fewer.
+Smallest counts: a site sends nothing for a bin with too few events. Bins are merged until each contains events of
+    enough sites, so no difference of two sums comes from rows of fewer sites.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Ring = NDArray[np.uint64]
 MOST_BINS = 10_000
 
 MAX_SITE_SUM = 2**56
-"""Largest sum of a site in multiples of the step. 100 sites then fit 63 bits."""
+"""Largest sum of a site in multiples of the step. With it, 100 sites fit in 63 bits."""
 VECTOR_COUNTS = 6
-"""Counts at the end of a vector: `BinningLoss`, and the rows of the fit."""
+"""Number of counts at the end of a vector: `BinningLoss`, and the rows of the fit."""
 
 
 class CoxAgreement(NamedTuple):
-    """Agreement of sites before any of them sends a sum.
+    """Terms that sites agree on before any site sends a sum.
 
     Attributes:
-        ends: ``[J]`` rising ends of the time bins. A time counts as the end of its bin. None of a stratified fit.
+        ends: ``[J]`` ascending ends of the time bins. A time counts as the end of its bin. None for a stratified fit.
         low: ``[p]`` smallest plausible value of every column.
-        high: ``[p]`` largest.
-        least: events of a site in a bin, and its rows at risk there, below which it sends none.
-        step: to multiples of which sums are rounded.
-        ties: how events of one bin, or of one time, are treated.
-        stratify: every site has a baseline hazard of its own, and times are exact.
-        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. Sites then also send sums of columns and of
-            their squares.
+        high: ``[p]`` largest plausible value of every column.
+        least: smallest number of events of a site in a bin, and of its rows at risk there, with which it sends them.
+        step: number to whose multiples sums are rounded.
+        ties: treatment of events in one bin, or at one time.
+        stratify: True if every site has a separate baseline hazard and times are exact.
+        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. With it, sites also send sums of columns and
+            of their squares.
     """
 
     ends: Floats
@@ -53,27 +53,27 @@ class CoxAgreement(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Numbers of a site's vector."""
+        """Number of values in a site's vector."""
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
         scales = 0 if self.ridge is None else 2 * p
         return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + VECTOR_COUNTS
 
     def scaled(self, x: Floats) -> Floats:
-        """Columns ``[N, p]`` on [-1, 1]."""
+        """Return the columns ``[N, p]`` on [-1, 1]."""
         scaled: Floats = (x - (self.high + self.low) / 2) / ((self.high - self.low) / 2)
         return scaled
 
 
 class BinningLoss(NamedTuple):
-    """Loss by bins and minimum counts, summed over sites.
+    """Loss by bins and smallest counts, summed over sites.
 
     Attributes:
-        rows: of all sites.
-        events: of all sites.
-        uncovered: events after the last bin, or where a site has too few rows at risk.
-        rare: events in bins where a site has too few, or of a stratified site that has too few.
-        left_out: further rows, with a missing cell or a number beyond the agreed range.
+        rows: number of rows of all sites.
+        events: number of events of all sites.
+        uncovered: number of events after the last bin, or at times with too few rows of a site at risk.
+        rare: number of events in bins with too few events of a site, or of a stratified site with too few events.
+        left_out: number of omitted rows, with a missing cell or a number outside the agreed range.
     """
 
     rows: int
@@ -86,7 +86,9 @@ class BinningLoss(NamedTuple):
 def agreement_on(
     sites: Sequence[SurvivalSite], width: float, least: int, ties: str, ridge: float | None = None
 ) -> CoxAgreement:
-    """Bins of one width up to the last time, and ranges as wide as the columns of all sites: for simulations.
+    """Return terms for simulations, with bins of one width up to the last time.
+
+    Ranges are as wide as the columns of all sites.
 
     Raises:
         ConfigError: the width is not above 0, or makes too many bins.
@@ -97,14 +99,14 @@ def agreement_on(
 
 
 def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
-    """Smallest and largest value ``[p]`` of every column at all sites, apart from each other."""
+    """Return the smallest and the largest value ``[p]`` of every column over all sites, at least 1e-9 apart."""
     x = np.concatenate([site.x for site in sites])
     low, high = x.min(0), x.max(0)
     return low, np.maximum(high, low + 1e-9)
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Return the ends ``[J]`` of bins of one width, the last at `last` or after it.
+    """Return the ends ``[J]`` of bins of one width, with the last end at or after `last`.
 
     Raises:
         ConfigError: the width is not above 0, or makes too many bins.
@@ -116,10 +118,10 @@ def bin_ends(width: float, last: float) -> Floats:
 
 
 def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Bin a site's rows: times move to the ends of bins, and rare events become censored.
+    """Return the binned rows of a site: times move to the ends of bins, and rare events become censored.
 
-    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin. A site that has so
-    many nowhere has no rows.
+    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin. A site without such a
+    bin keeps no rows.
     """
     place = np.searchsorted(terms.ends, site.time)
     at_risk = np.bincount(place, minlength=len(terms.ends) + 1)[::-1].cumsum()[::-1][: len(terms.ends)]
@@ -137,7 +139,7 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binni
 
 
 def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the rows of a site in a stratified fit: all of them, or none if it has too few events."""
+    """Return the rows of a site in a stratified fit: all rows, or no rows if the site has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
         return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
@@ -145,7 +147,10 @@ def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binn
 
 
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
-    """In which bins ``[J]`` a site has events that it may send, of a stratified fit ``[1]``, whether it has enough."""
+    """Return the bins ``[J]`` in which a site has events that it may send.
+
+    In a stratified fit, return ``[1]``: True if it has enough events.
+    """
     if terms.stratify:
         return np.array([int(site.event.sum()) >= terms.least])
     used, _ = binned(site, terms)
@@ -153,18 +158,18 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """Widen the bins until each has events of `fewest` sites, whichever `missing` sites are absent.
+    """Return bins widened until each contains events of `fewest` sites, even if any `missing` sites are absent.
 
-    Every site finds the same ones. What is after the last such bin belongs to it.
+    Every site finds the same bins. Bins after the last such bin belong to it.
 
     Args:
-        terms: the agreement.
-        filled: bins with events ``[n, J]`` of all sites, as `bins_with_events` has them.
-        missing: sites that may drop out.
-        fewest: sites of a sum.
+        terms: agreed terms.
+        filled: bins with events ``[n, J]`` of all sites, as returned by `bins_with_events`.
+        missing: number of sites that may drop out.
+        fewest: smallest number of sites in a sum.
 
     Raises:
-        Refused: not even one bin has events of so many sites.
+        ConfigError: no bin contains events of enough sites.
     """
     ends, inside = [], np.zeros(len(filled), bool)
     for place in range(filled.shape[1]):
@@ -183,16 +188,16 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
 
 
 class SiteVectors:
-    """Vectors of one site in a fit, step by step.
+    """Vectors of one site in a fit, for each step.
 
     Args:
-        site: its rows, within the agreed ranges.
-        terms: what was agreed on.
-        left_out: further rows that it has.
+        site: rows of the site, within the agreed ranges.
+        terms: agreed terms.
+        left_out: number of omitted rows of the site.
 
     Attributes:
-        losses: see `BinningLoss`.
-        rows: that the site has a part in the fit with.
+        losses: losses, see `BinningLoss`.
+        rows: rows with which the site takes part in the fit.
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
@@ -202,7 +207,7 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats) -> float:
-        """Return the heaviest row's share in the weights of all rows, or 0 without rows."""
+        """Return the share of the heaviest row in the weights of all rows, or 0 without rows."""
         if not len(self._site.x):
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):
@@ -211,10 +216,10 @@ class SiteVectors:
         return float(weight.max() / weight.sum())
 
     def at(self, beta: Floats) -> Ring:
-        """Compute the vector at coefficients ``[p]`` of the columns on [-1, 1].
+        """Return the vector at coefficients ``[p]`` of the columns on [-1, 1].
 
         Raises:
-            DataError: a sum that is too large for the step, or not finite.
+            DataError: a sum is too large for the step, or not finite.
         """
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             parts = self._parts(beta)
@@ -230,7 +235,7 @@ class SiteVectors:
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
 
     def _parts(self, beta: Floats) -> list[Floats]:
-        """Compute the sums at coefficients ``[p]`` before rounding."""
+        """Return the sums at coefficients ``[p]`` before rounding."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
@@ -249,14 +254,14 @@ class SiteVectors:
 
 
 class Opened(NamedTuple):
-    """A sum of sites' vectors as it is read.
+    """Contents of a sum of sites' vectors.
 
     Attributes:
-        likelihood: at the coefficients.
-        sums: over rows at risk. None of a stratified fit.
-        losses: see `BinningLoss`.
-        rows: that the fit is of.
-        squares: ``[p]`` squared distances of each column to its mean, summed over the rows. None without a ridge.
+        likelihood: likelihood at the coefficients.
+        sums: sums over rows at risk. None for a stratified fit.
+        losses: losses, see `BinningLoss`.
+        rows: number of rows in the fit.
+        squares: ``[p]`` squared distances of each column from its mean, summed over the rows. None without a ridge.
     """
 
     likelihood: Likelihood
@@ -267,16 +272,16 @@ class Opened(NamedTuple):
 
 
 def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
-    """Read the sum of sites' vectors, if it can be one.
+    """Return the contents of the sum of sites' vectors, after checks that the sum is possible.
 
     Args:
-        vector: modulo 2^64.
-        terms: what was agreed on.
-        beta: ``[p]`` coefficients that it is of.
-        sites: how many it is of.
+        vector: sum of the vectors modulo 2^64.
+        terms: agreed terms.
+        beta: ``[p]`` coefficients of the sum.
+        sites: number of sites in the sum.
 
     Raises:
-        Refused: no rows of so many sites give it.
+        ConfigError: no rows of so many sites give the sum.
     """
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression has {terms.length} numbers, got {len(vector)}")
@@ -320,7 +325,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
-    """Return whether sums can be of rows in [-1, 1] with weights of at most 1, each within an error."""
+    """Return True if rows in [-1, 1] with weights of at most 1 can give the sums, each within an error."""
     bounded = all(
         bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())
         for zero, one, two in (sums.risk, sums.tied)

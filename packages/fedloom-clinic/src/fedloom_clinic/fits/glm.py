@@ -46,11 +46,11 @@ GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
     ),
     "poisson": (np.exp, np.exp, np.exp, np.exp),
 }
-"""Cumulant by the linear predictor eta, and its derivatives: mean, variance, third central moment."""
+"""Cumulant as a function of the linear predictor eta, and its derivatives: mean, variance, third central moment."""
 
 
 class GlmSite(NamedTuple):
-    """The rows of one site: columns ``x [N, p]`` and targets ``y [N]``."""
+    """Rows of one site: columns ``x [N, p]`` and targets ``y [N]``."""
 
     x: Floats
     y: Floats
@@ -58,14 +58,15 @@ class GlmSite(NamedTuple):
 
 @dataclass(frozen=True)
 class GlmFit(Wald):
-    """Coefficients of the columns as they are measured.
+    """Coefficients of the unscaled columns.
 
     Attributes:
-        names: of the coefficients, ``[q]``: an intercept (with `by_site` one per site), then the columns.
+        names: names of the coefficients, ``[q]``: an intercept (with `by_site` an intercept per site), then the
+            columns.
         beta: ``[q]``.
-        se: ``[q]`` their standard errors.
+        se: ``[q]`` standard errors of the coefficients.
         rows: number of rows.
-        ridge: the penalty, if there is one. Standard errors are then of the penalized information.
+        ridge: penalty, or None for an unpenalized fit. Standard errors then come from the penalized information.
     """
 
     names: list[str]
@@ -76,7 +77,7 @@ class GlmFit(Wald):
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
-    """Compute a site's part of a step: log-likelihood up to a constant, gradient and information."""
+    """Return a site's part of a step: log-likelihood up to a constant, gradient and information."""
     cumulant, mean, variance, _ = GLM_FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
@@ -84,7 +85,7 @@ def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
 
 
 def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
-    """Compute a site's part of Firth's penalty, tr(V dI / d beta_r) ``[q]`` with V the metric."""
+    """Return a site's part of Firth's penalty, tr(V dI / d beta_r) ``[q]`` with V the metric."""
     lengths = ((site.x @ metric) * site.x).sum(1)
     slope: Floats = site.x.T @ (GLM_FAMILIES[family][3](site.x @ beta) * lengths)
     return slope
@@ -99,23 +100,26 @@ def fit_glm(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> GlmFit:
-    """Fit the regression of all sites' rows together from sums that sites send. It equals the pooled fit.
+    """Return the regression of all sites' rows together, fitted from sums that sites send.
 
-    Every site sends first counts and sums of columns, targets and their squares, which centre and scale all sites'
-    alike, then in every Newton step its `glm_sums`.
+    The fit equals the pooled fit.
+
+    Every site first sends counts and the sums of its columns, of its targets and of their squares, which center and
+    scale the columns of all sites alike. In every Newton step a site then sends its `glm_sums`.
 
     Args:
-        sites: their rows.
-        family: one of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least 0.
-        names: of the columns.
-        by_site: names of the sites, each of which then has an intercept of its own.
-        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for their scale.
-        strength: of a ridge, above 0. "cv" or None: of the largest cross-validated likelihood.
+        sites: rows of every site.
+        family: family of the regression, a key of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least
+            0.
+        names: names of the columns.
+        by_site: names of the sites, each of which then gets a separate intercept.
+        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for the scale of each.
+        strength: strength of a ridge, above 0. "cv" or None: the strength with the largest cross-validated likelihood.
 
     Raises:
-        ConfigError: an unknown family, or an unknown penalty.
-        DataError: targets that do not fit it or do not vary, columns that do not vary or depend on each other, or no
-            finite fit.
+        ConfigError: the family or the penalty is unknown.
+        DataError: targets do not fit the family or do not vary, columns do not vary or depend on each other, or no
+            finite fit exists.
     """
     if family not in GLM_FAMILIES:
         raise unknown("regression", family, GLM_FAMILIES)
@@ -178,10 +182,12 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """Find a direction in which the likelihood has no maximum, see `fedloom_clinic.fits.separation`.
+    """Return a direction in which the likelihood has no maximum, or None without one.
 
-    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one, of a
-    Poisson regression if x b is 0 in every row with a count and not above 0 in any other.
+    See `fedloom_clinic.fits.separation`.
+
+    Logistic regression has such a direction if no row with 1 has a negative x b and no row with 0 has a positive x b.
+    Poisson regression has such a direction if x b is 0 in every row with a count and not above 0 in any other row.
     """
     x, y = (np.concatenate(part) for part in zip(*sites, strict=True))
     if family == "logistic":
@@ -209,7 +215,10 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 
 
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
-    """Refuse intercepts that no penalty holds, of sites whose rows all have the outcome, or none of them."""
+    """Raise if an intercept has no finite value.
+
+    No penalty holds it, and all rows of its site have the outcome, or no row has it.
+    """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())
         if any((site.y == end).all() for end in ends):

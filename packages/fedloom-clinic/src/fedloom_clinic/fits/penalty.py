@@ -4,7 +4,7 @@ References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij 
 "Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",
 Biometrika 1993. G. Heinze and M. Schemper, Biometrics 2001 (Cox) and Stat. Med. 2002 (logistic).
 
-A ridge of strength s maximizes the log-likelihood of N rows less N s / 2 times the sum of squared coefficients, of
+A ridge of strength s maximizes the log-likelihood of N rows minus N s / 2 times the sum of squared coefficients, for
 columns with a standard deviation of 1 over all rows. Intercepts are free. Other libraries on such columns:
 
     lifelines      CoxPHFitter(penalizer=s). It divides columns by the deviation with N - 1, and so does its penalty
@@ -12,7 +12,7 @@ columns with a standard deviation of 1 over all rows. Intercepts are free. Other
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s
 
-Firth's penalty is half the log determinant of the information, which has no strength and no scale.
+Firth's penalty is half the log determinant of the information. It has no strength and no scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares, from 10 to 1e-4: from a fit of nearly nothing to nearly no penalty."""
+"""Strengths that cross-validation compares, from 10 to 1e-4: from coefficients near 0 to nearly no penalty."""
 CV_FOLDS = 5
 
 
@@ -44,18 +44,21 @@ class Likelihood(NamedTuple):
 
 
 At = Callable[[Floats], Likelihood]
-"""The likelihood of all rows at coefficients ``[p]``."""
+"""Function that returns the likelihood of all rows at coefficients ``[p]``."""
 
 
 class Ridge(NamedTuple):
-    """A strength, and the held-out log-likelihood of each strength that it was chosen from. None if it was given."""
+    """Strength of a ridge, and the held-out log-likelihood of each compared strength.
+
+    None if the strength was given.
+    """
 
     strength: float
     held_out: tuple[tuple[float, float], ...] = ()
 
     @property
     def words(self) -> str:
-        """Describe how the strength was found."""
+        """Sentence on the choice of the strength."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -72,10 +75,10 @@ def impossible(columns: int) -> Likelihood:
 
 
 def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
-    """Refuse an unknown penalty, or a strength that does not belong to it.
+    """Raise if a penalty is unknown, or a strength does not belong to the penalty.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the penalty is unknown, or the strength does not belong to it.
     """
     if penalty not in PENALTY_NAMES:
         raise unknown("penalty", penalty, PENALTY_NAMES)
@@ -88,7 +91,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
 
 
 def ridged(at: At, weights: Floats) -> At:
-    """Subtract half the sum of ``weights [p]`` times squared coefficients from the likelihood."""
+    """Return the likelihood minus half the sum of ``weights [p]`` times squared coefficients."""
 
     def penalized(beta: Floats) -> Likelihood:
         here = at(beta)
@@ -99,11 +102,12 @@ def ridged(at: At, weights: Floats) -> At:
 
 
 def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
-    """Add Firth's penalty to the likelihood.
+    """Return the likelihood with Firth's penalty.
 
     Args:
-        at: the likelihood.
-        slope: of coefficients and the inverse V of the information there, the vector ``[p]`` of tr(V dI / d beta_r).
+        at: function that returns the likelihood.
+        slope: function of coefficients and the inverse V of their information, which returns the vector ``[p]`` of tr(V
+            dI / d beta_r).
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -119,7 +123,10 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Rows ``[N]`` of every site that are in each fold. Every site has about as many of its rows in each."""
+    """Return the rows ``[N]`` of every site that are in each fold.
+
+    Every site has about the same number of rows in each fold.
+    """
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
 
@@ -133,15 +140,17 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows, less the likelihood of the rows that coefficients
-    are of: Verweij and van Houwelingen's for a partial likelihood, and for a regression the rows' that are held out.
+    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows that the
+    coefficients
+    were fitted to: for a partial likelihood this is Verweij and van Houwelingen's, for a regression it is the
+        likelihood of the held-out rows.
 
     Args:
-        strength: a number, or "cv" or None to choose it.
-        part: the likelihood of some rows ``[N]`` of every site.
-        sizes: rows of every site.
+        strength: number, or "cv" or None to choose the strength.
+        part: function that returns the likelihood of some rows ``[N]`` of every site.
+        sizes: numbers of rows of every site.
         weights: ``[p]`` 1 for columns, 0 for intercepts.
-        fit: coefficients of the largest likelihood, from coefficients on.
+        fit: function that returns the coefficients of the largest likelihood from start coefficients.
     """
     if isinstance(strength, float | int):
         return Ridge(float(strength))

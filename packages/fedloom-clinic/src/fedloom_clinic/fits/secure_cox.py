@@ -1,9 +1,9 @@
-"""Cox regression from secure sums: agreed time bins, least counts, whole numbers that masks cancel in.
+"""Cox regression from secure sums: agreed time bins, smallest counts, and whole numbers in which masks cancel.
 
-Every site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum of them is
-exact. The server receives no site's. Columns are put on [-1, 1] by agreed ranges, so no moment of a site is needed, and
-all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood of its own baseline hazard, with
-gradient and information.
+Every site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum is exact.
+The server does not receive the sums of single sites. Agreed ranges put columns on [-1, 1], so no moment of a site is
+needed, and all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood of its baseline
+hazard, with gradient and information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two as in K. Bonawitz
 et al., CCS 2017. The bound by the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat. 2010,
@@ -28,16 +28,17 @@ from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, Opened, R
 from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
-"""(a vector of every site) -> their sum modulo 2^64, in which masks cancel."""
+"""Function of a vector of every site that returns the sum of the vectors modulo 2^64, in which masks cancel."""
 
 
 class SecureCoxFit(NamedTuple):
-    """Fit, its largest distance from the fit of the same binned rows, and the losses before it.
+    """Fit, its largest distance from the exact fit of the same binned rows, and the losses before it.
 
     Attributes:
-        fit: coefficients and standard errors of the columns as they are measured.
-        bound: ``[p]`` largest distance of a coefficient to that of the pooled binned rows, by rounding and stopping.
-        losses: see `BinningLoss`.
+        fit: coefficients and standard errors of the unscaled columns.
+        bound: ``[p]`` largest distance, by rounding and stopping, of a coefficient from the coefficient of the pooled
+            binned rows.
+        losses: losses, see `BinningLoss`.
     """
 
     fit: CoxFit
@@ -46,7 +47,7 @@ class SecureCoxFit(NamedTuple):
 
 
 def ring_sum(vectors: Sequence[Ring]) -> Ring:
-    """Sum vectors modulo 2^64, as a secure sum does."""
+    """Return the sum of vectors modulo 2^64, as a secure sum does."""
     total: Ring = np.sum(np.stack(vectors), 0, dtype=np.uint64)
     return total
 
@@ -54,17 +55,19 @@ def ring_sum(vectors: Sequence[Ring]) -> Ring:
 def fit_secure_cox(
     sites: Sequence[SurvivalSite], terms: CoxAgreement, names: Sequence[str] = (), total: SecureSum = ring_sum
 ) -> SecureCoxFit:
-    """Fit the Cox regression of all sites' binned rows from secure sums, with one baseline hazard or one per site.
+    """Return the Cox regression of all sites' binned rows, fitted from secure sums.
+
+    It has one baseline hazard, or one per site.
 
     Args:
-        sites: their rows.
-        terms: what they agreed on.
-        names: of the columns, for messages.
-        total: the secure sum.
+        sites: rows of every site.
+        terms: terms that the sites agree on.
+        names: names of the columns, for messages.
+        total: function that returns the secure sum.
 
     Raises:
-        ConfigError: bins that do not rise, or ranges that are empty.
-        DataError: values outside the agreed ranges, no event that may be sent, or no finite fit.
+        ConfigError: bins are not ascending, or ranges are empty.
+        DataError: values are outside the agreed ranges, no event may be sent, or no finite fit exists.
     """
     names = list(names) or [f"column {k}" for k in range(len(terms.low))]
     for place, site in enumerate(sites):
@@ -81,10 +84,10 @@ def fit_secure_cox(
 
 
 def check_terms(terms: CoxAgreement) -> None:
-    """Refuse bins that do not rise, and ranges that are empty.
+    """Raise if bins are not ascending, or ranges are empty.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: bins are not ascending, or a range is empty.
     """
     if not terms.stratify and (not len(terms.ends) or not (np.diff(terms.ends) > 0).all()):
         raise ConfigError("time bins must rise")
@@ -95,18 +98,18 @@ def check_terms(terms: CoxAgreement) -> None:
 def fit_of_sums(
     total: Callable[[Floats], Ring | None], terms: CoxAgreement, names: Sequence[str], sites: int
 ) -> SecureCoxFit:
-    """Fit the Cox regression from the sums of all sites' vectors, each requested once.
+    """Return the fit of the Cox regression from the sums of all sites' vectors, each requested once.
 
     Args:
-        total: the sum at coefficients ``[p]`` of the columns on [-1, 1]. None where sites cannot answer, which at zeros
-            must not be. Newton's step is then halved.
-        terms: what the sites agreed on.
-        names: of the columns, for messages.
-        sites: how many a sum is of.
+        total: function that returns the sum at coefficients ``[p]`` of the columns on [-1, 1]. None if sites cannot
+            answer, which must not happen at zeros. Newton's step is then halved.
+        terms: terms that the sites agree on.
+        names: names of the columns, for messages.
+        sites: number of sites in a sum.
 
     Raises:
-        DataError: no event that may be sent, or no finite fit.
-        Refused: a sum that cannot be one.
+        DataError: no event may be sent, or no finite fit exists.
+        ConfigError: a sum is impossible.
     """
     zero = np.zeros(len(names))
     start = total(zero)
@@ -151,10 +154,13 @@ def fit_of_sums(
 
 
 def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
-    """Bound the coefficients' distance from the fit of exact sums, each sum within `error` of its own.
+    """Return a bound of the coefficients' distance from the fit of exact sums.
 
-    Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, so that two are at most
-    R = 2 sqrt(p) apart, the exact fit is within -log(1 - R |g| / lambda) / R, lambda the smallest eigenvalue of I. A
+    Each sum is within `error` of the exact sum.
+
+    Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, two rows are at most R = 2
+    sqrt(p) apart. The exact fit is then within -log(1 - R |g| / lambda) / R, with lambda the smallest eigenvalue of I.
+    A
     ridge, of ``weights [p]`` at coefficients ``beta [p]``, adds to both and has no third derivative.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
@@ -173,7 +179,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
 
 def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
-    """Bound the error of gradient ``[p]`` and information matrix, entry by entry, against exact sums."""
+    """Return a bound of the error of gradient ``[p]`` and information matrix against exact sums, for each entry."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0
     for k in range(int(sums.deaths.max(initial=0))):

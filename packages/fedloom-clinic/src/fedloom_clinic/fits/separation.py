@@ -1,4 +1,4 @@
-"""Say why a regression by sums has no finite fit: which columns depend on each other, or separate the rows.
+"""Reasons why a regression by sums has no finite fit: columns that depend on each other, or that separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
@@ -6,10 +6,10 @@ regression models", 2007. S. Correia, P. Guimaraes, T. Zylkin, "Verifying the ex
 for generalized linear models", arXiv:1903.01633v6 (Poisson). M. Jacobsen, "Existence and unicity of MLEs in discrete
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
-A direction b of the coefficients along which no row is fitted worse and some row is fitted better is a recession
-direction of the likelihood. With rows in hand, whether there is one is a linear program: maximise the sum of ``a_i b``
-subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, it shows
-in Newton's method, see `recession`.
+A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and some
+row is fitted better. If rows are available, a linear program finds such a direction: maximize the sum of ``a_i b``
+subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, Newton's
+method reveals it, see `recession`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,34 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information from which columns depend on each other: a correlation beyond 1 - 1e-12, of which
+"""Condition number of the information from which columns depend on each other: a correlation above 1 - 1e-12, of which
 double precision leaves no digit."""
 MIN_LOADING = 1e-4
-"""Part of a column in a dependence below which it has none. Rounding leaves less than 1e-6 of such a column."""
+"""Weight of a column in a dependence below which the column is not part of it.
+
+Rounding leaves less than 1e-6 for such a column.
+"""
 COLLAPSED_SHARE = 1e-6
-"""Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with
-a share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
-others, so that the share alone decides nothing."""
+"""Share of the information at 0 below which a direction is suspect. If rows are separated, Newton's method ends with a
+share near 1e-12. An existing fit may also end with a share of 1e-11, if a column has a cell 1e6 spreads away from all
+others, so the share alone decides nothing."""
 MIN_LIKELIHOOD_RISE = 1e-6
-"""Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
+"""Rise of the log-likelihood by a step below which the limit is near: no test of a coefficient notices such a small
+rise."""
 STILL_MOVING = 0.5
-"""Length of the last step, in that of the one before. Where rows are separated, the likelihood's distance to its limit
-falls as exp(-length), and every step of Newton's method is as long as the one before. Else steps shrink quadratically.
+"""Length of the last step relative to the step before. If rows are separated, the likelihood's distance from its limit
+falls as exp(-length), and every step of Newton's method is as long as the step before. Otherwise steps shrink
+quadratically.
 In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated, the three
-conditions of `recession` named 58, left 3 as not converged, and named none that has a fit. Columns were normal, skewed,
+conditions of `recession` named 58, left 3 as not converged, and named no regression that has a fit. Columns were
+normal, skewed,
 rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
-"""Least gain of the linear program in some row, and largest loss in any, relative to the row's largest entry."""
+"""Smallest gain of the linear program in some row, and largest loss in any row, relative to the row's largest entry."""
 ROUNDING_SHARE = 1e-9
-"""Part of a row that the directions still left see, below which they see rounding alone."""
+"""Part of a row visible to the remaining directions, below which it is rounding alone."""
 PROGRAM_ROWS = 2000
-"""Rows of the linear program that are looked at first, and added at a time where some are violated."""
+"""Number of rows of the linear program that are used first, and that are added at a time if some rows are violated."""
 MIN_SUPPORT_SHARE = 0.1
 """Part of the largest entry from which a column counts in a direction that is known from sums alone."""
 
@@ -54,9 +60,9 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
     """Return the groups of columns that depend on each other, by the null vectors of the information at 0.
 
     Args:
-        information: ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector only where a
+        information: ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector only if a
             combination of columns is the same in every row at risk.
-        names: of the columns.
+        names: names of the columns.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
     if not (size > 0).all():
@@ -68,7 +74,7 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
 
 
 def _reduced(rows: Floats) -> Floats:
-    """Reduce a row space to rows that each have an entry that the others lack, with few entries each."""
+    """Return a row space reduced to rows with few entries, each with an entry that the other rows lack."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
         free = np.abs(rows[k:])
@@ -83,10 +89,10 @@ def _reduced(rows: Floats) -> Floats:
 
 
 def check_columns(information: Floats, names: Sequence[str]) -> None:
-    """Refuse columns that depend on each other.
+    """Raise if columns depend on each other.
 
     Raises:
-        DataError: some do. Only these are named.
+        DataError: some columns depend on each other. The message names only these columns.
     """
     groups = dependent_columns(information, names)
     if not groups:
@@ -99,18 +105,20 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 
 
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
-    """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
+    """Return, by sums alone, the direction of a rise without information, or None without one.
 
-    Three things must hold: in some direction less than `COLLAPSED_SHARE` of the information at 0 is left. The
-    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`. And
-    yet this step of Newton's method was at least `STILL_MOVING` times as long as the one before, by the information at
-    0.
+    In this direction the likelihood still rises though its information has vanished.
+
+    Three conditions must hold. In some direction, less than `COLLAPSED_SHARE` of the information at 0 remains. The
+    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`. This
+    step of Newton's method was nevertheless at least `STILL_MOVING` times as long as the step before, by the
+    information at 0.
 
     Args:
         first: information ``[p, p]`` at 0, which is regular.
-        information: where the steps ended.
-        steps: the last two steps, ``[p]`` each.
-        rise: what the last one raised the log-likelihood by, to second order.
+        information: information at the end of the steps.
+        steps: last two steps, ``[p]`` each.
+        rise: rise of the log-likelihood in the last step, to second order.
     """
     before, last = steps
     if not rise < MIN_LIKELIHOOD_RISE or not np.isfinite(information).all() or not is_suspect(first, information):
@@ -121,7 +129,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
 
 
 def is_suspect(first: Floats, information: Floats) -> bool:
-    """Return whether some direction has lost so much information that separation must be looked for."""
+    """Return True if some direction has lost so much information that separation must be checked."""
     from scipy.linalg import eigh  # slow to import
 
     if not np.isfinite(information).all():
@@ -133,9 +141,9 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
     """Return a direction of separation with as few columns as possible, by linear programs, or None without one.
 
     Args:
-        gains: ``[m, p]`` differences that must not be negative, and of which one must be positive.
+        gains: ``[m, p]`` differences that must not be negative, and at least one of which must be positive.
         equal: ``[k, p]`` differences that must be 0.
-        free: the first so many columns are intercepts, which are not left out to find the fewest.
+        free: number of first columns that are intercepts, which the search for the fewest columns keeps.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
     direction = _direction(gains / size, equal / size)
@@ -197,14 +205,15 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
 def no_finite_fit(
     direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
 ) -> DataError:
-    """Return the error of rows that are separated: by which columns, and which way their coefficients go.
+    """Return the error of separated rows, with the separating columns and the directions of their coefficients.
 
     Args:
-        direction: ``[p]`` of the coefficients of columns of unit spread.
-        names: of the columns.
-        free: the first so many are intercepts, which are named only if no column is.
+        direction: ``[p]`` direction of the coefficients of columns of unit spread.
+        names: names of the columns.
+        free: number of first columns that are intercepts, which are named only if no column is named.
         least: part of the largest entry below which a column is not named.
-        exact: no row contradicts. Else some does, but by so little that the likelihood changes by rounding alone.
+        exact: True if no row contradicts the direction. Otherwise some row contradicts it, but by so little that the
+            likelihood changes by rounding alone.
     """
     without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
     part = np.abs(direction)
@@ -225,5 +234,5 @@ def no_finite_fit(
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Words as an English list."""
+    """Return words as an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -34,13 +34,13 @@ LEFT_OUT_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on clients that were left out of some runs, None without one."""
+    """Return the section on the clients omitted from some runs, or None if no run omits clients."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render an HTML table, per run that left out every site in turn, of each method with a global model."""
+    """Render an HTML table, for each run that omitted every site in turn, of each method with a global model."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
@@ -78,7 +78,7 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Every figure of every left out site, by seed and unscaled."""
+    """Return every figure of every omitted site, by seed and unscaled."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

@@ -64,10 +64,10 @@ def map_command(
 ) -> None:
     """Measure every method in every kind of federation.
 
-    Run it again to resume, in any order, on any number of machines.
+    Run the command again to resume, in any order, on any number of machines.
 
-    Every method has equally many trials, chosen on validation, then fresh seeds. A method of your own gets its row
-    beside the recorded ones.
+    Every method gets the same number of trials, chosen on validation, and then fresh seeds. A custom method gets its
+    row beside the recorded methods.
 
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """
@@ -169,7 +169,7 @@ def map_command(
 
 
 def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
-    """Choose the named setups of a scale, and the protocol."""
+    """Return the named setups of a scale, and the protocol."""
     from fedloom.values import choose
     from fedloom_studies.map.setups import setups
 

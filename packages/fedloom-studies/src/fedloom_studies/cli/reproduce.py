@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP_CORE_MINUTES = 30.0
-"""Core-minutes at five seeds below which a recipe may have more seeds."""
+"""Number of core-minutes at five seeds below which a recipe may have more seeds."""
 
 
 @app.command(rich_help_panel="Studies")
@@ -77,7 +77,7 @@ def reproduce(
 ) -> None:
     """Run a table or figure of a paper and judge it.
 
-    Run it again to resume.
+    Run the command again to resume.
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
@@ -158,7 +158,7 @@ def _run(
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
     engine: Executor | None,
 ) -> bool:  # fmt: skip
-    """Run one recipe and print its verdicts. Whether the next may follow."""
+    """Run one recipe and print its verdicts. Return True if the next recipe may follow."""
     from fedloom.errors import DataError
     from fedloom.lab.progress import count_progress
     from fedloom_studies.reproduce import reproduce as run
@@ -188,7 +188,7 @@ def _run(
 
 
 def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
-    """Both tables of a recipe on standard output."""
+    """Print both tables of a recipe on standard output."""
     from fedloom.lab.printing import print_texts
     from fedloom_studies.reproduce import judge
     from fedloom_studies.reproduce.cells import cells
@@ -212,7 +212,7 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
-    """Add seeds up to the next look while a claim is undecided and the recipe is cheap. False where time was over."""
+    """Add seeds up to the next look while a claim is open and the recipe is cheap. Return False if the time ended."""
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
     from fedloom_studies.reproduce.summary import read_summary
@@ -234,7 +234,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
 
 
 def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
-    """Run the experiments of the frozen list, the cheapest per claim first, until the time is over (exit 130)."""
+    """Run the experiments of the frozen list, the cheapest per claim first, until the time ends (exit 130)."""
     from fedloom.lab.printing import print_texts
     from fedloom.lab.progress import count_progress
     from fedloom_studies import decide
@@ -274,7 +274,7 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
 def _verify(
     recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
 ) -> None:  # fmt: skip
-    """Say whether one seed of a summary comes out as it was: equal, within numerical noise, or not (exit 1)."""
+    """Report if one seed of a summary is reproduced: equal, equal within numerical noise, or different (exit 1)."""
     from tempfile import TemporaryDirectory
 
     from fedloom.lab.progress import count_progress
@@ -331,10 +331,10 @@ def _seeds(text: str | None) -> list[int]:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration such as 90s, 150m or 2h, in seconds.
+    """Return a duration such as 90s, 150m or 2h, in seconds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a duration.
     """
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
     try:

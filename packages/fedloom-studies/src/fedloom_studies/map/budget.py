@@ -1,4 +1,4 @@
-"""Plan runs of equal gradients: how many rounds of a method FedAvg's gradients buy in a setup."""
+"""Plans of runs with equal gradients: the number of rounds of a method that FedAvg's gradients allow in a setup."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""Relative difference up to which gradients equal FedAvg's."""
+"""Relative difference up to which gradients count as equal to FedAvg's."""
 
 
 class GradientBudget:
-    """Samples whose gradient FedAvg takes in all rounds of a setup, by seed, and the rounds that they buy.
+    """Numbers of gradients that FedAvg computes in all rounds of a setup, by seed, and the rounds that they allow.
 
     Args:
-        setup: the federation and its rounds.
+        setup: federation and its rounds.
         data_dir: folder of data sets.
 
     Raises:
-        DataError: the data are not here.
+        DataError: the data are missing.
     """
 
     def __init__(self, setup: Setup, data_dir: Path | None) -> None:
@@ -35,13 +35,13 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the rounds of a method whose total gradients come nearest to FedAvg's.
+        """Return the rounds of a method whose total gradients are nearest to FedAvg's.
 
         Args:
-            cell: the method.
-            params: its settings.
-            seed: of the run.
-            whole: play every round, as `fedloom.lab.tune.Budget.rounds` does.
+            cell: cell of the method.
+            params: settings of the method.
+            seed: seed of the run.
+            whole: True to simulate every round, as `fedloom.lab.tune.Budget.rounds` does.
 
         Raises:
             ConfigError, RunStopped, ClientError: as `fedloom.lab.tune.Budget.rounds`.
@@ -51,11 +51,11 @@ class GradientBudget:
         return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
-        """Return whether what a run took is so far from FedAvg's gradients that its rounds must be planned again."""
+        """Return True if the gradients of a run differ so much from FedAvg's that its rounds must be planned again."""
         return self._budget_of_seed(seed)[1].missed(samples)
 
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
-        """Return whether every trial and seed of a record at equal rounds is a run that FedAvg's gradients buy, too."""
+        """Return True if FedAvg's gradients allow every trial and seed of a record at equal rounds."""
         setup = self._setup
         if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
             return False

@@ -1,8 +1,8 @@
-"""Cover the map by a few methods: the portfolio that `fedloom advise` races.
+"""Cover of the map by a few methods: the portfolio that `fedloom advise` races.
 
-In a setup, a choice of methods loses the regret: how far the best of them is behind the best of all methods, on mean
-test figures at equal gradients. Local training and FedAvg are always chosen. A greedy cover adds the method that lowers
-the mean regret over setups most, then the largest one, then by name.
+The regret of a choice of methods in a setup is the difference between its best method and the best of all methods, by
+mean test figures at equal gradients. Local training and FedAvg are always chosen. A greedy cover adds the method that
+lowers the mean regret over setups most. Ties are broken by the largest regret, then by name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods of every portfolio."""
 PORTFOLIO_SIZE = 6
-"""Methods of the portfolio."""
+"""Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
-"""Setting whose range a race takes from its own file."""
+"""Setting whose range a race takes from the file of the race."""
 Figures = Mapping[str, Mapping[str, float]]
 """Mean test figure of every method, by setup."""
 
@@ -36,7 +36,7 @@ FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for
 
 
 def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord]) -> Figures:
-    """Mean test figure of every method that is done, by setup, of the setups in which methods are tuned."""
+    """Return the mean test figure of every completed method, by setup, for the setups in which methods are tuned."""
     figures: dict[str, dict[str, float]] = {}
     for setup in setups:
         for (name, method), record in records.items():
@@ -48,7 +48,7 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
 
 
 def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
-    """Regret of a choice of methods in every setup."""
+    """Return the regret of a choice of methods in every setup."""
     return {
         setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
         for setup, means in figures.items()
@@ -56,7 +56,7 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
 
 
 def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
-    """Choose methods greedily.
+    """Return greedily chosen methods.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')
@@ -74,13 +74,13 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
 
 
 def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
-    """Portfolio that is chosen without a setup, and its regret there, by setup."""
+    """Return the portfolio chosen without a setup, and its regret in that setup, by setup."""
     chosen = {setup: cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
     return {setup: (methods, regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
 
 
 def write_portfolio(methods: Sequence[str]) -> str:
-    """Write the frozen file."""
+    """Return the text of the frozen file."""
     spaces = dict[str, Any]()
     for name in methods:
         plan = parse({"data": {"source": "digits"}, "method": [{"algorithm": name}]}, name)

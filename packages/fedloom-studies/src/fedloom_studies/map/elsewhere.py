@@ -1,4 +1,4 @@
-"""Cells by an executor: a cell travels as text, its record comes back."""
+"""Cells measured by an executor: a cell travels as text, and its record returns."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def measure_elsewhere(
     executor: Executor, todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path,
     data_dir: Path | None, say: Callable[[str], object], *, again: bool = False,
 ) -> bool:  # fmt: skip
-    """Have an executor measure cells, and write their records. Return whether all came to an end.
+    """Measure cells with an executor, and write their records. Return True if all cells ended.
 
     Args:
-        executor: computes cells, each as one call.
-        todo: what to run.
-        records: the records that there were.
+        executor: executor that measures cells, each in one call.
+        todo: cells to run.
+        records: records before the call.
         results: file of the records.
-        data_dir: folder of data sets. A setup without its data is left out.
-        say: called for every cell.
-        again: a second look at each.
+        data_dir: folder of data sets. A setup without its data is omitted.
+        say: function called for every cell.
+        again: True for a second look at each cell.
 
     Raises:
-        FedloomError: a worker has other code of a method, or the executor lost a cell several times.
+        FedloomError: the code of a method differs at a worker, or the executor lost a cell several times.
     """
     check_executor(executor)
     checksums, cells, units = dict[str, str](), list[Cell](), list[str]()
@@ -78,14 +78,16 @@ def measure_elsewhere(
 
 
 def compute_cell(_experiment: str, unit: str) -> bytes:
-    """Measure a cell, anywhere. The same arguments give the same record, but for its time, machine and date.
+    """Return the record of a cell, measured at any place.
+
+    The same arguments give the same record, except for its time, machine and date.
 
     Args:
-        _experiment: not used. A cell has all of its experiment.
+        _experiment: not used by the function. A cell contains its whole experiment.
         unit: JSON of the cell, of its records, and of the checksum of its data.
 
     Returns:
-        A `UnitReply` as bytes, with the record.
+        The `UnitReply` as bytes, with the record.
     """
     fields = json.loads(unit)
     seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
@@ -119,13 +121,13 @@ def _write_unit(
 
 
 def _checksum(setup: Setup, data_dir: Path | None) -> str:
-    """Checksum of the data of a setup."""
+    """Return the checksum of the data of a setup."""
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     return plan.source.read(data_dir).checksum()
 
 
 def _source(cell: Cell) -> str:
-    """Digest of the code of a cell's method here. Empty where it is not applicable."""
+    """Return the digest of the code of a cell's method on this machine. Empty if the method is not applicable."""
     try:
         return cell.source
     except FedloomError:

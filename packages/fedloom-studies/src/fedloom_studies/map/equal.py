@@ -1,4 +1,4 @@
-"""State what methods gain and lose at equal gradients: a section of the map's page, and one of the page of a setup."""
+"""Gains and losses of methods at equal gradients: a section of the map's page, and a section of a setup's page."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class BothProtocols(NamedTuple):
     """A setup under both protocols.
 
     Attributes:
-        rounds: at equal rounds.
-        gradients: at equal gradients.
-        records: at equal gradients, as they were recorded: what is reused has no figures of its own.
-        changes: of the mean from equal rounds to equal gradients, of every method whose work is not the same, as one
+        rounds: setup at equal rounds.
+        gradients: setup at equal gradients.
+        records: records at equal gradients, as recorded: reused records contain no figures.
+        changes: changes of the mean from equal rounds to equal gradients, of every method whose work differs, as one
             family of tests.
     """
 
@@ -55,23 +55,23 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """The methods that were run again with the work that they take at equal rounds."""
+        """Methods that were run again with the same work as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
         return [name for name in again if self.rounds.of(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
-        """Choose the methods with a significant change of this sign, the largest first."""
+        """Return the methods with a significant change of this sign, the largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Judge a setup at equal gradients, and the change of every method.
+    """Return the judged setup at equal gradients, and the change of every method.
 
     Args:
-        rounds: the setup at equal rounds.
+        rounds: setup at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
@@ -86,14 +86,14 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
 
 
 def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
-    """Return whether a method takes the gradients of FedAvg with every seed."""
+    """Return True if a method takes the gradients of FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
     return all(abs(samples / fedavgs - 1) <= EQUAL_GRADIENTS_TOLERANCE for samples, fedavgs in spent)
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """State which methods have a significantly other mean at equal gradients than at equal rounds."""
+    """Return sentences on the methods whose mean at equal gradients differs significantly from equal rounds."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -107,7 +107,7 @@ def changes_in_words(c: BothProtocols) -> str:
 
 
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
-    """Lines of the map's page: the protocol, and a row for every setup in which local and FedAvg are there."""
+    """Yield lines of the map's page: the protocol, and a row for every setup with results of both local and FedAvg."""
     methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
@@ -140,7 +140,10 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """State which methods take over a tenth more gradients than FedAvg, as one round of theirs takes them already."""
+    """Return a sentence on the methods that take over a tenth more gradients than FedAvg.
+
+    One round of such a method already takes these gradients.
+    """
     named = []
     for c in comparisons:
         fedavg = c.gradients.of(REFERENCE_METHODS[1])
@@ -153,7 +156,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
-    """Write the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
+    """Yield the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
@@ -180,7 +183,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Remarks on a cell: stale, reused, significant changes and gains."""
+    """Return remarks on a cell: stale, reused, significant changes and gains."""
     record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale: {old}"] if old else []

@@ -1,8 +1,8 @@
-"""Features of photographs that were learned elsewhere, as a network trained on other data would give them.
+"""Features of photographs from statistics of other photographs, similar to features of a network trained on other data.
 
 Coates, Ng 2011, The importance of encoding versus training with sparse coding and vector quantization: patches are
-normalised and whitened, and compared with random patches by a soft threshold. Patches, whitening and the scale of the
-features come from CIFAR-100, whose photographs no client has.
+normalized and whitened, and compared with random patches by a soft threshold. Patches, whitening and the scale of the
+features come from CIFAR-100, whose photographs belong to no client.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from fedloom.data import Dataset, Source, load
 from fedloom.errors import DataError
 
 PATCH_PIXELS, PATCH_STRIDE_PIXELS = 6, 2
-"""Pixels of a patch's side, and between two patches."""
+"""Side of a patch, and distance between two patches, in pixels."""
 PATCH_COUNT = 64
 RESPONSE_THRESHOLD = 0.25
 CONTRAST_VARIANCE, WHITENING_VARIANCE = 10 / 255**2, 0.1
-"""Added to variances: of a patch before it is normalised, and along every direction before it is whitened."""
+"""Constants added to variances: of a patch before it is normalized, and along every direction before it is whitened."""
 FITTED_IMAGES = 2000
 BLOCK_IMAGES = 200
 
 
 class Cifar10Features(Source):
-    """The 10,000 official test images of CIFAR-10 as 512 numbers each. CIFAR-100 must be there, too."""
+    """The 10,000 official test images of CIFAR-10 as 512 numbers each. CIFAR-100 must be present, too."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Features ``[10000, 512]`` and classes, of mean 0 and standard deviation 1 on images of CIFAR-100.
+        """Return features ``[10000, 512]`` and classes.
+
+        Features have mean 0 and standard deviation 1 on images of CIFAR-100.
 
         Raises:
-            DataError: one of the two data sets, or the test images, are missing.
+            DataError: either data set, or the test images, are missing.
         """
         return _features(data_dir)
 
@@ -59,7 +61,7 @@ class PatchEncoder:
 
     Args:
         images: bytes ``[N, 3, height, width]``.
-        generator: draws the patches.
+        generator: generator that draws the patches.
     """
 
     def __init__(self, images: Tensor, generator: torch.Generator) -> None:
@@ -71,7 +73,10 @@ class PatchEncoder:
         self.weights = whitening @ (drawn / drawn.norm(dim=1, keepdim=True)).T
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Features ``[N, 8 * PATCHES]``: how far patches exceed the threshold either way, mean of every quarter."""
+        """Return features ``[N, 8 * PATCHES]``.
+
+        A feature is the excess of patches over the threshold in one direction, as the mean of a quarter.
+        """
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 
     def _block(self, images: Tensor) -> Tensor:
@@ -82,7 +87,10 @@ class PatchEncoder:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """All patches ``[N, places, 3 * SIDE**2]`` of images, each of mean 0 and variance 1 unless it has no contrast."""
+    """Return all normalized patches ``[N, places, 3 * SIDE**2]`` of images.
+
+    Each patch has mean 0, and variance 1 unless it has no contrast.
+    """
     patches = unfold(images.float() / 255, PATCH_PIXELS, stride=PATCH_STRIDE_PIXELS).transpose(1, 2)
     patches = patches - patches.mean(-1, keepdim=True)
     return patches / (patches.square().mean(-1, keepdim=True) + CONTRAST_VARIANCE).sqrt()

@@ -1,10 +1,10 @@
-"""Judge the records: figures per seed, and gains over the better of local and FedAvg.
+"""Judgment of the records: figures per seed, and gains over the better of local and FedAvg.
 
 All differences of a setup are one family of moderated tests (`fedloom.lab.report.comparison.family`): every method
-against the better of local and FedAvg. Seeds split the same samples anew, and a verdict is about these samples: about
-what other splits, cohorts and initial models would give. Over setups methods are compared by Friedman's test of the
-ranks of their means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods in which nothing
-is missing. A setup that is not tuned is none of these.
+against the better of local and FedAvg. Seeds split the same samples anew. A verdict is about these samples, and covers
+other splits, cohorts and initial models. Over setups, methods are compared by Friedman's test of the ranks of their
+means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods without missing results. A setup
+without tuning is not part of these tests.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Setup
 
 MIN_SETUPS = 3
-"""Setups, and methods, without which there is no statement on all setups together."""
+"""Smallest number of setups, and of methods, for a statement on all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last place of every group of neighbours that a test does not separate."""
+"""First and last place of every group of neighbors that a test does not separate."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should show: fewer points would not pay for another method's work and traffic."""
+"""Gain that a setup should detect: a smaller gain would not pay for another method's work and traffic."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which it should. The usual one of plans."""
+"""Probability with which a setup should detect the gain. It is the usual probability of study plans."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A method in a setup.
+    """Result of a method in a setup.
 
     Attributes:
         figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round.
-            ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
-            ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
-            ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
-            all, nan where there is none; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the
-            first evaluated round with 95 % of the setup's best mean, nan where it is not reached.
-        gain: of ``mean`` over the better of local and FedAvg; None for that one, and where these are not both done.
-        confirmed: whether the gain is significant with the seeds of the second look too; None without one.
+            ``gain_local`` and ``gain_fedavg`` are the mean over clients of the difference from that method's model.
+            ``gainers_local`` and ``gainers_fedavg`` are the share of clients for which the difference is above 0.
+            ``mean_at_fedavg_work`` is the mean at the last evaluated round with no more gradients than FedAvg took in
+            all, NaN without such a round. ``gradients`` of samples and ``bytes`` count the whole run. ``rounds_to_95``
+            is the first evaluated round with 95 % of the setup's best mean, NaN if it is not reached.
+        gain: gain of ``mean`` over the better of local and FedAvg. None for the better method itself, and unless both
+            are done.
+        confirmed: True if the gain is also significant with the seeds of the second look. None without a second look.
     """
 
     method: str
@@ -68,7 +69,7 @@ class Standing:
 
     @property
     def verdict(self) -> PairVerdict:
-        """The verdict on it against the better of local and FedAvg."""
+        """Verdict against the better of local and FedAvg."""
         return pair_verdict(self.gain, higher=True)
 
     @property
@@ -84,16 +85,16 @@ class Standing:
 
 @dataclass(frozen=True)
 class SetupVerdict:
-    """A setup with what was recorded of it.
+    """Setup with its records.
 
     Attributes:
-        reference: the better of local and FedAvg by its mean over seeds. Empty where both are not there.
-        spread: standard deviation over seeds that the gains have in common, by the prior of the moderated test. Nan
-            where too few are tested for one.
-        needed: seeds that show a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY` at that spread and
-            at the first step of Holm's correction, whatever was observed. 0 where the spread is not known.
-        standings: of the methods that are done, the best mean first.
-        records: of every method.
+        reference: better of local and FedAvg by the mean over seeds. Empty unless both are done.
+        spread: common standard deviation of the gains over seeds, by the prior of the moderated test. NaN if too few
+            gains are tested.
+        needed: number of seeds that show a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY` at that
+            spread and at the first step of Holm's correction, for any observed gains. 0 if the spread is not known.
+        standings: standings of the methods that are done, the best mean first.
+        records: records of every method.
     """
 
     setup: Setup
@@ -109,17 +110,17 @@ class SetupVerdict:
 
     @property
     def rivals(self) -> list[Standing]:
-        """Standings without pooled data's, the best mean first."""
+        """Standings without pooled data, the best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
     def decides(self) -> bool:
-        """True if the seeds that were run are enough to show a gain of `DETECTABLE_GAIN`."""
+        """True if enough seeds were run to show a gain of `DETECTABLE_GAIN`."""
         return 0 < self.needed <= len(self.setup.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """Judge a setup by its records. All stated differences form one family of tests."""
+    """Return the judged setup of some records. All stated differences form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
     means = {method: last(record.seeds) for method, record in done.items()}
@@ -183,7 +184,7 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
 
 
 def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
-    """Return the longest runs of places in which the first differs from no other.
+    """Return the longest ranges of places whose first method does not differ from the others.
 
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
@@ -200,11 +201,11 @@ class Overall(NamedTuple):
     """All setups together.
 
     Attributes:
-        methods: by their mean rank, the best first.
+        methods: methods by their mean rank, the best first.
         ranks: mean ranks over the setups. 1 is the best.
-        setups: in which all of the methods are done.
-        p: of Friedman's test that all methods are alike.
-        groups: of methods that Nemenyi's test does not separate.
+        setups: setups in which all of the methods are done.
+        p: p value of Friedman's test that all methods are alike.
+        groups: groups of methods that Nemenyi's test does not separate.
     """
 
     methods: tuple[str, ...]
@@ -215,7 +216,9 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap. None if it is small.
+    """Return Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap.
+
+    Return None if the block is too small.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -235,10 +238,10 @@ def overall(verdicts: list[SetupVerdict]) -> Overall | None:
 
 
 def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
-    """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
+    """Return the setups and methods of the largest block without a gap, its means, and the mean ranks, the best first.
 
-    There is nothing in it where it has fewer than `MIN_SETUPS` setups or methods. Only setups with `Setup.ranks` are
-    in it.
+    All are empty if the block contains fewer than `MIN_SETUPS` setups or methods. The block contains only setups with
+    `Setup.ranks`.
     """
     from scipy.stats import rankdata
 

@@ -1,4 +1,4 @@
-"""Measuring cells: trials, then fresh seeds. What is missing only, in any order, until the time is over."""
+"""Measurement of cells: trials, then fresh seeds. It runs missing parts only, in any order, until the time ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 PAUSE_SECONDS = 0.5
-"""Seconds between two looks for a cell that nobody has."""
+"""Seconds between two checks for a free cell."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -53,13 +53,13 @@ def due(
     """Return the cells to run, setup by setup, with the reference methods first.
 
     Args:
-        setups: in which.
-        records: the records that there are.
-        methods: asked for, of them stale cells are due too. Every method of the protocol when empty.
-        space: of the methods that are asked for.
-        again: for a second look at what is recorded, instead of what is missing.
-        old: stale cells too.
-        protocol: of the cells, and of the records.
+        setups: setups of the cells.
+        records: existing records.
+        methods: requested methods, whose stale cells are run too. If empty, every method of the protocol.
+        space: search space of the requested methods.
+        again: True for a second look at recorded cells, instead of missing cells.
+        old: True to include stale cells.
+        protocol: protocol of the cells and of the records.
     """
     cells_due = []
     for setup in setups:
@@ -81,21 +81,21 @@ def measure_all(
     data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
     workers: int = 1, join: bool = False,
 ) -> bool:  # fmt: skip
-    """Run cells and write their records. Whether all came to an end.
+    """Run cells and write their records. Return True if all cells ended.
 
     Args:
-        todo: what to run.
-        records: the records that there were.
+        todo: cells to run.
+        records: records before the call.
         results: file of the records.
-        out: folder of the run directories. A cell has one of its own in it.
-        data_dir: folder of data sets. A setup without its data is left out.
-        budget: time that may be spent.
-        show: shows progress.
-        say: called for every cell.
-        again: a second look at each.
-        workers: cells at a time.
-        join: wait for cells that other processes are at, and take over those of processes that have died. Otherwise
-            what another process is at is left to it.
+        out: folder of the run directories. Each cell has a separate folder in it.
+        data_dir: folder of data sets. A setup without its data is omitted.
+        budget: time that the cells may take.
+        show: function that shows progress.
+        say: function called for every cell.
+        again: True for a second look at each cell.
+        workers: number of cells at a time.
+        join: True to wait for cells that other processes run, and to take over cells of processes that have died.
+            Otherwise cells of other processes are left to them.
 
     Raises:
         ConfigError: torchrun has started several ranks.
@@ -114,12 +114,12 @@ def measure_all(
 
 
 def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
-    """Show nothing: several processes would write over each other."""
+    """Return a display that shows nothing, because several processes would overwrite each other's output."""
     return nullcontext(lambda _event: None)
 
 
 class _Measured(NamedTuple):
-    """What cells are measured with, and where they are recorded, see `measure_all`."""
+    """Inputs of the measurement of cells, and the file of their records, see `measure_all`."""
 
     records: Mapping[tuple[str, str], CellRecord]
     results: Path
@@ -131,7 +131,10 @@ class _Measured(NamedTuple):
     again: bool
 
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
-        """Run every cell that no other process runs, where they join until none is left. Whether all have ended."""
+        """Run every cell that no other process runs. Return True if all cells ended.
+
+        With `join`, repeat until no cell remains.
+        """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
             while todo:
@@ -153,7 +156,7 @@ class _Measured(NamedTuple):
         return True
 
     def _has(self, cell: Cell, claims: Claims | None, stack: ExitStack) -> bool:
-        """Return whether this process has a cell until the stack ends."""
+        """Return True if this process holds a cell until the stack ends."""
         if claims is not None:
             if (claim := claims.take(str(cell.file).replace("/", "@"))) is None:
                 return False
@@ -167,7 +170,7 @@ class _Measured(NamedTuple):
         return True
 
     def _measure(self, cell: Cell, missing: set[str], budgets: dict[str, GradientBudget]) -> bool:
-        """Run a cell that no other process has recorded meanwhile. False where it was interrupted."""
+        """Run a cell unless another process has recorded it meanwhile. Return False if the run was interrupted."""
         key, results = (cell.setup.name, cell.method), self.results
         before = self.records.get(key)
         if cell.setup.name in missing or read_records(results, cell.protocol).get(key) != before:
@@ -206,19 +209,22 @@ class CellWork(NamedTuple):
         """Return the record of the cell, or None if interrupted.
 
         Args:
-            before: the record that there was.
-            first: the record of the cell at equal rounds, where this one is at equal gradients.
-            again: look a second time at the record that there was.
+            before: earlier record of the cell.
+            first: record of the cell at equal rounds, if this cell is at equal gradients.
+            again: True for a second look at the earlier record.
 
         Raises:
-            DataError: the data are not here.
+            DataError: the data are missing.
         """
         if again and before:
             return self.look_again(before)
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
-        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds. None for others."""
+        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds.
+
+        Return None for other cells.
+        """
         if self.gradients is None:
             return None
         with summaries.count_spent_time(self.folder, "planned"):
@@ -230,7 +236,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run what is missing and return the record of the cell, or None if interrupted."""
+        """Return the record of the cell after a run of the missing parts, or None if interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -254,7 +260,10 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Renew an earlier commit's record if its first seed gives the same figures to the digit. Else return None."""
+        """Return the renewed record of an earlier commit, or None if its first seed gives other figures.
+
+        Figures must agree to the digit.
+        """
         if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None
         first = self.cell.setup.seeds[:1]
@@ -264,7 +273,7 @@ class CellWork(NamedTuple):
         return replace(record, source=self.cell.source) if same else None
 
     def _search(self, listeners: tuple[Listener, ...]) -> SearchResult:
-        """Every trial, and the best."""
+        """Return every trial, and the best trial."""
         from fedloom.lab.tune import Tuning
 
         cell = self.cell
@@ -293,7 +302,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the seeds and return the record's fields, or None if interrupted."""
+        """Return the record's fields after a run of the seeds, or None if interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -308,7 +317,10 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run as many rounds as a budget buys, planning again if the first plan fails. Return the record's fields."""
+        """Run the rounds that a budget allows. Return the fields, or None if interrupted.
+
+        If the first plan fails, plan again.
+        """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
         except RunStopped as stopped:
@@ -323,7 +335,7 @@ class CellWork(NamedTuple):
     def _play(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
-        """Run a method with the chosen settings and ``more``. Return the record's fields, None if interrupted."""
+        """Run a method with the chosen settings and ``more``. Return the record's fields, or None if interrupted."""
         from fedloom.lab.tune import replace_params
 
         cell = self.cell
@@ -348,7 +360,7 @@ def estimates(
     data_dir: Path | None,
     protocol: Protocol = "rounds",
 ) -> list[dict[str, Any]]:
-    """Return a row per setup: recorded cells, due cells, and core-minutes estimated from measured cells."""
+    """Return a row for each setup: recorded cells, due cells, and core-minutes estimated from measured cells."""
     rows = []
     for setup in setups:
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
@@ -376,9 +388,9 @@ def estimates(
 
 
 def _minutes(cell: Cell, fed: Federation) -> float:
-    """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed. 0 of what is not applicable.
+    """Return the estimated core-minutes of one run of a cell, of a trial or of a fresh seed. 0 if it is not applicable.
 
-    At equal gradients every method takes what FedAvg takes.
+    At equal gradients every method takes as long as FedAvg.
     """
     try:
         plan = cell.plan if cell.protocol == "rounds" else Cell(cell.setup, "fedavg").plan

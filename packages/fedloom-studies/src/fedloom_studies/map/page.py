@@ -1,4 +1,4 @@
-"""The pages of the map, and everything as one table: made from the records, no number on them is typed."""
+"""Pages of the map, and all results as one table, made from the records alone."""
 
 from __future__ import annotations
 
@@ -112,12 +112,14 @@ own with [one command](own-algorithm.md#compare-it-with-all-methods)."""
 def pages(
     setups: Mapping[str, Setup], records: Records, references: References = NO_FIGURES, gradients: Records = NO_FIGURES
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Name and content of every file: "" for the page of the map, the others go into `MAP_FOLDER`.
+    """Yield the name and content of every file.
+
+    The page of the map has the name "", and the others are written to `MAP_FOLDER`.
 
     Args:
-        setups: by name.
-        records: at equal rounds.
-        references: models of scikit-learn.
+        setups: setups by name.
+        records: records at equal rounds.
+        references: records of models of scikit-learn.
         gradients: records at equal gradients.
 
     Raises:
@@ -244,7 +246,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
-    """Remarks on a record: stale, better or worse than the better of local and FedAvg."""
+    """Return remarks on a record: stale, better or worse than the better of local and FedAvg."""
     old = stale(Cell(setup, record.method, record.space), record)
     remarks = [f"stale: {old}"] if old else []
     if standing is not None and (standing.better or standing.worse):
@@ -258,7 +260,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return the position of methods among all recorded methods: a row per setup and method."""
+    """Return the position of methods among all recorded methods: a row for each setup and method."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -276,7 +278,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with a row per run and per cell without a run. Numbers are unrounded and unscaled."""
+    """Return a table with a row for each run and for each cell without a run. Numbers are unrounded and unscaled."""
     rows = []
     for j in verdicts:
         for record in j.records.values():

@@ -1,4 +1,4 @@
-"""Draw the pictures of the map as SVG, in colours that can be read on a light and on a dark ground."""
+"""Pictures of the map as SVG, in colors that are readable on a light and on a dark background."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fedloom_studies.map.judge import Groups, SetupVerdict
 from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN
 
 ROW_PIXELS, BAR_PIXELS = 16, 8
-"""Pixels of a row, and of a bar beside the rows."""
+"""Height of a row, and width of a bar beside the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
-"""Gains beyond this have the fullest colour."""
+"""Gain from which a cell has the fullest color."""
 STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
-"""In cells without a gain."""
+"""Signs in cells without a gain."""
 
 
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where inconclusive.
+    """Draw methods x setups: the color is the gain over the better of local and FedAvg, pale if inconclusive.
 
-    A triangle that points up or down is a verdict of better or worse, which needs no colours.
+    A triangle that points up or down marks a verdict of better or worse without colors.
     """
     cells = []
     for j in verdicts:
@@ -82,15 +82,15 @@ def ladder(
     groups: Groups | None = None,
     full: Collection[str] | None = None,
 ) -> str:
-    """Draw a row per method with its value and interval.
+    """Draw a row for each method with its value and interval.
 
     Args:
-        names: of the methods, the best first.
-        values: of each.
-        halves: half of the interval of each. Nan where there is none.
-        title: of the values.
-        groups: of methods that a test does not separate, each drawn as a bar beside its rows.
-        full: methods that are drawn as full circles, the others as empty ones. None: all.
+        names: names of the methods, the best first.
+        values: value of each method.
+        halves: half of the interval of each value. NaN without an interval.
+        title: title of the values.
+        groups: groups of methods that a test does not separate, each drawn as a bar beside its rows.
+        full: methods drawn as full circles. The other methods are empty circles. None: all methods are full circles.
     """
     rows = [
         {

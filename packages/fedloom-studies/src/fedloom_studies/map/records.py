@@ -24,7 +24,7 @@ REUSED_STATUS = "reused"
 """Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs.
 Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs."""
 SIGNIFICANT_DIGITS = 6
-"""Significant digits that are kept."""
+"""Number of significant digits that records keep."""
 Values = list[float | None]
 
 
@@ -32,12 +32,12 @@ class Series(NamedTuple):
     """Result of one seed's run, for the model that a client would use.
 
     Attributes:
-        clients: the metric of every client's test part after the last round ``[n]``. None where nothing is known, as of
-            attackers.
+        clients: metric of every client's test part after the last round ``[n]``. None for unknown values, such as
+            values of attackers.
         rounds: evaluated rounds ``[k]``.
-        mean: over clients, at those rounds.
-        gradients: samples whose gradient was taken until then.
-        bytes: sent until then, both ways.
+        mean: mean over clients at those rounds.
+        gradients: number of samples whose gradient was computed until then.
+        bytes: bytes sent until then, in both directions.
     """
 
     clients: Values
@@ -52,20 +52,20 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what the runs have in common with those of FedAvg.
-        digest: `Cell.digest` of what was run.
+        protocol: common basis of the runs and FedAvg's runs.
+        digest: `Cell.digest` of the cell.
         source: `Cell.source` of the code that ran.
-        space: search space of the method's own settings, where it was given.
+        space: search space of the method's settings, if one was given.
         status: done, failed (diverged with some seed), not applicable, or reused.
-        reason: why it is not done, or reused.
-        metric: of the figures. Higher is better.
-        model: that a client would use: hybrid where there are a global and a personal one, else the one there is.
+        reason: reason why the cell is not done, or is reused.
+        metric: metric of the figures. Higher is better.
+        model: model that a client would use: hybrid if there are a global and a personal model, else the only model.
         chosen: settings of the best trial.
-        trials: settings and validation metric of every trial. None where it did not complete.
+        trials: settings and validation metric of every trial. None if the trial did not complete.
         seeds: `Series` by seed.
-        again: the same for the seeds of the second look.
-        minutes: time of the processor, trials and evaluation included, in core-minutes.
-        commit: of fedloom, with "-dirty" where it was changed. Empty where it is not known.
+        again: `Series` by seed of the second look.
+        minutes: processor time in core-minutes, including trials and evaluation.
+        commit: commit of fedloom, with "-dirty" if the code was changed. Empty if the commit is not known.
     """
 
     setup: str
@@ -90,7 +90,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """Create the record of a cell at the current commit and machine."""
+    """Return the record of a cell at the current commit and machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
@@ -99,18 +99,18 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
 
 
 def read_record(fields: Mapping[str, Any]) -> CellRecord:
-    """Read a record from plain values, as JSON has them."""
+    """Return the record of plain values, such as values read from JSON."""
     looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
     return CellRecord(**{**fields, **looks})
 
 
 def record_cell(record: CellRecord, file: Path) -> None:
-    """Record a cell in a file."""
+    """Write the record of a cell to a file."""
     put(file, record.__dict__, ("setup", "method", "protocol"))
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
-    """Every record of a protocol by setup and method.
+    """Return every record of a protocol by setup and method.
 
     Raises:
         RunDirError: a line is not a record of the map.
@@ -129,11 +129,11 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
 def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Replace reused cells by the runs at equal rounds.
+    """Return records with reused cells replaced by the runs at equal rounds.
 
     Args:
-        records: at equal gradients.
-        first: at equal rounds. What is reused of them and not there is left out.
+        records: records at equal gradients.
+        first: records at equal rounds. Reused cells without a record at equal rounds are omitted.
     """
     whole = {}
     for key, record in records.items():
@@ -146,7 +146,10 @@ def fill_reused(
 
 
 def stale(cell: Cell, record: CellRecord) -> str:
-    """Explain why a record is outdated: another protocol, or other code of the method, or "" if it is current."""
+    """Return the reason why a record is outdated, or "" if it is current.
+
+    The protocol differs, or the code of the method.
+    """
     try:
         if record.digest != cell.digest:
             return "of another protocol"
@@ -156,9 +159,9 @@ def stale(cell: Cell, record: CellRecord) -> str:
 
 
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Read the fields of a record from a run directory: metric, model, and the series of the seeds.
+    """Return the fields of a record from a run directory: metric, model, and the series of the seeds.
 
-    A seed without a result is left out.
+    A seed without a result is omitted.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
     model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")

@@ -1,7 +1,7 @@
-"""Setups and cells: what the map measures, as ``setups.toml`` declares it.
+"""Setups and cells: the measurements of the map, as ``setups.toml`` declares them.
 
 A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation, with equally many trials in
-one search space per method at full length, on seeds of their own. Then it runs with fresh seeds.
+one search space for each method at full length, on separate seeds. Then it runs with fresh seeds.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Common ground of runs: equal rounds, or the gradients that FedAvg takes in these rounds."""
+"""Common basis of runs: equal rounds, or the gradients that FedAvg takes in these rounds."""
 POOLED_METHOD = "centralized"
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
-"""Methods that all others are compared with, or read beside: no collaboration, one model for all, one place."""
+"""Methods for comparison with all other methods: no collaboration, one model for all, one place."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation with how its clients train.
+    """Federation, and the training of its clients.
 
     Attributes:
-        title: for people, what is special about its clients.
-        says: how it is made.
+        title: title for people, with the special property of its clients.
+        says: sentence on the construction of the setup.
         share: core-minutes that all of its cells at equal rounds may take together.
-        trials: of every method, with one nothing is searched, and every method runs as it comes.
-        tuning: their seeds.
-        seeds: of the figures.
+        trials: number of trials of every method. With one trial, every method runs with its default settings.
+        tuning: seeds of the trials.
+        seeds: seeds of the figures.
         again: seeds for a second look.
-        space: of every method, on top of the default spaces.
-        document: the experiment, without methods.
-        references: whether models of scikit-learn are fitted beside its methods (`fedloom_studies.map.references`).
+        space: search space of every method, in addition to the default spaces.
+        document: experiment document without methods.
+        references: True if models of scikit-learn are fitted beside its methods (`fedloom_studies.map.references`).
     """
 
     name: str
@@ -64,16 +64,16 @@ class Setup:
 
     @property
     def ranks(self) -> bool:
-        """True if its means count in ranks over setups: every method runs in it with settings that were tuned."""
+        """True if its means count in ranks over setups, because every method runs with tuned settings."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:
-        """Choose the core-minutes that all cells of a protocol may take together, by the number of its methods."""
+        """Return the core-minutes that all cells of a protocol may take together, by the number of its methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
     def training(self) -> str:
-        """The model, the rounds and the tuning in words."""
+        """Description of the model, the rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
         tuned = f"{self.trials} trials a method" if self.trials > 1 else "not tuned, every method as it comes"
         kind = self.document["model"]["kind"]
@@ -81,7 +81,7 @@ class Setup:
 
 
 def setups(scale: Scale) -> dict[str, Setup]:
-    """Every setup of a scale by name, in the order of the file."""
+    """Return every setup of a scale by name, in the order of the file."""
     declared = _declared()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
@@ -110,7 +110,7 @@ def parts_of_networks() -> dict[str, dict[str, Any]]:
 
 
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
-    """Choose the methods that a protocol has in every setup, those that others are compared with first."""
+    """Return the methods of a protocol in every setup, with the methods for comparison first."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
     return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
@@ -118,12 +118,12 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A method in a setup, under a protocol.
+    """Method in a setup, under a protocol.
 
     Attributes:
-        method: a name of the registry, or an import path.
-        space: where its own settings are looked for, on top of the default spaces.
-        protocol: what its trials and runs have in common with those of FedAvg.
+        method: name of the registry, or import path.
+        space: search space of the method's settings, in addition to the default spaces.
+        protocol: common basis of its trials and runs and FedAvg's runs.
     """
 
     setup: Setup
@@ -133,7 +133,7 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
+        """Name of the cell in messages."""
         return f"{self.method} in {self.setup.name}{' at equal gradients' if self.protocol == 'gradients' else ''}"
 
     @property
@@ -144,7 +144,7 @@ class Cell:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The experiment of its fresh seeds, before settings are chosen."""
+        """Experiment of its fresh seeds, before settings are chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
         if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}
@@ -152,7 +152,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """The experiment of its search for settings."""
+        """Experiment of its search for settings, as a document."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -160,7 +160,7 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """The experiment of its search.
+        """Experiment of its search for settings.
 
         Raises:
             ConfigError: the method does not exist, or has no such settings.
@@ -169,7 +169,7 @@ class Cell:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that decides its figures but the code, and the number of trials."""
+        """Digest of all inputs that determine its figures, except the code, and of the number of trials."""
         from fedloom.lab.tune import space_of
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
@@ -180,7 +180,7 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the method's code, its docstrings left out, of a preset, of the code of its parts."""
+        """Digest of the method's code without docstrings. For a preset, of the code of its parts."""
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
@@ -191,10 +191,10 @@ class Cell:
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:
-    """Read a search space from a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+    """Return a search space from a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
-        ConfigError: the file cannot be read, names a setting that the method has not, or has no space for one.
+        ConfigError: the file cannot be read, names an unknown setting of the method, or lacks a space for a setting.
     """
     from fedloom.lab.tune import check_values, space_of
 

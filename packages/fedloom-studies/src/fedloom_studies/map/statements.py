@@ -1,4 +1,4 @@
-"""State what the records of the map support: the advice that comes first, and sentences on every setup."""
+"""Statements that the records of the map support: the advice first, and sentences on every setup."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ MAP_FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""The comparison of methods without a result."""
+"""Comparison of methods without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Write the rows of the first table: the advice for each setup, with its gain and cost.
+    """Yield the rows of the first table: the advice for each setup, with its gain and cost.
 
-    It is the best of the methods that are better than the better of local and FedAvg. Without any it is that one, where
-    it is better than the other and the setup would have shown a method that gains `DETECTABLE_GAIN`. Else nothing is
-    named. Where data are a table, training alone is the best model of a client alone, those of scikit-learn included.
+    The advice is the best method of those that are better than the better of local and FedAvg. Without such a method it
+    is the better of local and FedAvg, if it is better than the other and the setup would have shown a gain of
+    `DETECTABLE_GAIN`. Otherwise no method is named. For tables, training alone means the best model of a client alone,
+    including models of scikit-learn.
     The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
@@ -64,7 +65,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Choose what a setup supports. None where it cannot decide."""
+    """Return the method that a setup supports, or None if the setup cannot decide. None if it cannot decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
@@ -72,14 +73,14 @@ def recommended(j: SetupVerdict) -> Standing | None:
 
 
 def planned(j: SetupVerdict) -> str:
-    """State how many seeds would decide a setup, by the spread that the gains have in common."""
+    """Return a sentence on the number of seeds that would decide a setup, by the common spread of the gains."""
     if not j.needed:
         return "too few methods with seeds enough to plan"
     return f"{j.needed} seeds show {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
-    """State which of local and FedAvg is better, where that is decided."""
+    """Return a sentence on the better of local and FedAvg, if it is decided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
         f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
@@ -89,7 +90,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """Render the page's first paragraphs: where a method is better than the better of local and FedAvg."""
+    """Render the page's first paragraphs on methods better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No setup has results of both local and FedAvg yet."
@@ -107,12 +108,15 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
-    """Choose the standings other than local, FedAvg and pooled data."""
+    """Return the standings other than local, FedAvg and pooled data."""
     return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Write three sentences that a setup's records support, with its power. One sentence if they support nothing."""
+    """Return three sentences that a setup's records support, with its power.
+
+    Return one sentence if the records support no statement.
+    """
     if not j.reference:
         return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
     local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
@@ -142,7 +146,7 @@ def sentences(j: SetupVerdict) -> list[str]:
 
 
 def _power(j: SetupVerdict) -> Iterator[str]:
-    """Yield the sentence on how many seeds decide. None where nothing is tested."""
+    """Yield the sentence on the number of seeds that decide. Yield no sentence if no gain is tested."""
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = f"*{planned(j)}*, and {seeds} were run" if not j.decides else f"{planned(j)}, as {seeds} were run"
@@ -154,12 +158,12 @@ def _pooled(standing: Standing | None) -> str:
 
 
 def join_with_commas(values: Iterable[object]) -> str:
-    """Join values with commas."""
+    """Return values joined with commas."""
     return ", ".join(map(str, values))
 
 
 def enumerated(items: Sequence[str]) -> str:
-    """Join items with commas, the last two with "and"."""
+    """Return items joined with commas, the last two with "and"."""
     *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -170,23 +174,23 @@ def _gain(s: Standing) -> str:
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:
-    """Join the first names with commas, and count the others."""
+    """Return the first names joined with commas, and the number of other names."""
     items = list(names)
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def share_of_cells(run: int, cells: int) -> str:
-    """Write how many of a protocol's cells have a record: 9 of 12 cells so far, or all 12 cells."""
+    """Return the number of a protocol's cells with a record: 9 of 12 cells so far, or all 12 cells."""
     return f"all {cells} cells" if run == cells else f"{run} of {cells} cells so far"
 
 
 def signed(difference: Estimate | TestedDifference) -> str:
-    """Write a mean with its sign and half of its interval, in points."""
+    """Return a mean with its sign and half of its interval, in points."""
     return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
 
 def write_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Write a mean and half of its interval, in points. "-" without one."""
+    """Return a mean and half of its interval, in points. "-" without an interval."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

@@ -1,7 +1,7 @@
-"""Data of other programs' tables, prepared and split as there, and their initial model.
+"""Data of other programs' tables, prepared and split as by these programs, and their initial model.
 
-Experiment files name these classes by their import path. Every client's test part is the table's own, so the partition
-is ``writers`` with ``test_from = "users"``.
+Experiment files name these classes by their import path. Every client's test part is the table's test part, so the
+partition is ``writers`` with ``test_from = "users"``.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ PHD_LEVEL = "Doctorate"
 
 
 class SeededLinear(ModelSpec):
-    """A linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as another program does."""
+    """Linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as in another program."""
 
     kind: ClassVar[str] = f"{__name__}:SeededLinear"
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Build the layer on vectors ``[b, k]``."""
+        """Return the layer on vectors ``[b, k]``."""
         with forked(torch.device("cpu")):
             torch.manual_seed(seed)  # noqa: TID251 (as the other program)
             return self.module(shape, outputs)
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the layer from the current global generator."""
+        """Return the layer, drawn from the current global generator."""
         return nn.Linear(shape[0], outputs)
 
 
 class FlambyHeart(Source):
     """Fed-Heart-Disease of FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without a missing cell.
 
-    Columns 10 to 12 are left out, and then the patients with a missing cell. Two of three patients of a hospital train,
+    Columns 10 to 12 are omitted, and then the patients with a missing cell. Two of three patients of a hospital train,
     drawn by scikit-learn with seed 43. The features are scaled by the hospital's training part.
     """
 
     path: str | None = Field(None, description="folder with the four UCI files (None: looked for in the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read the four files.
+        """Return the contents of the four files.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -88,7 +88,7 @@ class FlambyHeart(Source):
 
 
 def _heart_rows(file: Path) -> Floats:
-    """Read the patients of a hospital without a missing cell ``[N, 11]``, the target last."""
+    """Return the patients of a hospital without a missing cell ``[N, 11]``, the target last."""
     try:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
@@ -98,7 +98,7 @@ def _heart_rows(file: Path) -> Floats:
 
 
 def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mark FLamby's test patients of a hospital ``[N]``."""
+    """Return flags of FLamby's test patients of a hospital ``[N]``."""
     counts = np.bincount(sick, minlength=2)
     _, test = train_test_split(
         np.arange(len(sick)), test_size=1 - HEART_TRAINING_SHARE, train_size=HEART_TRAINING_SHARE,
@@ -110,16 +110,16 @@ def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
 class FlambyBrca(Source):
     """Fed-TCGA-BRCA of FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, 39 columns.
 
-    FLamby splits the patients, and uses the columns as they are.
+    FLamby splits the patients, and uses the columns unchanged.
     """
 
     path: str | None = Field(None, description="folder of both files (None: looked for in the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read the table and the split.
+        """Return the contents of the table and the split.
 
         Raises:
-            DataError: a file is missing, or one that is not FLamby's.
+            DataError: a file is missing, or is not FLamby's.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
         places = _find("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,
@@ -146,18 +146,19 @@ class FlambyBrca(Source):
 
 
 class AflAdult(Source):
-    """UCI adult as q-FFL's code cuts it for agnostic federated learning (litian96/fair_flearn): doctorates and others.
+    """UCI adult as split by q-FFL's code for agnostic federated learning (litian96/fair_flearn): doctorates and others.
 
-    The features are an indicator of every level of the eight coded columns, 99 in all. A missing level has none.
+    The features are an indicator of every level of the eight coded columns, 99 in all. A missing level has no
+    indicator.
     """
 
     path: str | None = Field(None, description="as in the source adult")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read both files.
+        """Return the contents of both files.
 
         Raises:
-            DataError: as the source ``adult``.
+            DataError: as in the source ``adult``.
         """
         adult = load("adult", data_dir, **({} if self.path is None else {"path": self.path}))
         parts = []
@@ -181,10 +182,10 @@ class AflFashion(Source):
     path: str | None = Field(None, description="as in the source fashion-mnist")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Read the four files.
+        """Return the contents of the four files.
 
         Raises:
-            DataError: as the source ``fashion-mnist``.
+            DataError: as in the source ``fashion-mnist``.
         """
         images = load("fashion-mnist", data_dir, **({} if self.path is None else {"path": self.path}))
         if images.test is None:
@@ -206,10 +207,10 @@ def _find(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str],
     files: Mapping[str, Sequence[str]], cure: str,
 ) -> dict[str, Path]:  # fmt: skip
-    """Find the files of a data set in one folder, each under one of its names.
+    """Return the files of a data set in one folder, each under one of its names.
 
     Raises:
-        DataError: no folder has them all.
+        DataError: no folder contains all files.
     """
     root = path or data_dir or os.environ.get("FEDLOOM_DATA")
     if not root:

@@ -1,4 +1,4 @@
-"""The papers' tables and figures as recipes, run by one command each, with verdicts."""
+"""The papers' tables and figures as recipes, each run by one command, with verdicts."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ __getattr__ = getter(
         "reproduce": "fedloom_studies.reproduce.execute:reproduce",
     },
 )
-"""What runs recipes needs torch. Their names and titles do not."""
+"""Running a recipe requires torch. Listing names and titles does not."""

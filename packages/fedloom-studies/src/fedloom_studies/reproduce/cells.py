@@ -1,4 +1,4 @@
-"""Cells of a table: ours beside the paper's.
+"""Cells of a table: our value beside the paper's.
 
 A cell is within when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2).
 """
@@ -24,7 +24,10 @@ Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 
 @dataclass(frozen=True)
 class TableCell:
-    """One number of a table: ours (mean, half of its 95 % interval, seeds), at the chosen round, and the paper's."""
+    """Number of a table: our value at the chosen round and the paper's value.
+
+    Our value is a mean, half of its 95 % interval, and the number of seeds.
+    """
 
     variant: str
     column: str
@@ -40,7 +43,7 @@ class TableCell:
 
 
 def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
-    """Every cell that was run, or that the paper prints, row by row."""
+    """Return every cell that was run, or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
@@ -70,7 +73,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
 def within(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
-    """within, above or below, with the difference in the figure's unit and in standard errors."""
+    """Return the position: within, above or below, with the difference in the figure's unit and in standard errors."""
     if paper is None:
         return "-"
     variance = 0.0 if math.isnan(std) else std**2 / n
@@ -82,12 +85,12 @@ def within(
 
 
 def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
-    """Keep the finite values by seed."""
+    """Return the finite values by seed."""
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 
 def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
-    """Mean and standard deviation of a cell of the paper, as a fraction."""
+    """Return the mean and standard deviation of a cell of the paper, as fractions."""
     if cell is None:
         return None, None
     mean, std = cell if isinstance(cell, tuple) else (cell, None)

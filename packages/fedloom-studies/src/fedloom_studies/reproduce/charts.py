@@ -1,4 +1,7 @@
-"""Draw a table of a paper: ours with intervals, the paper's values as marks, for a light and a dark ground."""
+"""Picture of a paper's table, for a light and a dark background.
+
+Our values have intervals, and the paper's values are marks.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from fedloom_studies.reproduce.cells import TableCell
 from fedloom_studies.reproduce.figures import unit
 
 LINE_CHARACTERS = 24
-"""Characters in a line of a row's name."""
+"""Largest number of characters in a line of a row's name."""
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Select the cells to draw. None if nothing was run."""
+    """Return the cells to draw. Empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
 def legend(cells: Sequence[TableCell]) -> str:
-    """Render the legend of the marks that are drawn."""
+    """Render the legend of the drawn marks."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
              ("diamond", "the paper's", any(c.paper is not None for c in cells))]  # fmt: skip
@@ -27,13 +30,13 @@ def legend(cells: Sequence[TableCell]) -> str:
 
 
 def alt(title: str, cells: Sequence[TableCell]) -> str:
-    """Describe the figure in a sentence."""
+    """Return a sentence that describes the figure."""
     beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
     return f"Our results{beside}, a row per column of the table: {title}."
 
 
 def draw_table(cells: Sequence[TableCell]) -> str:
-    """Draw a table as SVG, a panel per variant and a row per column, or "" if nothing was run."""
+    """Draw a table as SVG, with a panel for each variant and a row for each column. Return "" if no cell was run."""
     drawn = charted(cells)
     if not drawn:
         return ""

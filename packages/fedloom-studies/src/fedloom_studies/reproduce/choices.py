@@ -1,15 +1,17 @@
-"""Settings that a recipe leaves to be chosen, by `fedloom.lab.tune`: every candidate is tried, with one seed or some.
+"""Choice, by `fedloom.lab.tune`, of settings that a recipe leaves open.
+
+Every candidate is tried, with one or more seeds.
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``). Several
-keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
-the first metric by which `fedloom.lab.tune` goes), the mean over the models that the method has. ``model = "auto"``
-takes the personal one where there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and take the
-mean over the first ``seeds``; ``once = true`` lets the first variant choose for all, and ``metric =
-"accuracy/weighted"`` scores by the figure that a recipe's claims are judged by. Test data play no part. With ``extend =
-K`` a grid whose best value is at an edge is extended, at most K times: the next value is the edge times the factor
-between it and its     neighbour; alike for all methods. ``edges = "every"`` extends in every key that is at its edge,
-and tries what combines the best values with the next ones; without it the first such key is extended, with all values
-of the method's other keys.
+keys form a grid, which is the whole search space of the method. The score is the validation accuracy of the last round
+(or the first metric that `fedloom.lab.tune` uses), averaged over the models of the method. ``model = "auto"`` uses the
+personal model if there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and average over the
+first ``seeds``. With ``once = true`` the first variant chooses for all variants, and ``metric = "accuracy/weighted"``
+scores by the figure that decides a recipe's claims. Test data are not used. With ``extend = K`` a grid whose best value
+is at an edge is extended at most K times, alike for all methods: the next value is the edge times the factor between it
+and its neighbor. ``edges = "every"`` extends the grid in every key whose best value is at its edge, and tries
+combinations of the best values with the next values. Without it, the grid is extended in the first such key, with all
+values of the method's other keys.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 TRIALS_FOLDER = "choose"
-"""Folder beside the run directories of the variants: for each, the directory of its search for settings."""
+"""Folder beside the run directories of the variants, which contains the directory of every variant's search for
+settings."""
 CHOICE_FILE = "chosen.json"
-"""In the directory of a search: what was chosen, and the score of every candidate."""
+"""File in the directory of a search, with the choices and the score of every candidate."""
 
 
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Text and method table of every candidate. One with empty text if there is nothing to choose."""
+    """Return the text and method table of every candidate.
+
+    Return a single candidate with empty text if the recipe leaves no choice.
+    """
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
     return [(_text(grid, values), _replace_values(method, values)) for values in every]
@@ -55,7 +61,7 @@ def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) 
 
 
 def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folder and document of the search for a document's settings, then of its extensions, each when it is wanted."""
+    """Yield the folder and document of the search for a document's settings, then of its extensions, each on demand."""
     yield folder, dict(document)
     choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
@@ -69,9 +75,10 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
 
 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Documents with the methods whose best value is at an edge of its grid, and grids of what is to be tried beyond.
+    """Return documents of the methods whose best value is at an edge of its grid, with grids beyond the edge.
 
-    One document, or as many as a method has keys that go on: none of their grids holds what another one has.
+    There is one document for each key that is extended, at most as many as the keys of a method. Their grids do not
+    overlap.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
@@ -96,7 +103,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
 def _next_edge_values(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the next value of each key whose best value is at the edge of the grid, if the method allows it."""
+    """Return the next value of each key whose best value is at the edge of the grid, if the method allows the value."""
     extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
@@ -110,13 +117,16 @@ def _next_edge_values(
 
 
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chosen values in the order of the method's grid. The first candidate if no trial completed."""
+    """Return the chosen values in the order of the method's grid.
+
+    Without a completed trial, the first candidate is chosen.
+    """
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
 
 
 def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
-    """Return whether a method may have these settings."""
+    """Return True if a method accepts these settings."""
     try:
         parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
     except ConfigError:
@@ -143,12 +153,12 @@ def _size(value: Any) -> float | None:
 
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
-    """Count the candidates that were tried beyond the edges of the grid."""
+    """Return the number of candidates that were tried beyond the edges of the grid."""
     return _trials(choice)["beyond"]
 
 
 def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Parse the values of candidates from their texts."""
+    """Return the values of candidates, parsed from their texts."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
@@ -165,7 +175,7 @@ def _value(text: str) -> Any:
 
 
 def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the better of two choices for every method, the earlier in a tie, with the scores of both."""
+    """Return the better of two choices for every method, the earlier choice in a tie, with the scores of both."""
     joined = dict(choices)
     for label, new in more.items():
         old = choices[label]
@@ -178,7 +188,7 @@ def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
-    """Count the candidates tried on the recipe's own grid, and beyond its edges."""
+    """Return the number of candidates tried on the recipe's grid, and beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
 
@@ -207,7 +217,7 @@ def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the experiment file of the search: the methods with open choices, and their grids."""
+    """Return the experiment file of the search: the methods with open choices, and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's
@@ -228,12 +238,12 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trials_of(document: Mapping[str, Any], variant: str) -> str:
-    """Name of the folder of a variant's trials."""
+    """Return the name of the folder of a variant's trials."""
     return "once" if document.get("choose", {}).get("once") else variant
 
 
 def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Apply choices to an experiment, without a choice, the first candidate is used."""
+    """Return the experiment with choices applied. Without a choice, the first candidate is used."""
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
         options, choice = dict(candidates(method)), choices.get(label_of(method), {})
@@ -243,9 +253,9 @@ def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the choices of the search in a folder: each method's winner, and the score of every candidate.
+    """Return the choices of the search in a folder: each method's winner, and the score of every candidate.
 
-    A method whose candidates are others by now is left out.
+    A method whose candidates have changed since is omitted.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
@@ -257,7 +267,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
-    """Write what a search gave beside what was known. The first candidate wins where no trial completed."""
+    """Write the results of a search beside the earlier results. The first candidate wins if no trial completed."""
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}
     for study, trials, best in findings:

@@ -1,8 +1,8 @@
-"""Estimate how long a recipe takes here: counted samples of gradients times measured seconds per sample.
+"""Estimates of a recipe's time on this machine: counted gradients of samples times measured seconds per sample.
 
-Samples: a method's first round is played on a tiny federation and its gradients are counted, which gives gradients per
-training sample and round. The rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg
-takes two steps on random data of the same shape, with the same model, batch size and engine.
+Samples: a method's first round runs on a tiny federation and its gradients are counted, which gives gradients per
+training sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. Seconds:
+FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SECONDS_OF_ROUND: dict[str, float] = {}
 
 
 def minutes(recipe: Recipe, scale: Scale) -> float:
-    """Estimate the core-minutes of a recipe at a scale, choices included. Evaluation is left out."""
+    """Return the estimated core-minutes of a recipe at a scale, choices included. Evaluation is not included."""
     total = 0.0
     for number, document in enumerate(recipe.at(scale).values()):
         plan = experiment(first(document), recipe.name)
@@ -61,21 +61,21 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Estimated seconds of the processor of a round. Evaluation is left out.
+    """Return the estimated processor seconds of a round. Evaluation is not included.
 
     Args:
-        plan: what the method is compared in.
-        method: one of the plan's.
+        plan: plan of the experiment that compares the method.
+        method: method of the plan.
         data: shape and classes of the samples.
-        clients: of the federation.
-        samples: training samples of a client.
+        clients: number of clients of the federation.
+        samples: number of training samples of a client.
     """
     gradients = _gradients(method, samples) * _cohort(method, clients)
     return gradients * _speed(plan, method, data, min(clients, 10), samples)
 
 
 def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
-    """Clients, and training samples of all of them."""
+    """Return the number of clients, and the number of training samples of all clients."""
     cut = document["partition"]
     samples: float = data.train + (data.test if cut.get("pool") else 0)
     share = 1 - (cut.get("test", 0.2) if cut.get("test_from", "own") == "own" else 0) - cut.get("validation", 0.1)
@@ -87,7 +87,7 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
 
 
 def _cohort(method: Method, clients: int) -> float:
-    """Clients of a round."""
+    """Return the number of clients of a round."""
     if method.setting.pooled:
         return clients
     sampler = method.setting.sampler
@@ -96,7 +96,7 @@ def _cohort(method: Method, clients: int) -> float:
 
 
 def _gradients(method: Method, samples: float) -> float:
-    """Gradients of samples that one client takes in a round."""
+    """Return the number of sample gradients that one client takes in a round."""
     local = method.setting.local
     size = 20 if local.batch_size == "full" else local.batch_size
     sized = local if local.batch_size == "full" else local.with_(batch_size=size)
@@ -109,7 +109,7 @@ def _gradients(method: Method, samples: float) -> float:
 
 
 def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
-    """Gradients of samples of one client in a round on a tiny federation, played once."""
+    """Return the number of sample gradients of one client in a round on a tiny federation, which runs once."""
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
     if key not in _SECONDS_OF_ROUND:
         _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
@@ -124,7 +124,7 @@ def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
 
 @cache
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
-    """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
+    """Return the processor seconds per sample gradient, from the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
@@ -151,10 +151,10 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
 def listing(
     recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """One row per recipe: name, title, data needed, state, stated budget, and the time that it took.
+    """Yield a row for each recipe: name, title, required data, state, stated budget, and the measured time.
 
-    Where it was not run, that is the time which it may take here if ``estimated``, for which every kind of model is
-    timed once.
+    If the recipe was not run and ``estimated`` is true, the time is an estimate for this machine. For it, every kind of
+    model is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -172,7 +172,10 @@ def listing(
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Write what recipes that were not run and have no laptop scale need at full scale, beside the summaries."""
+    """Write the requirements of recipes without runs. Return the path of the file.
+
+    The file lies beside the summaries. It lists requirements at full scale of recipes without a laptop scale.
+    """
     estimates = {}
     for name, recipe in recipes.items():
         if recipe.budget("laptop") is None and last(recipe, results) is None:

@@ -1,4 +1,4 @@
-"""Running a recipe: what is to be chosen, then every variant. What is missing only, and within a budget."""
+"""Run of a recipe: first the choice of settings, then every variant. It runs missing parts only, within a budget."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import lock_folder, read_document
 
 PROTOCOL_FILE = "protocol.json"
-"""In a recipe's folder: what its runs are of, as digests."""
+"""File in a recipe's folder with digests of its runs."""
 DEVICE_KEY = "engine.device"
-"""Key of the device there, which is named."""
+"""Key of the device in that file, which contains its name."""
 SUM_ORDER_TOLERANCE = 0.002
-"""Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
+"""Relative difference up to which a value counts as equal except for the order of sums, which differs between
+processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
-"""Shows the progress of runs that have so many rounds together, or by label of the method."""
+"""Function that shows the progress of runs, from the total number of their rounds, or from numbers by label of the
+method."""
 
 
 def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
@@ -52,7 +54,7 @@ def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
-    """Parse the experiment of a document that leaves nothing to choose.
+    """Return the experiment of a document without open choices.
 
     Raises:
         ConfigError: as `fedloom.lab.experiment.parse`.
@@ -61,7 +63,7 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
 
 
 class TimeBudget:
-    """Time that may be spent. When it is over, the run at hand is saved and stopped, and can be resumed."""
+    """Time that a recipe may take. When it has passed, the current run is saved and stopped, and can be resumed."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -73,7 +75,7 @@ class TimeBudget:
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        """Stop a run that exceeds its time."""
+        """Stop a run that exceeds the time."""
         here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
         if self.left <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True
@@ -96,31 +98,32 @@ def reproduce(
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
-    """Run what is missing of a recipe. The summary is written after every variant.
+    """Run the missing parts of a recipe. Return its summary. The summary is written after every variant.
 
     Args:
-        recipe: what to run.
-        scale: how much of it.
-        out: the recipe's folder. A run directory per variant is made in it.
-        results: folder of summaries. None writes none.
+        recipe: recipe to run.
+        scale: scale of the recipe.
+        out: folder of the recipe. It contains a run directory for each variant.
+        results: folder of summaries. None: no summary is written.
         data_dir: folder of data sets.
-        seeds: instead of the recipe's.
-        only: labels of the methods to run. All when empty.
-        workers: processes.
-        device: where its runs and trials compute, as in ``[engine]``.
-        budget: time that may be spent.
-        show: shows progress.
-        join: share every variant's runs with other processes that make the same call, on machines that have the folder.
-        executor: computes the runs and searches of a variant, with ``submit(function, *arguments)``.
+        seeds: seeds instead of the recipe's.
+        only: labels of the methods to run. If empty, all methods.
+        workers: number of processes.
+        device: device of its runs and trials, as in ``[engine]``.
+        budget: time that the recipe may take.
+        show: function that shows progress.
+        join: True to share every variant's runs with other processes that make the same call, on machines that have the
+            folder.
+        executor: executor of the runs and searches of a variant, with ``submit(function, *arguments)``.
 
     Returns:
-        The summary, not complete where the budget or the user ended it. None if nothing has a result.
+        The summary, which is not complete if the budget or the user ended it. None without a result.
 
     Raises:
         DataError: the data are missing.
-        ConfigError: the recipe has no such method, or torchrun has started several ranks.
-        RunDirError: the folder holds something else, or what an earlier version of the recipe ran or chose.
-        ModuleNotFoundError: settings are to be chosen, and Optuna is not installed.
+        ConfigError: the recipe does not contain such a method, or torchrun has started several ranks.
+        RunDirError: the folder contains other files, or runs or choices of an earlier version of the recipe.
+        ModuleNotFoundError: settings must be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
     budget, documents = budget or TimeBudget(), recipe.at(scale, seeds, only)
@@ -154,10 +157,10 @@ def reproduce(
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Claim the folder for these documents. Methods and seeds may be added or left out.
+    """Claim the folder for these documents. Methods and seeds may be added or omitted.
 
     Raises:
-        RunDirError: it holds runs or trials of a variant that was something else.
+        RunDirError: the folder contains runs or trials of a variant that differed.
     """
     make_folder(out)
     with lock_folder(out):
@@ -189,9 +192,9 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Compute a digest of each method's table by label, candidates included, and of the rest without seeds.
+    """Return a digest of each method's table by label, candidates included, and of the rest without seeds.
 
-    The device stands there by its name too, for a message.
+    The device is also included by its name, for a message.
     """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
@@ -200,7 +203,7 @@ def _digests(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
-    """Count the samples of every data set, by source."""
+    """Return the number of samples of every data set, by source."""
     sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
@@ -215,7 +218,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """Relative to the value, or to one where that is larger."""
+        """Difference relative to the value, or absolute if the absolute value is below 1."""
         if self.was is None or self.now is None:
             return 0.0 if self.was == self.now else math.inf
         return abs(self.was - self.now) / max(1.0, abs(self.was))
@@ -225,19 +228,19 @@ def verify(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: Show = _quiet,
 ) -> list[Difference]:  # fmt: skip
-    """Run the first seed of a summary's first variant again, with what was chosen then.
+    """Run the first seed of a summary's first variant again, with its chosen settings. Return the differences.
 
     Args:
-        recipe: of the summary.
-        summary: what to compare with.
-        folder: an empty folder, for the run.
+        recipe: recipe of the summary.
+        summary: summary to compare with.
+        folder: empty folder for the run.
         data_dir: folder of data sets.
-        only: labels of the methods to run. All when empty.
-        workers: processes.
-        show: shows progress.
+        only: labels of the methods to run. If empty, all methods.
+        workers: number of processes.
+        show: function that shows progress.
 
     Raises:
-        RunDirError: the summary is of an earlier version of the recipe.
+        RunDirError: the summary belongs to an earlier version of the recipe.
     """
     if summary.protocol != recipe.protocol(summary.scale):
         raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
@@ -257,7 +260,7 @@ def _variant(
     data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
     *listeners: Listener,
 ) -> bool:  # fmt: skip
-    """Run one variant with the settings that are chosen on the document ``chooses``. Whether it came to its end."""
+    """Run one variant with the settings that are chosen on the document ``chooses``. Return True if it ended."""
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
@@ -294,7 +297,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the work. Raise any other end."""
+    """Return False if the user stopped the work. Otherwise raise the given exception."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

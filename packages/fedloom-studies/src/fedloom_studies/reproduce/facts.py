@@ -1,4 +1,4 @@
-"""Facts about the papers' public code, and which recipes in the published protocol use them (``facts.toml``)."""
+"""Facts about the papers' public code, and the published-protocol recipes that use them (``facts.toml``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTS_TEXT = (
 
 
 class Unused(Value):
-    """Recipes that do not use a fact, and why."""
+    """Recipes that do not use a fact, with the reasons."""
 
     because: str
     recipes: tuple[str, ...] = Field(min_length=1)
@@ -44,31 +44,31 @@ class Fact(Value):
 
     @property
     def recipes(self) -> list[str]:
-        """Every recipe that has a line."""
+        """Recipes that are listed for the fact."""
         return [*self.used, *(name for reason in self.unused for name in reason.recipes)]
 
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """Every fact, by paper."""
+    """Return every fact, by paper."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("facts.toml").read_text())
     return tuple(Fact(**one) for one in document["fact"])
 
 
 def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
-    """Return a paper's recipes in the published protocol, which need a line for each of its facts."""
+    """Return a paper's recipes in the published protocol, each of which must list every fact of the paper."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
 
 def holds(fact: Fact, recipe: Recipe) -> bool:
-    """Return whether every experiment of a recipe, as it is run here, has the options that show the use of a fact."""
+    """Return True if every experiment of a recipe, in its present form, has the options that show the use of a fact."""
     documents = recipe.at("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """Look up an option by its dotted key. A method's label leads to its options, ``settings`` included."""
+    """Return an option by its dotted key. A method's label leads to its options, including ``settings``."""
     table, _, rest = key.partition(".")
     if table != "method":
         value = document.get(table)
@@ -80,7 +80,7 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
 
 
 def facts_page(recipes: Mapping[str, Recipe]) -> str:
-    """Render the page of all facts as Markdown, a table per paper."""
+    """Render the page of all facts as Markdown, with a table for each paper."""
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in facts()):
         count = len(published(recipes, paper))

@@ -1,14 +1,14 @@
 """Figures of finished runs by name, per seed.
 
 A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
-global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
-for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
-common. The statistic ``client-K`` is the figure of client number K alone. WHEN the last round unless it is
-``validation`` (the round best on validation), ``mean`` (over the evaluated rounds, a measure of speed), a round's
-number, or ``to VALUE``: the first evaluated round whose validation figure reaches the value, for claims about work. A
-model that never reaches it has the last round's, the least that it needs.
+global, personal, hybrid as chosen by the run, hybrid-validation (chosen on validation in every run), or empty for work
+and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless train, validation or common is
+given. The statistic ``client-K`` is the figure of client number K alone. WHEN is the last round unless ``validation``
+is given (the round best on validation), ``mean`` (over the evaluated rounds, a measure of speed), a round's number, or
+``to VALUE``: the first evaluated round whose validation figure reaches the value, for claims about work. A model that
+never reaches the value gets the figure of the last round, a lower bound of its work.
 
-`unit` is the form in which a figure is shown: accuracies in percent and their differences in points, bytes as MB.
+`unit` is the displayed form of a figure: accuracies in percent and their differences in points, bytes as MB.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
-"""Figures without a unit, such as counts of parameters, have no decimals from here on."""
+"""Figures without a unit, such as counts of parameters, are shown without decimals from this value on."""
 CLIENT_STATISTIC = "client-"
 """Start of the statistic of one client, before its number."""
 UNSCALED_STATISTICS = ("variance", "jain")
-"""Statistics over clients that do not have the unit of their metric."""
+"""Statistics over clients that differ from their metric in unit."""
 
 
 class Reference(NamedTuple):
-    """Identity of a number: variant ("" for each), method, model, figure."""
+    """Identity of a number: variant ("" for each variant), method, model, figure."""
 
     variant: str
     method: str
@@ -43,10 +43,10 @@ class Reference(NamedTuple):
 
     @classmethod
     def create(cls, text: str, figure: str) -> Reference:
-        """Parse ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+        """Return the reference in the form ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
         Raises:
-            ConfigError: it has another form.
+            ConfigError: the text does not have this form.
         """
         variant, bar, rest = text.rpartition("|")
         parts = [part.strip() for part in rest.split(":")]
@@ -55,7 +55,7 @@ class Reference(NamedTuple):
         return cls(variant.strip() if bar else "", parts[0], parts[1], parts[2] if len(parts) == 3 else figure)
 
     def __str__(self) -> str:
-        """Without the variant, as it is kept in a summary."""
+        """Return the reference without the variant, as stored in a summary."""
         return f"{self.method}: {self.model}: {self.figure}"
 
     def chosen(self) -> Reference | None:
@@ -65,14 +65,14 @@ class Reference(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Format of one kind of figures.
+    """Format of a kind of figure.
 
     Attributes:
-        name: of the unit, after a value.
-        gap: of a difference, after it.
-        scale: what a figure is multiplied by.
-        words: of a difference above and below zero.
-        ratio: compared by ratios, whose logarithms are tested.
+        name: name of the unit, after a value.
+        gap: name of the unit after a difference.
+        scale: factor of a displayed figure.
+        words: words for a difference above and below zero.
+        ratio: True if figures are compared by ratios, whose logarithms are tested.
     """
 
     name: str = ""
@@ -121,7 +121,7 @@ PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """Return the unit of a figure, by its name."""
+    """Return the unit of a figure by the figure's name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
@@ -132,7 +132,10 @@ def unit(figure: str) -> Unit:
 
 
 def _number(of: Unit, value: float, spread: float) -> str:
-    """Two decimals, one beside a spread of 1 or more, without a unit four decimals below 10, else four digits."""
+    """Return two decimals, or one beside a spread of 1 or more.
+
+    Without a unit, return four decimals below 10, else four digits.
+    """
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
     if of is GRADIENTS_UNIT:
@@ -141,7 +144,7 @@ def _number(of: Unit, value: float, spread: float) -> str:
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """Return the figure for every seed, or nan for unfinished runs and for runs that did not record it."""
+    """Return the figure for every seed, or NaN for unfinished runs and for runs that did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):
@@ -177,7 +180,10 @@ def _curve(run: Run, key: Key) -> Curve:
 
 
 def _validation_curve(run: Run, key: Key) -> Curve:
-    """Mean over benign clients, each with the global model where that is better on its validation part."""
+    """Return the mean over benign clients.
+
+    Each client uses the global model if it is better on the client's validation part.
+    """
     parts = {
         (model, part): run.benign(key._replace(model=model, part=part))
         for model in ("global", "personal")
@@ -220,7 +226,10 @@ def _best_round(run: Run, reference: Reference, seed: int) -> int:
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return rounds, the model's signed validation figure (higher is better), and the sign. Empty without one."""
+    """Return rounds, the model's signed validation figure (higher is better), and the sign.
+
+    The arrays are empty without such a figure.
+    """
     for name in (*(roles.page for roles in TASK_ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
         measured = np.isfinite(points.value)

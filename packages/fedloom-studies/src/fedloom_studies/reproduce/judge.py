@@ -1,17 +1,17 @@
-"""Verdicts: what the paper claims, claim by claim, and rival by rival.
+"""Verdicts on the claims of a paper, by claim and by rival.
 
-A rival is one side that the claim's subject is compared with. It is judged on one number per seed, the mean over
+A rival is a side that the claim's subject is compared with. The rival is judged on one number per seed, the mean over
 variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
-and batches), by a t test with Holm's correction over the claim's rivals. In a claim on each variant, as under every
-attack, a side is a rival in each of them. A claim holds where every rival is clearly behind, and does not hold where
-one is clearly ahead. No rival can carry or drown the others. It is looked at after 5, 10 and 20 seeds, at levels of 1,
-1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims of equivalence are
-tested by two one-sided tests. Claims on standard deviations over seeds are judged alike on the distances of the seeds'
-values from their median (Levene's test as Brown and Forsythe have it). Single comparisons have Holm's correction over
-all of the recipe, where one of them is clearly against the claim, it holds in part at most. Variances, work and traffic
-are compared by their ratios, as the papers claim them: on the logarithmic scale one heavy seed rules no mean. The
-interval of a difference has the level of its look and of its step of Holm's procedure, so that it is the one that
-decides. Verdicts are about the paper's own samples, with other seeds.
+and batches), by a t test with Holm's correction over the claim's rivals. If a claim concerns each variant, such as
+every attack, a side is a rival in each variant. A claim holds if every rival is clearly behind, and does not hold if
+some rival is clearly ahead. No rival can offset or hide the others. The claim is examined after 5, 10 and 20 seeds, at
+levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and the first clear look decides it. Claims of equivalence are
+tested by two one-sided tests. Claims on standard deviations over seeds are judged in the same way, on the distances of
+the seeds' values from their median (Levene's test in the form of Brown and Forsythe). Single comparisons have Holm's
+correction over the whole recipe. If one of them is clearly against the claim, the claim holds in part at most.
+Variances, work and traffic are compared by ratios, as the papers claim them. On the logarithmic scale one extreme seed
+does not dominate a mean. The interval of a difference has the level of its look and of its step of Holm's procedure, so
+it is the interval that decides. Verdicts concern the paper's samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """One pair of a claim. Its verdict has Holm's correction."""
+    """Single comparison of a claim. Its verdict includes Holm's correction."""
 
     left: str
     right: str
@@ -56,12 +56,12 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class Rival:
-    """One side that a claim's subject is compared with.
+    """Side that a claim's subject is compared with.
 
     Attributes:
-        name: the side, without a variant of its own.
-        look: the test of its differences, one per seed, at the look that decides the claim.
-        clear: by Holm's procedure over the claim's rivals.
+        name: name of the side, without a variant of its own.
+        look: test of its differences, with one difference per seed, at the look that decides the claim.
+        clear: True if the difference is clear by Holm's procedure over the claim's rivals.
     """
 
     name: str
@@ -76,15 +76,15 @@ class Rival:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim with the tests of its rivals, and its comparisons beside it.
+    """Claim with the tests of its rivals, and its single comparisons.
 
     Attributes:
-        claim: what is claimed.
-        figure: that it is about.
-        rivals: of which something was run.
+        claim: claim of the paper.
+        figure: figure of the claim.
+        rivals: rivals with at least one run.
         comparisons: every pair.
-        planned: comparisons that the recipe has in all.
-        lost: those of them that were run, and of which a side has no result.
+        planned: number of comparisons in the recipe.
+        lost: number of comparisons that were run and have no result on a side.
     """
 
     claim: Claim
@@ -96,17 +96,21 @@ class JudgedClaim:
 
     @property
     def reason(self) -> Untested | None:
-        """Why it is not tested. None where it is."""
+        """Reason why the claim is not tested. None if the claim is tested."""
         return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
     def words(self) -> str:
-        """The verdict for people."""
+        """Verdict for people."""
         return claim_words(self.verdict, self.reason)
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Holds against every rival, in part against some with none ahead, or where a comparison is against it."""
+        """Verdict of the claim.
+
+        The claim holds if it holds against every rival. It holds in part if it holds against some rivals and no rival
+        is ahead, or if a comparison is against it.
+        """
         if self.reason:
             return UNTESTED
         word = decided(self.claim, self.rivals)
@@ -115,9 +119,9 @@ class JudgedClaim:
 
     @property
     def least(self) -> Rival:
-        """The rival nearest to contradicting the claim: with the smallest difference, or the farthest from equal.
+        """Rival nearest to contradicting the claim, with the smallest difference, or farthest from equality.
 
-        Of a claim that does not hold it is one of those that are clearly against it.
+        For a claim that does not hold, it is a rival that is clearly against the claim.
         """
         against = [r for r in self.rivals if r.verdict == FAILS] if self.verdict == FAILS else []
         return min(
@@ -127,17 +131,17 @@ class JudgedClaim:
 
     @property
     def measured(self) -> list[ClaimPair]:
-        """Return the comparisons with at least one run."""
+        """Comparisons with at least one run."""
         return [c for c in self.comparisons if c.look.n]
 
     @property
     def right(self) -> int:
-        """Comparisons whose mean is as claimed."""
+        """Comparisons whose mean is in the claimed direction."""
         return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
 
     @property
     def count(self) -> str:
-        """Count the comparisons as claimed, clear by themselves for and against the claim, and without a result."""
+        """Numbers of comparisons as claimed, clear by themselves for and against the claim, and without a result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
@@ -154,7 +158,7 @@ class JudgedClaim:
 
 
 def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
-    """Combine the verdicts of a claim's rivals into the claim's verdict."""
+    """Return the claim's verdict from the verdicts of its rivals."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
     if claim.most:
@@ -165,7 +169,7 @@ def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
 
 
 def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
-    """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
+    """Return every claim, with Holm's correction for its single comparisons over the whole recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
     looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
@@ -217,7 +221,7 @@ def _rivals(
 def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
-    """Compare the subject with its rivals at a number of seeds and a level."""
+    """Return the tests of the subject against its rivals at a number of seeds and a level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
@@ -229,7 +233,7 @@ def _looked(
 
 
 def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One number per seed that all of them have."""
+    """Return the mean difference for every seed that all differences contain."""
     common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
 
@@ -237,7 +241,7 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
 ) -> Look:
-    """Compare two references by seed: the paired difference, or the logarithm of the ratio."""
+    """Return the comparison of two references by seed: the paired difference, or the logarithm of the ratio."""
     a, b = finite(left), finite(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
@@ -245,7 +249,7 @@ def compare_references(
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """Judge a claim at the round that is best on validation, or None if its figures name a round."""
+    """Return the claim's verdict at the round that is best on validation, or None if its figures name a round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:
@@ -263,14 +267,14 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:
-    """Return whether a difference is as claimed, whatever its interval."""
+    """Return True if a difference is in the claimed direction, for any interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
 
 
 def papers_lead(recipe: Recipe, claim: Claim) -> float:
-    """Return the smallest mean lead over rivals that the paper prints, in the claimed direction, or nan without one."""
+    """Return the smallest printed mean lead over rivals, in the claimed direction, or NaN without a lead."""
     texts = {Reference.create(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
@@ -303,7 +307,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Return whether a side was run, and no run has its figure."""
+    """Return True if a side was run, and no run contains its figure."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite(by_seed)
 
@@ -327,7 +331,10 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Differences by common seed, positive in the claimed direction. Logarithms of ratios where `Unit.ratio`."""
+    """Return the differences by common seed, positive in the claimed direction.
+
+    They are logarithms of ratios if `Unit.ratio` is true.
+    """
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
         dict.fromkeys(a, right)
@@ -343,6 +350,6 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
 
 
 def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
-    """Compute the distance of each seed's value from their median."""
+    """Return the distance of each seed's value from their median."""
     centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
     return {seed: abs(value - centre) for seed, value in by_seed.items()}

@@ -1,4 +1,4 @@
-"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at a level of its own."""
+"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at a separate level."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Seeds at which a claim is looked at, and the level of each look, two-sided, with fewer seeds nothing is decided."""
+"""Numbers of seeds at which a claim is examined, and the two-sided level of each look. No claim is decided by fewer
+seeds."""
 DETECTION_PROBABILITY = 0.8
 """Probability with which a difference of the detectable size would have been decided."""
 EQUAL_MEANS_TOLERANCE = 1e-9
@@ -22,7 +23,7 @@ EQUAL_MEANS_TOLERANCE = 1e-9
 
 
 class ClaimVerdict(StrEnum):
-    """Name every outcome of a claim of a paper. A claim that is not tested has a reason, one of `Untested`."""
+    """Outcomes of a paper's claim. A claim that is not tested has a reason, a member of `Untested`."""
 
     HOLDS = "holds"
     PARTLY = "holds in part"
@@ -35,14 +36,14 @@ HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
 
 
 class Untested(StrEnum):
-    """Name every reason why a claim is not tested.
+    """Reasons why a claim is not tested.
 
     Attributes:
-        UNASKED: no recipe tests it.
-        NOT_RUN: the recipe, as it is now, has not been run.
-        LOST: every run of a method that it needs diverged or failed.
-        REGIME: what was run is in another regime than the paper's run, by figures that both have.
-        GPU: what was run is so much smaller than the paper's run that more seeds change nothing.
+        UNASKED: no recipe tests the claim.
+        NOT_RUN: the present version of the recipe has not been run.
+        LOST: every run of a required method diverged or failed.
+        REGIME: the run is in another regime than the paper's run, by figures that both contain.
+        GPU: the run is so much smaller than the paper's run that more seeds change nothing.
     """
 
     UNASKED = "not asked"
@@ -54,15 +55,15 @@ class Untested(StrEnum):
 
 @dataclass(frozen=True)
 class Look:
-    """A test of paired differences in the claimed direction. No margin is part of them.
+    """Test of paired differences in the claimed direction. Differences do not include the margin.
 
     Attributes:
-        n: seeds that were used.
-        difference: their mean.
-        level: at which it is decided: of the look, and among several of the step of Holm's procedure. Nan without a
-            test.
-        error: standard error of the difference. Nan without a test.
-        p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
+        n: number of seeds in the test.
+        difference: mean of the differences.
+        level: level of the decision: of the look, and among several rivals of the step of Holm's procedure. NaN without
+            a test.
+        error: standard error of the difference. NaN without a test.
+        p: two-sided p of the nearer of claim and contradiction, in the claim's test.
         verdict: holds, does not hold or undecided, at the level of the look.
     """
 
@@ -75,12 +76,12 @@ class Look:
 
     @property
     def half(self) -> float:
-        """Half width of the interval that decides. Nan without a test."""
+        """Half width of the interval that decides. NaN without a test."""
         return self._quantile * self.error
 
     @property
     def detectable(self) -> float:
-        """Difference that these seeds would have decided with probability `DETECTION_PROBABILITY`."""
+        """Difference that this number of seeds would have decided with probability `DETECTION_PROBABILITY`."""
         return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property
@@ -89,7 +90,7 @@ class Look:
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """Return the first look that decides, else the last with enough seeds, else what fewer seeds give."""
+    """Return the first look that decides, else the last look with enough seeds, else the result of fewer seeds."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOK_LEVELS:
@@ -100,7 +101,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
 
 
 def look_at(claim: Claim, values: list[float], level: float) -> Look:
-    """Test differences by seed at a level. nan: without a test."""
+    """Return the test of differences by seed at a level. NaN: without a test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
@@ -124,16 +125,16 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _one_sided(lead: float, error: float, n: int) -> float:
-    """p of a t test that the mean is above, by which it is by ``lead``."""
+    """Return p of a t test that the mean is above the bound that it exceeds by ``lead``."""
     if error == 0:
         return 0.0 if lead > 0 else 1.0
     return float(stdtr(n - 1, -lead / error))
 
 
 def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
-    """Every look at the level of its step of Holm's procedure, and whether it is clear there.
+    """Return every look at the level of its step of Holm's procedure, and True if it is clear there.
 
-    Each p counts as a share of the level of its own look.
+    Each p counts as a share of the level of its look.
     """
     shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
     clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]

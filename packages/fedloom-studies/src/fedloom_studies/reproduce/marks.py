@@ -1,4 +1,7 @@
-"""Marks of verdicts, a shape and a colour each, always beside their word. And how many claims came out each way."""
+"""Marks of verdicts, with a shape and a color each, always beside a word.
+
+They also show the number of claims with each verdict.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """A row's entry for a protocol: a verdict, the difference behind it, and the recipe that has it."""
+    """Entry of a row for a protocol: a verdict, the difference behind it, and the recipe that contains it."""
 
     verdict: ClaimVerdict
     reason: Untested | None = None
@@ -66,12 +69,12 @@ class ClaimCell(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The verdict for people."""
+        """Verdict for people."""
         return claim_words(self.verdict, self.reason)
 
     @property
     def is_asked(self) -> bool:
-        """True if a recipe tests it, or would."""
+        """True if a recipe tests the claim, or will test it."""
         return self.reason != Untested.UNASKED
 
 
@@ -83,7 +86,7 @@ def show_mark(cell: ClaimCell) -> str:
 
 
 def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
-    """Render the verdict on all of a paper's claims in one protocol, with the count that hold."""
+    """Render the verdict on all of a paper's claims in one protocol, with the number of claims that hold."""
     candidates = [cell for cell in cells if cell.is_asked]
     decided = [cell.verdict for cell in candidates if cell.verdict in (HOLDS, PARTLY, FAILS)]
     waiting = sum(cell.reason == Untested.NOT_RUN for cell in candidates)
@@ -103,7 +106,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Count the claims that were asked, and their verdicts."""
+    """Return the number of tested claims, and of each verdict."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]

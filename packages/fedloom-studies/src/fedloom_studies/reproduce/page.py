@@ -1,4 +1,4 @@
-"""The page of one recipe: Markdown made from its summary, run or not."""
+"""Page of one recipe: Markdown made from its summary, with or without runs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ MODE_TEXTS = {
 }
 
 EMPTY_CELL = "-"
-"""A cell of a table that has nothing."""
+"""Text of an empty cell of a table."""
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """Return the summary of the largest scale that was run, with its rivals' figures. Smoke runs do not count."""
+    """Return the summary of the largest scale with runs, with its rivals' figures, or None without runs.
+
+    Smoke runs do not count.
+    """
     scales: list[Scale] = [scale for scale in reversed(RECIPE_SCALES) if scale != "smoke"]
     summary = next((s for scale in scales if (s := read_summary(results, recipe.name, scale))), None)
     return None if summary is None else add_rivals(recipe, summary, results)
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """One phrase: not run, unfinished or run, at which scale, and whether of an earlier version of the recipe."""
+    """Return one phrase: not run, unfinished or run, with the scale.
+
+    The phrase also says if the recipe was an earlier version.
+    """
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
@@ -45,12 +51,12 @@ def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return whether a summary is of an earlier version of the recipe."""
+    """Return True if a summary belongs to an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
 
 def not_run(recipe: Recipe, need: Need | None) -> str:
-    """Why a recipe has no summary, and the time that it would need, as far as it is known."""
+    """Return the reason why a recipe has no summary, and its required time, if known."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
@@ -66,12 +72,12 @@ def duration(minutes: float) -> str:
 
 
 def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Draw the figure of a recipe's table as SVG, or "" if nothing was run or the recipe has no table."""
+    """Draw the figure of a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
     return "" if summary is None else draw_table(cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return whether `plot` gives a figure. It is slow to draw."""
+    """Return True if `plot` returns a figure. Drawing the figure is slow."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
@@ -82,7 +88,7 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
 
 
 def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
-    """Render the page of a recipe as Markdown. A recipe outside the paper's regime gets a sentence that says so."""
+    """Render the page of a recipe as Markdown. A recipe outside the paper's regime gets a sentence on it."""
     return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
@@ -137,7 +143,7 @@ Moved = Mapping[str, judge.JudgedClaim | None]
 
 
 def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
-    """List the comparisons that change direction in another reported round."""
+    """Return the comparisons that change direction in another reported round."""
     lines = []
     for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
@@ -184,7 +190,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table, without the columns that are empty in every row: a phone has room for few."""
+    """Yield the lines of a table, without columns that are empty in every row: a phone has little room."""
     places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
     yield f"|{'---|' * len(places)}"
@@ -245,7 +251,7 @@ def interval(look: looks.Look, figure: str) -> str:
 
 
 def shows(verdict: judge.JudgedClaim) -> str:
-    """For an undecided claim the smallest difference that so many seeds could have shown."""
+    """Render the smallest difference that the seeds could have shown for an undecided claim, or "" for others."""
     look = verdict.least.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
@@ -254,7 +260,7 @@ def shows(verdict: judge.JudgedClaim) -> str:
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
-    """Write work, choices, failures and trials."""
+    """Yield lines on work, choices, failures and trials."""
     first = next(iter(summary.numbers))
     methods = dict.fromkeys(
         Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)
@@ -279,13 +285,13 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _mean(by_seed: Mapping[str, float | None]) -> float:
-    """Return the mean over the seeds with a result, or nan without any."""
+    """Return the mean over the seeds with a result, or NaN without a result."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 
 
 def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Describe a fair recipe's search: every method's grid, and the chosen values."""
+    """Yield lines on a fair recipe's search: every method's grid, and the chosen values."""
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"

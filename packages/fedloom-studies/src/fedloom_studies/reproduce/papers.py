@@ -1,7 +1,7 @@
-"""The page of all papers: a row per paper, then its headline claims as published and in a fair test.
+"""Page of all papers: a row for each paper, then its headline claims as published and in a fair test.
 
 ``papers.toml`` names the headline claims: a claim of the recipes by the start of its text, and the recipes that judge
-it. Its sentences on why it comes out so are filled by `reasons`. Everything else comes from the summaries.
+it. `reasons` fills its sentences on the reasons for a verdict. All other content comes from the summaries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
-"""Verdicts, the least favourable one first."""
+"""Verdicts, the least favorable first."""
 PAPERS_TEXT = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
@@ -58,11 +58,11 @@ fedloom reproduce fedacs-table2 \\
 NO_ANCHOR = "no anchor"
 """Reason for a claim whose recipe has no anchor: the paper prints no figure for it."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
-"""Rules of judging claims, the end of the page."""
+"""Rules for judging claims, at the end of the page."""
 
 
 class HeadlineClaim(Value):
-    """A headline claim."""
+    """Headline claim."""
 
     text: str = Field(description="the claim, in at most nine words")
     claim: str = Field(description="first words of the recipes' claim")
@@ -72,7 +72,7 @@ class HeadlineClaim(Value):
 
 
 class Corrected(Value):
-    """A verdict that was public and has changed."""
+    """Changed verdict that was public."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="the earlier verdict on the page")
@@ -103,22 +103,22 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
-    """Load the papers in their order."""
+    """Return the papers in their order."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
 
 def of_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes without those of others' tables, which have a page of their own."""
+    """Return the recipes without the recipes of other programs' tables, which have a separate page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of every file: "" for the page of all papers, else a mark, or the page or figure of a recipe.
+    """Yield the name and text of every file: "" for the page of all papers, else a mark, or a page or figure.
 
     Raises:
         RunDirError: a file in ``results`` is not a summary.
-        ConfigError: a sentence of ``papers.toml`` rests on a difference that is not clear.
+        ConfigError: a sentence of ``papers.toml`` depends on a difference that is not clear.
     """
     recipes = of_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
@@ -165,7 +165,7 @@ def _section(
     summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
-    """Render a paper's section: counts, claims as rows, the reason, one picture, and the list of all its recipes."""
+    """Yield a paper's section: counts, claims as rows, the reason, a picture, and the list of its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
@@ -208,7 +208,7 @@ def _section(
 def _objection(
     sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> str:
-    """Render what the author could still object to, with the number of claims that are open."""
+    """Render possible objections of the author, with the number of open claims."""
     if not sheet.objection:
         return ""
     candidates = [cell for pair in cells for cell in pair if cell.is_asked]
@@ -221,7 +221,7 @@ def _objection(
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Name the verdicts that rest on fewer rounds or less data than the paper's."""
+    """Yield the names of verdicts from fewer rounds or less data than the paper's."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -244,7 +244,7 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """Write the distances of the counting recipes' anchors from the paper's."""
+    """Return the distances of the counting recipes' anchors from the paper's."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -267,9 +267,11 @@ def _cells(
 def _cell(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
-    """Return the verdict of the recipe that counts: current, complete, at full length, the least favorable one.
+    """Return the verdict of the recipe that counts.
 
-    A recipe in another regime than the paper's judges nothing.
+    This recipe is current, complete, at full length, with the least favorable verdict.
+
+    A recipe in another regime than the paper's decides no claim.
     """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
@@ -306,12 +308,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Return whether there is a summary with all runs of the recipe as it is now."""
+    """Return True if a summary contains all runs of the present version of the recipe."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return whether a summary has the rounds and the data of the paper."""
+    """Return True if a summary has the rounds and the data of the paper."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 
@@ -321,7 +323,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
 
 
 def _most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return the most telling number: the fair test's, else the published recipe's."""
+    """Return the most informative number: the fair test's, else the published recipe's."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -332,7 +334,7 @@ def _most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Write the verdicts on a recipe's claims, or "" if its present version has no result."""
+    """Return the verdicts on a recipe's claims, or "" if its present version has no result."""
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
@@ -344,7 +346,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """Write the paper's own lead over the nearest rival, by the counting recipe's cells, else another's."""
+    """Return the paper's lead over the nearest rival, by the cells of the counting recipe, else of another recipe."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
@@ -357,7 +359,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Verdicts that were public here and have changed, with the reason."""
+    """Yield changed verdicts that were public on the page, with the reason."""
     yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in sheets():
@@ -372,7 +374,7 @@ def _unaffordable(
     papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
-    """Write commands and estimates of the page's open cells: cells that need a GPU, and cells not run."""
+    """Yield commands and estimates of the page's open cells: cells that require a GPU, and cells that were not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}

@@ -1,8 +1,8 @@
-"""Sentences on why a claim comes out so, filled with measured numbers.
+"""Sentences on the reasons for a verdict, filled with measured numbers.
 
-In them stand ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``,
-in words, ``{A}`` for the mean of one, and ``{RECIPE}`` for a link. A sentence whose recipe has no result of its present
-version is left out, and one whose difference is not clear is refused.
+Their placeholders are ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD: MODEL[:
+FIGURE]``, in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a link. A sentence is omitted if the
+present version of its recipe has no result, and raises an error if its difference is not clear.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 PAPERS_FOLDER = "papers"
-"""Beside the page of all papers: a page and a figure per recipe."""
+"""Folder beside the page of all papers, with a page and a figure for each recipe."""
 
 
 def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
-    """Insert the measured numbers into the sentences that have placeholders."""
+    """Return the sentences with measured numbers in their placeholders."""
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
     whole = []
     for sentence in sentences:
@@ -48,7 +48,7 @@ def _measured(
     """Render a link to a recipe and one measured mean or difference, or None if it was not measured.
 
     Raises:
-        ConfigError: a difference is not clear: it has no interval, or one that contains zero.
+        ConfigError: a difference is not clear, because it has no interval, or its interval contains zero.
     """
     name = sides[0].split("|")[0].strip()
     if "|" not in sides[0]:

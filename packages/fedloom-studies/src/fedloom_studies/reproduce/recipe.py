@@ -1,19 +1,19 @@
 """Recipe: a table or figure of a paper as one declarative file, an experiment with the paper's claims.
 
-A recipe is an experiment file with more tables:
+A recipe is an experiment file with additional tables:
 
 - ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key. A table that names another
-  ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
-  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]``,
-  ``nearest`` and ``rivals`` or none.
-- ``[paper]``: where the numbers come from, and what is claimed of them, see `Paper`.
-- ``[variant.NAME]``: changes of the experiment, one run directory each. ``options.LABEL`` changes one method. Without
-  variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
-- ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
-  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, its sentence for the report is
-  `SENTENCE_KEY`.
-- ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
-  `fedloom.lab.tune`; `choices`.
+  ``kind`` or ``source`` replaces the base's table, and so does every value that is not a table. Columns and cells are
+  replaced as a whole (new columns keep no old cells). ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
+- ``[paper]``: source of the numbers, and the claims, see `Paper`.
+- ``[variant.NAME]``: changes of the experiment, with one run directory for each variant. ``options.LABEL`` changes one
+method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants and omits
+  the base's others.
+- ``[scale.NAME]``: changes for smoke, laptop or full, applied after a variant's changes. ``variants`` and ``methods``
+  omit some, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, and `SENTENCE_KEY` is the sentence for
+  the report.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: values, of which `fedloom.lab.tune` chooses one on validation data,
+  see `choices`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from fedloom.values import Value, choose, make
 Scale = Literal["smoke", "laptop", "full"]
 RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
-"""Key of a scale: how it differs from the protocol, as a sentence of the report."""
+"""Key of a scale: its difference from the protocol, as a sentence of the report."""
 SINGLE_VARIANT = "all"
-"""The variant of a recipe without variants."""
+"""Variant of a recipe without variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},
     "rounds": 1,
     "evaluate": {"every": 1},
 }
-"""Every recipe's choices at smoke scale, unless it has its own."""
+"""Choices of every recipe at smoke scale, unless the recipe declares others."""
 
 
 class Nominal(NamedTuple):
-    """A data set as its paper has it: training and test samples, shape of one, classes, natural clients."""
+    """Data set of a paper: training and test samples, shape of a sample, classes, natural clients."""
 
     train: int
     test: int
@@ -78,9 +78,9 @@ NOMINAL_SETS = {
 
 
 class Claim(Value):
-    """An ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+    """Ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
-    Without a variant the claim is judged in every variant that has the methods. Figures: see `figures`.
+    Without a variant, the claim is judged in every variant that contains the methods. Figures: see `figures`.
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
@@ -125,7 +125,7 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 
 
 class Paper(Value):
-    """The paper's statements on the table or figure."""
+    """Statements of the paper on the table or figure."""
 
     title: str = Field(description="paper, and table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
@@ -180,7 +180,7 @@ class Paper(Value):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. `recipes` has all of them."""
+    """Recipe of a table or figure. `recipes` returns all of them."""
 
     name: str
     paper: Paper
@@ -189,23 +189,23 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Core-minutes that a scale may take. None where none is stated."""
+        """Return the core-minutes that a scale may take. Return None if the budget is not stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
-        """Difference of a scale from the protocol, for people."""
+        """Return the difference of a scale from the protocol, for people."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return whether a scale is the protocol, but for seeds, and for variants or methods left out.
+        """Return True if a scale is the protocol, except for seeds and for omitted variants or methods.
 
         Args:
-            scale: of the run.
-            samples: of every source that was used. One that is not known, or smaller than the paper's, is not the
-                paper's.
+            scale: scale of the run.
+            samples: number of samples of every source in the run. An unknown number, or a number below the paper's, is
+                not the paper's.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
@@ -217,26 +217,26 @@ class Recipe:
         return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
-        """Seeds in the order in which claims look at them: the recipe's own, then the others by size."""
+        """Return the seeds in the order in which claims use them: the recipe's seeds, then the others by size."""
         places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
-        """Return a number of seeds: the recipe's own, then the smallest unused numbers."""
+        """Return a number of seeds: the recipe's seeds, then the smallest unused numbers."""
         seeds_of_recipe = list(self.document["seeds"])
         return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
             : max(count, len(seeds_of_recipe))
         ]
 
     def protocol(self, scale: Scale) -> str:
-        """Digest of what a scale runs, so that results can be matched to this recipe."""
+        """Return the digest of a scale's experiments, which matches results to this recipe."""
         return digest_of(self.at(scale))
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         """Return the experiment document of every variant, with ``choose`` still in the methods.
 
         Raises:
-            ConfigError: a variant or method that the recipe does not have.
+            ConfigError: the recipe does not contain a variant or method.
         """
         documents = {}
         change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE_KEY)}
@@ -256,7 +256,7 @@ class Recipe:
 
 
 def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
-    """Merge ``change`` into ``base``, table by table."""
+    """Return ``base`` with ``change`` merged into it, table by table."""
     result = deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
@@ -272,14 +272,14 @@ def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> di
 
 
 def digest_of(document: object) -> str:
-    """16 hexadecimal digits of what JSON can hold, of experiments, in the form of the first records."""
+    """Return 16 hexadecimal digits of a JSON value, with experiments in the form of the first records."""
     if isinstance(document, Mapping):
         document = {key: restore_recorded(value) for key, value in restore_recorded(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def restore_recorded(document: object) -> Any:
-    """Rewrite an experiment document to its form when the first records were made: keys had their first names.
+    """Return an experiment document in its form at the time of the first records: keys had their first names.
 
     Clients had uniform weights by default.
     """
@@ -290,7 +290,7 @@ def restore_recorded(document: object) -> Any:
 
 
 def recipe_names() -> Iterator[str]:
-    """Names of the recipes that the package brings."""
+    """Yield the names of the recipes in the package."""
     for file in files("fedloom_studies.reproduce").joinpath("recipes").iterdir():
         if file.name.endswith(".toml"):
             yield file.name.removesuffix(".toml")
@@ -298,28 +298,28 @@ def recipe_names() -> Iterator[str]:
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """Every recipe by name, in the order in which they are run."""
+    """Return every recipe by name, in the order of their runs."""
     documents = dict.fromkeys(recipe_names())
     by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
 
 def titles() -> list[tuple[str, str]]:
-    """List every recipe by name with the title of its table or figure."""
+    """Return every recipe by name with the title of its table or figure."""
     return [(name, recipe.paper.title) for name, recipe in recipes().items()]
 
 
 def recipe(name: str) -> Recipe:
-    """Load a recipe by name.
+    """Return a recipe by name.
 
     Raises:
-        ConfigError: there is none. The message has the nearest name.
+        ConfigError: the recipe does not exist. The message contains the nearest name.
     """
     return choose("recipe", recipes(), name)
 
 
 def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """Merge the document of a recipe into the recipes that it is based on."""
+    """Return the document of a recipe, merged into the recipes that it is based on."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
@@ -336,10 +336,10 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
 
 
 def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
-    """Build the recipe of a resolved document.
+    """Return the recipe of a resolved document.
 
     Raises:
-        ConfigError: [paper] or client_weights is missing, [paper] has a value that cannot be, or a scale is unknown.
+        ConfigError: [paper] or client_weights is missing, [paper] contains an invalid value, or a scale is unknown.
     """
     rest = deepcopy(dict(document))
     if "paper" not in rest:

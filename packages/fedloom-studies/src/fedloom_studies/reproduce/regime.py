@@ -1,7 +1,7 @@
-"""Regime: anchors, simple methods whose figures the paper prints too, and how far a run is from them.
+"""Regime: anchors, simple methods whose figures the paper also prints, and the distance of a run from these figures.
 
-Local training and FedAvg have hardly a setting of their own. Where they end far from the paper's figures, the data, the
-network or the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
+Local training and FedAvg have almost no settings. If they end far from the paper's figures, the data, the network or
+the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
 of a paper. The printed figures are the cells of its recipes.
 """
 
@@ -19,20 +19,23 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 MAX_ANCHOR_DISTANCE = 0.1
-"""Accuracy up to which an anchor may differ from the paper's. The anchors of FLAME and Equitable-FL lie within 0.07 of
-theirs. Those of runs that are plainly another problem, as CIFAR-10 with a small network, are 0.16 to 0.54 away."""
+"""Largest difference in accuracy between an anchor and the paper's figure. The anchors of FLAME and Equitable-FL lie
+within 0.07 of the paper's figures.
+
+Runs of a clearly different problem, such as CIFAR-10 with a small network, differ by 0.16 to 0.54.
+"""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A method's figure here beside the paper's.
+    """Figure of a method here, beside the paper's figure.
 
     Attributes:
-        title: of the paper's column.
+        title: title of the paper's column.
         variant: row of the paper's table.
-        gap: ours minus the paper's.
-        recipe: that has both.
-        figure: which they are.
+        gap: our figure minus the paper's figure.
+        recipe: recipe with both figures.
+        figure: name of the figure.
     """
 
     title: str
@@ -43,20 +46,20 @@ class Anchor:
 
     @property
     def words(self) -> str:
-        """The column and the difference."""
+        """Text of the column and the difference."""
         return f"{self.title} {unit(self.figure).lead(self.gap)}"
 
 
 def anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[Anchor]:
-    """Return the most distant anchor of every column, or [] if nothing was run or the paper prints no anchor.
+    """Return the most distant anchor of every column, or [] if no cell was run or the paper prints no anchor.
 
     Args:
-        references: which columns are anchors, as the recipe's columns have them.
-        place: the recipe with the paper's cells.
-        recipes: by name.
-        summaries: by name.
+        references: references of anchors, as in the recipe's columns.
+        place: recipe with the paper's cells.
+        recipes: recipes by name.
+        summaries: summaries by name.
     """
     recipe, summary = recipes[place], summaries.get(place)
     if summary is None or earlier(recipe, summary):
@@ -72,5 +75,5 @@ def anchors(
 
 
 def elsewhere(distances: Sequence[Anchor]) -> bool:
-    """Return whether an anchor is so far from the paper's that the run is in another regime."""
+    """Return True if an anchor is so far from the paper's that the run is in another regime."""
     return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

@@ -1,4 +1,4 @@
-"""Summaries of the runs of recipes: one record each, kept with the code. Verdicts are made from them."""
+"""Summaries of the runs of recipes: one record for each, kept with the code. Verdicts are made from them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SUMMARIES_FILE = "papers.jsonl"
 """File of the summaries."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
-"""Seconds of the processor after which ``spent.json`` is brought up to date."""
+"""Interval of updates of ``spent.json``, in processor seconds."""
 SIGNIFICANT_DIGITS = 7
-"""Significant digits that are kept."""
+"""Number of significant digits that summaries keep."""
 ESTIMATES_FILE = "estimates.json"
-"""Beside the summaries: what the recipes without one, and without a laptop scale, would need."""
+"""File beside the summaries with the requirements of recipes without a summary and without a laptop scale."""
 
 
 class Need(NamedTuple):
@@ -49,14 +49,14 @@ class RecipeSummary:
 
     Attributes:
         protocol: `Recipe.protocol` of the recipe that was run.
-        says: how it differed from the paper's protocol.
-        numbers: variant -> reference -> seed -> value. Null where a run has no result.
-        minutes: time of the processor so far, trials and evaluation included, in core-minutes.
-        complete: whether every variant, method and seed has been run.
-        choices: variant -> method -> what was chosen, with the score of every candidate.
+        says: difference from the paper's protocol.
+        numbers: variant -> reference -> seed -> value. Null if a run has no result.
+        minutes: processor time so far in core-minutes, including trials and evaluation.
+        complete: True if every variant, method and seed has been run.
+        choices: variant -> method -> chosen settings, with the score of every candidate.
         failures: sentences on runs that diverged or failed.
-        commit: of the code that ran, with "-dirty" where it was changed. Empty where it is not known.
-        samples: of every data set that was used. Empty in summaries that did not record it.
+        commit: commit of the code, with "-dirty" if the code was changed. Empty if the commit is not known.
+        samples: number of samples of every data set in the run. Empty in summaries that did not record it.
     """
 
     recipe: str
@@ -81,7 +81,10 @@ class RecipeSummary:
 def summarise(
     recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
 ) -> RecipeSummary | None:
-    """Summarize the run directories in ``out``, one per variant, or None if nothing has been run."""
+    """Return the summary of the run directories in ``out``, or None if no variant has been run.
+
+    There is one run directory for each variant.
+    """
     numbers: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     failures: list[str] = []
@@ -142,12 +145,12 @@ def machine() -> str:
 
 
 def write_summary(summary: RecipeSummary, folder: Path) -> None:
-    """Record a summary in a folder."""
+    """Write a summary to a folder."""
     put(folder / SUMMARIES_FILE, summary.__dict__, ("recipe", "scale"))
 
 
 def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
-    """Read the summary of a recipe at a scale, or None if there is none.
+    """Return the summary of a recipe at a scale, or None if it does not exist.
 
     Raises:
         RunDirError: a line of the file is not a summary.
@@ -164,10 +167,10 @@ def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | Non
 
 
 def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
-    """Add the figures of the methods of another recipe of the same experiment (``rivals``) to a summary.
+    """Return a summary with figures of methods of another recipe of the same experiment (``rivals``).
 
-    Equal seeds draw equal data, cohorts, initial models and batches in both. A record of the other recipe that is of an
-    earlier version, or of another experiment, adds nothing.
+    Equal seeds draw equal data, cohorts, initial models and batches in both. A record of another experiment, or of an
+    earlier version of the other recipe, adds nothing.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
@@ -187,7 +190,7 @@ def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs(folder: Path) -> dict[str, Need]:
-    """Read the stored estimates, by recipe."""
+    """Return the stored estimates, by recipe."""
     file = folder / ESTIMATES_FILE
     try:
         return {name: Need(**need) for name, need in read_document(file, dict).items()}
@@ -196,7 +199,7 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """Read everything that a summary keeps of a run: reference -> seed -> value."""
+    """Return all figures of a run that a summary keeps: reference -> seed -> value."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
@@ -208,7 +211,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """List the references of columns and claims, also at the chosen round, and every method's work and traffic."""
+    """Return the references of columns and claims, also at the chosen round, and every method's work and traffic."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -220,7 +223,7 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
 
 
 def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
-    """Return the figures that the claims need of the methods of a document."""
+    """Return the figures of a document's methods that the claims require."""
     labels = {label_of(method) for method in document["method"]}
     sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
     read = [Reference.create(side, recipe.paper.figure) for side in sides]
@@ -231,7 +234,7 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     """Add the processor time spent within the block to ``spent.json`` in a recipe's folder.
 
-    Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
+    Yield a function that updates the file. Call it from time to time, so that a killed process loses little.
     """
     last_written = _processor()
 
@@ -256,5 +259,5 @@ def _processor() -> float:
 
 
 def spent(out: Path) -> dict[str, float]:
-    """Seconds of the processor by variant, as `count_spent_time` added them up."""
+    """Return the processor seconds by variant, as added up by `count_spent_time`."""
     return read_document(out / SPENT_FILE, float)

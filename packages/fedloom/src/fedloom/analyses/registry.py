@@ -1,4 +1,7 @@
-"""Analyses by name. A name costs no import, and a package adds analyses by the entry point group of this name."""
+"""Analyses by name.
+
+Listing a name imports nothing, and a package adds analyses by the entry point group of this name.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ GROUP_NAME = "fedloom.analyses"
 
 
 class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
-    """Classes of analyses by name, each imported when it is asked for.
+    """Classes of analyses by name, each imported on first use.
 
     Args:
-        places: the library's own, as ``"package.module:Class"``.
+        places: import paths of the library's analyses, as ``"package.module:Class"``.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -26,7 +29,7 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Return the import path of every analysis, by name, in order."""
+        """Import path of every analysis by name, in order."""
         added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
         return dict(sorted({**added, **self._own}.items()))
 
@@ -54,7 +57,7 @@ ANALYSES = AnalysisRegistry(
 
 
 def name_of(analysis: Analysis) -> str:
-    """Return the name by which files find the class of an analysis: its kind, of user code its import path."""
+    """Return the name of an analysis in files: its kind, or its import path for user code."""
     from fedloom.imports import path_of  # pydantic is slow to import, and names alone need none
     from fedloom.values import kind_of
 

@@ -22,14 +22,14 @@ class Schema:
     """Columns, levels and ranges that all clients have agreed on.
 
     Args:
-        name: of the data set.
-        task: what the targets are.
-        columns: the columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
-        classes: names of the classes. Empty where targets are numbers.
-        outputs: outputs that a model of the task has.
-        target_ranges: agreed range of every number of a target. None where there is none.
+        name: name of the data set.
+        task: kind of the targets.
+        columns: columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
+        classes: names of the classes. Empty if targets are numbers.
+        outputs: number of outputs of a model for the task.
+        target_ranges: agreed range of every number of a target. None if no range is agreed.
         levels: names of the codes of every kept column.
-        is_table: whether a sample is a row of columns.
+        is_table: True if a sample is a row of columns.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Schema:
 
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """The rows of one client.
+    """Rows of one client.
 
     Args:
-        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN is missing. Of
-            samples that are no rows of a table, their features.
+        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN marks a missing
+            cell. If samples are not rows of a table, their features.
         y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
-        part: ``[N]`` int64, the part of every row: a place in `DATA_PARTS` (train, validation, test).
-        subjects: ``[N]`` int64 numbers of the people or things that the rows are of.
+        part: ``[N]`` int64, part of every row: a place in `DATA_PARTS` (train, validation, test).
+        subjects: ``[N]`` int64 numbers of the people or things that the rows describe.
         columns: codes ``[N]`` int64 of every kept column of the schema.
-        fetch: gives the inputs ``[b, *shape]`` of rows ``[b]`` as a model gets them.
-        place: number of the client among the sizes of the terms.
+        fetch: function that returns the inputs ``[b, *shape]`` of rows ``[b]`` as a model receives them.
+        place: number of the client in the sizes of the terms.
         models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs. Empty without.
     """
 
@@ -77,7 +77,7 @@ class ClientRows:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """All rows ``[N, *shape]`` as a model gets them."""
+        """Inputs of all rows ``[N, *shape]`` as a model receives them."""
         rows = torch.arange(len(self))
         return self.x if self.fetch is None else self.fetch(rows)
 
@@ -102,7 +102,7 @@ class ClientRows:
 
 
 def schema_of(data: Dataset) -> Schema:
-    """Return the schema of a data set, raw or as a federation has it."""
+    """Return the schema of a data set, either raw or prepared by a federation."""
     table = _table_of(data)
     width = data.x[0].numel() if len(data) else 0
     columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
@@ -116,12 +116,12 @@ def schema_of(data: Dataset) -> Schema:
 def client_rows(
     fed: Federation, client: int, models: Mapping[str, Callable[[Tensor], Tensor]] | None = None
 ) -> ClientRows:
-    """Return the rows of a client of a federation, whatever part they are in.
+    """Return the rows of a client of a federation, of all parts.
 
     Args:
-        fed: the federation.
+        fed: federation of the client.
         client: number of the client.
-        models: of a run, by kind.
+        models: models of a run, by kind.
     """
     index = [fed.indices(part, client).cpu() for part in DATA_PARTS]
     rows = torch.cat(index)
@@ -135,7 +135,7 @@ def client_rows(
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
-    """Return the rows of every user of a data set by name, or of all as one client where it names no users."""
+    """Return the rows of every user of a data set by name, or all rows as one client if it names no users."""
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     names = ("all",) if data.users is None else data.user_names
     places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}
@@ -144,9 +144,10 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
 
 
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
-    """Return the schema with the pooled range in the place of every range that nobody has agreed on, and their names.
+    """Return the schema with the pooled range for every range that is not agreed, and the names of these ranges.
 
-    For simulations only: real sites agree on ranges, because the pooled ones are figures of single rows.
+    Pooled ranges are for simulations only. Real sites agree on ranges, because pooled ranges are figures of single
+    rows.
     """
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
     columns, unagreed = list[TableColumn](), list[str]()

@@ -1,6 +1,7 @@
-"""Run of an analysis in process, and the parts of it that are the same at every place.
+"""Run of an analysis in process, and the parts of a run that are the same at every place.
 
-`answer_question` is the end of a client, `run_questions` that of whoever asks. A place only carries questions and sums.
+`answer_question` is the client's part, and `run_questions` is the part of the process that asks. A place only carries
+questions and sums.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from fedloom.values import dump, kind_of, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
-"""The declared form of a sum in a checkpoint."""
+"""Declared form of a sum in a checkpoint."""
 
 
 class Answer(NamedTuple):
-    """A client's answer as it leaves.
+    """A client's answer as it leaves the client.
 
     Attributes:
         values: ``[k]`` float64 within the bounds.
-        clipped: numbers that were outside.
-        neutral: whether the client has rows and answers zeros: it has too few subjects, or declines.
-        rows: that the answer is of.
+        clipped: number of values that were outside the bounds.
+        neutral: True if the client has rows and answers zeros, because it has too few subjects or declines.
+        rows: number of rows of the answer.
     """
 
     values: Tensor
@@ -59,7 +60,7 @@ class SumRecord(NamedTuple):
 
 
 Ask = Callable[[Question, Bounds], tuple[Tensor, Info]]
-"""Carries a question to all clients, and returns the sum of their answers ``[k]``."""
+"""Function that carries a question to all clients, and returns the sum of their answers ``[k]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +68,11 @@ class AnalysisResult:
     """Result of an analysis.
 
     Attributes:
-        analysis: its value.
-        table: the result.
-        log: the log of questions, with the sums.
-        notes: sentences on the data and on what was left out.
-        model: the predictor, of an analysis that is one.
+        analysis: the analysis.
+        table: table of the result.
+        log: log of questions, with the sums.
+        notes: sentences on the data and on omitted parts.
+        model: predictor, if the analysis makes one.
     """
 
     analysis: Analysis
@@ -104,24 +105,26 @@ def analyze(
     folder: Path | str | None = None,
     **options: Any,
 ) -> AnalysisResult:
-    """Return what an analysis finds in the rows of all clients, from sums alone, or in the models of a run.
+    """Return the result of an analysis of all clients' rows, by sums alone, or of the models of a run.
 
     >>> import numpy as np
     >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
     >>> fl.analyze("table-1", clients).table  # doctest: +SKIP
 
     Args:
-        analysis: a value, or its name in `fedloom.analyses.ANALYSES`, or an import path.
-        clients: a `Federation`. A `Dataset`, whose users are the clients, what `Federation.create` or `Dataset.create`
-            takes. Or the `Result` of a run, for an analysis of models.
-        rules: what the clients agree on (`Rules`), as a value or a table of options. None: the rules of the analysis.
-        folder: keeps every sum, so that the same call resumes an interrupted analysis. None: nothing is kept.
-        options: of an analysis that is given by name.
+        analysis: analysis, its name in `fedloom.analyses.ANALYSES`, or an import path.
+        clients: a `Federation`. A `Dataset`, whose users are the clients, or any value that `Federation.create` or
+            `Dataset.create` takes. For an analysis of models, the `Result` of a run.
+        rules: rules that the clients agree on (`Rules`), as a value or a table of options. None: the rules of the
+            analysis.
+        folder: folder that keeps every sum, so that the same call resumes an interrupted analysis. None: no sum is
+            kept.
+        options: options of an analysis that is given by name.
 
     Raises:
-        ConfigError: an unknown analysis or option, or data that the analysis cannot be of.
+        ConfigError: an analysis or option is unknown, or the analysis does not apply to the data.
         DataError: the analysis has no answer, or an answer is outside its bounds.
-        CheckpointError: the folder holds another analysis.
+        CheckpointError: the folder contains another analysis.
     """
     value = analysis_of(analysis, options)
     agreed = rules if isinstance(rules, Rules) else Rules(**rules) if rules is not None else value.rules or Rules()
@@ -148,10 +151,10 @@ def analyze(
 
 
 def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:
-    """Return the analysis that is meant: a value, a name with options, or a table with its ``kind``.
+    """Return the analysis that a value, a name with options, or a table with its ``kind`` describes.
 
     Raises:
-        ConfigError: an unknown name or option, or options beside a value.
+        ConfigError: a name or option is unknown, or options are given beside a value.
     """
     if isinstance(analysis, Analysis):
         if options:
@@ -172,19 +175,19 @@ def run_questions(
 ) -> tuple[State, list[SumRecord]]:
     """Return the last state of an analysis, with the log of its questions.
 
-    The state is a function of the sums, so sums are what a checkpoint keeps: after every sum a file, and a run that was
-    interrupted asks the remaining questions only.
+    The state is a function of the sums, so a checkpoint keeps the sums: one file after every sum. An interrupted run
+    asks the remaining questions only.
 
     Args:
-        analysis: by sums.
-        terms: what is public.
-        ask: carries a question to all clients.
-        folder: where sums are kept. None: nowhere.
+        analysis: analysis by sums.
+        terms: public facts of the analysis.
+        ask: function that carries a question to all clients.
+        folder: folder where sums are kept. None: no sum is kept.
 
     Raises:
-        Refused: the analysis wants more questions than agreed.
+        ConfigError: the analysis asks more questions than agreed.
         DataError: a number of an answer was outside its bounds.
-        CheckpointError: the folder holds another analysis, or a damaged sum.
+        CheckpointError: the folder contains another analysis, or a damaged sum.
     """
     log = list[SumRecord]()
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
@@ -216,10 +219,10 @@ def run_questions(
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:
-    """Refuse a sum in which numbers were clipped: it is no sum of answers, and no result has a clip.
+    """Raise if numbers of a sum were clipped: it is not a sum of answers, and no result includes clipped numbers.
 
     Raises:
-        DataError: there is a clip.
+        DataError: a number was clipped.
     """
     if info.clipped:
         raise DataError(
@@ -231,18 +234,18 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
 def answer_question(
     analysis: Analysis, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds, where: str
 ) -> Answer:
-    """Return a client's answer within the bounds. Zeros of a client with fewer subjects than agreed.
+    """Return a client's answer within the bounds. A client with fewer subjects than agreed answers zeros.
 
     Args:
-        analysis: by sums.
-        question: as it came.
-        client: the rows.
-        terms: what is public.
-        bounds: of the answer.
-        where: the client, for messages.
+        analysis: analysis by sums.
+        question: question as the client received it.
+        client: rows of the client.
+        terms: public facts of the analysis.
+        bounds: bounds of the answer.
+        where: name of the client, for messages.
 
     Raises:
-        Refused: the analysis does not answer the question.
+        ConfigError: the analysis does not answer the question.
         CodeError: the answer is of another shape or type, or not finite.
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
@@ -277,15 +280,15 @@ def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
 
 
 class SumFolder:
-    """The sums of one analysis in a folder, a file each.
+    """Sums of one analysis in a folder, one file each.
 
     Args:
-        folder: made if it is not there.
-        analysis: whose sums they are.
-        terms: of the analysis.
+        folder: folder, created if it does not exist.
+        analysis: analysis that the sums belong to.
+        terms: terms of the analysis.
 
     Raises:
-        CheckpointError: the folder holds the sums of another analysis or of other data.
+        CheckpointError: the folder contains the sums of another analysis or of other data.
     """
 
     def __init__(self, folder: Path, analysis: Analysis, terms: AnalysisTerms) -> None:
@@ -308,10 +311,10 @@ class SumFolder:
         write_atomic(path, text.encode())
 
     def read(self, place: int, question: Question) -> SumRecord | None:
-        """Return the sum of a question, None where it is not there.
+        """Return the sum of a question, or None if the folder does not contain it.
 
         Raises:
-            CheckpointError: it is damaged, or of another question.
+            CheckpointError: the sum is damaged, or belongs to another question.
         """
         path = self._folder / SUM_FILE.format(place + 1)
         if not path.exists():
@@ -325,7 +328,7 @@ class SumFolder:
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
 
     def write(self, place: int, record: SumRecord) -> None:
-        """Keep a sum."""
+        """Write a sum to the folder."""
         sums = Question("sum", {"total": record.total, "info": torch.tensor([*record.info], dtype=torch.float64)})
         body = record.question.encode() + sums.encode()
         write_atomic(self._folder / SUM_FILE.format(place + 1), self._hash(body) + body)
@@ -335,7 +338,7 @@ class SumFolder:
 
 
 def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
-    """Return the schema with a range of every number, the rows of every client by name, and notes.
+    """Return the schema with a range for every number, the rows of every client by name, and notes.
 
     Raises:
         ConfigError: see `analyze`.

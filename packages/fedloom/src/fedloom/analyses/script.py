@@ -1,4 +1,4 @@
-"""Analysis written as one function that asks, such as Newton's method: its state is the sums that it has had so far."""
+"""Analysis written as one function that asks, such as Newton's method. Its state is the list of sums so far."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fedloom.analyses.form import Analysis, AnalysisTerms, Info, Question
 
 Total = tuple[Tensor, Info]
-"""The sum of the answers ``[k]`` to a question, and what is known of it."""
+"""Sum of the answers ``[k]`` to a question, and the facts known of it."""
 
 
 class _Pending(BaseException):
-    """The question that the function needs next. No code of an analysis catches it by accident."""
+    """Signal with the next question of the function. The code of an analysis does not catch it by accident."""
 
     def __init__(self, question: Question) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class _Pending(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """What a script has been told so far.
+    """Answers that a script has received so far.
 
     Args:
-        script: the analysis.
-        terms: what is public.
-        totals: of its questions, in order.
+        script: analysis as a script.
+        terms: public facts of the analysis.
+        totals: sums of its questions, in order.
     """
 
     script: ScriptedAnalysis
@@ -39,7 +39,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """The next question, at the end the table and the predictor."""
+        """Next question, or the table and the predictor at the end."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:
@@ -55,18 +55,18 @@ class Transcript:
 
 
 class ScriptedAnalysis(Analysis):
-    """An analysis by sums as one function `conclude`, which is played again from its start after every sum.
+    """Analysis by sums as one function `conclude`, which runs again from its start after every sum.
 
-    What lies between two questions should therefore take little time. `conclude` is pure: equal sums lead to equal
+    The code between two questions should therefore take little time. `conclude` is pure: equal sums lead to equal
     questions.
     """
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module | None]:
-        """Return the table and the predictor, None if there is none.
+        """Return the table and the predictor, which is None if the analysis makes no predictor.
 
         Args:
-            ask: puts a question to all clients, and returns the sum of their answers.
-            terms: what is public.
+            ask: function that puts a question to all clients, and returns the sum of their answers.
+            terms: public facts of the analysis.
 
         Raises:
             DataError: the analysis has no answer.

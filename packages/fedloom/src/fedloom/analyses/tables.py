@@ -1,4 +1,4 @@
-"""Tables of analyses: their types of columns, and how rows become one."""
+"""Tables of analyses: the types of their columns, and the conversion of rows."""
 
 from __future__ import annotations
 

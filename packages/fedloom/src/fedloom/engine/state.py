@@ -1,4 +1,4 @@
-"""State of a run between rounds: all that a checkpoint needs beside the clients' rows."""
+"""State of a run between rounds: all contents of a checkpoint besides the clients' rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Rounds after a process's first to which that is compared, for its one-off costs."""
+"""Number of later rounds with which a process's first round is compared, for its one-off costs."""
 PACE_WINDOW_ROUNDS = 10
-"""Newest rounds and evaluations whose median is the pace."""
+"""Number of newest rounds and evaluations whose median is the pace."""
 MOST_LATEST = 64
-"""Cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
+"""Number of cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
 
 
 class Tally(NamedTuple):
@@ -38,12 +38,12 @@ class Tally(NamedTuple):
     latest: tuple[Tensor, ...] = ()
 
     def plus(self, ids: Tensor) -> Tally:
-        """Count a cohort."""
+        """Return the tally with a cohort counted."""
         longer = Tally(self.before, (*self.latest, ids))
         return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
 
     def counts(self) -> Tensor:
-        """``[n]`` of every client."""
+        """Return the counts ``[n]`` of every client."""
         if not self.latest:
             return self.before
         ids = torch.cat(self.latest)
@@ -52,15 +52,15 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a run, as measured.
+    """Measured seconds of a run.
 
-    A process's first round also pays for compilation, forks and page faults. These are separate: what the round took
-    beyond the median of those after it. A process with one round is compared with the rounds of the others. A run with
-    one round has nothing to compare it with, and no one-off costs.
+    A process's first round also pays for compilation, forks and page faults. These one-off costs are reported apart:
+    the time of the round beyond the median of the rounds after it. A process with one round is compared with the rounds
+    of the other processes. The only round of a run cannot be compared, so it has no one-off costs.
 
     Attributes:
-        rounds: seconds of every round, without evaluation, all costs included.
-        process_starts: places in `rounds` at which a process began.
+        rounds: seconds of every round without evaluation, all costs included.
+        process_starts: places in `rounds` at which a process started.
         evaluations: seconds of the evaluations of this process.
     """
 
@@ -70,19 +70,19 @@ class Times:
 
     @classmethod
     def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
-        """Continue the times of earlier processes in a new one."""
+        """Return the times of earlier processes, continued by a new process."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:
-        """Append the time of a round."""
+        """Return the times with the time of a round appended."""
         return replace(self, rounds=(*self.rounds, seconds))
 
     def add_evaluation(self, seconds: float) -> Times:
-        """Append the time of an evaluation."""
+        """Return the times with the time of an evaluation appended."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
-        """One-off costs of every round, >= 0. They are part of `rounds`."""
+        """Return the one-off costs of every round, at least 0. They are part of `rounds`."""
         costs = [0.0] * len(self.rounds)
         usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
         for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
@@ -92,14 +92,14 @@ class Times:
         return costs
 
     def steady_seconds(self) -> list[float]:
-        """Seconds of every round without its one-off costs."""
+        """Return the seconds of every round without its one-off costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Seconds that a round takes lately, with its share of an evaluation each ``every`` rounds.
+        """Return recent seconds per round, including a share of the evaluation every ``every`` rounds.
 
-        None before this process's third round. And where evaluations weigh a fifth or more, before its second one, for
-        the first has one-off costs too.
+        None before this process's third round. If evaluations take a fifth of the time or more, also None before its
+        second evaluation, because the first evaluation has one-off costs too.
         """
         rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
@@ -111,24 +111,26 @@ class Times:
 
 @dataclass(frozen=True)
 class State:
-    """A run after a round.
+    """State of a run after a round.
 
     Attributes:
-        round: rounds done.
-        server: the method's server state.
+        round: number of completed rounds.
+        server: server state of the method.
         sampler: state of the sampler.
         weigher: state of the weigher.
         aggregator: state of the aggregator.
-        sums: float64 sums over all clients of the rows that the server keeps, by field.
+        sums: float64 sums, by field, of the rows that the server keeps, over all clients.
         totals: ``[8]`` `CLIENT_COUNTS` and dropped uploads, over all rounds.
-        tally: rounds in which every client sent something.
+        tally: number of rounds in which each client sent an upload or an answer.
         cohort: ``[m]`` clients of the last round.
-        trained: the newest round that changed the server's state. Earlier than `round` after a round that was given up.
+        trained: newest round that changed the server's state. It is earlier than `round` after a round that was given
+            up.
         records: figures measured so far.
-        notes: sentences on dropped clients and such.
-        times: seconds of the rounds. No number depends on them.
-        clock: the time, virtual or of real sites, and what is under way in it. None without devices or a stream.
-        shares: ``[n, 1]`` the clients' shares of the objective. Where they are found again. None: `Job.alpha`.
+        notes: sentences on events such as dropped clients.
+        times: seconds of the rounds. No result depends on them.
+        clock: time, virtual or of real sites, and the work under way. None without devices and without a stream.
+        shares: ``[n, 1]`` shares of the clients in the objective. Given only if the run computes the shares again.
+            None: `Job.alpha`.
     """
 
     round: int
@@ -149,12 +151,12 @@ class State:
 
     @property
     def uploads(self) -> Tensor:
-        """``[n]`` rounds in which every client sent something."""
+        """Number ``[n]`` of rounds in which each client sent an upload or an answer."""
         return self.tally.counts()
 
     @property
     def is_scored(self) -> bool:
-        """True if the records have the scores of these models."""
+        """True if the records contain the scores of these models."""
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
@@ -162,7 +164,7 @@ class State:
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, for a checkpoint."""
+        """Return all fields by name, for a checkpoint."""
         parts = {name: getattr(self, name) for name in ("server", "sampler", "weigher", "aggregator", "sums")}
         numbers = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort, "shares": self.shares}
         clock = None if self.clock is None else self.clock.tensors()
@@ -170,7 +172,10 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Restore this run's state after another round from its `tensors`. ``self`` gives the types."""
+        """Return the state of this run after another round, restored from its `tensors`.
+
+        ``self`` provides the types.
+        """
 
         def like(value: F, name: str) -> F:
             saved = group_of(tensors, name)
@@ -196,7 +201,7 @@ class State:
 
 
 def initial_state(job: Job, server: Fields) -> State:
-    """Build the state before the first round."""
+    """Return the state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(CLIENT_COUNTS) + 1, dtype=torch.long)
     if job.spent is not None:

@@ -1,4 +1,4 @@
-"""The parts of a setting, read from values, names and tables: a method, and a field with its table."""
+"""Parts of a setting, read from values, names and tables: a method, and a field with its table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fedloom.values import choose, fields_of, make, make_kind
 
 
 class NamedMethod(NamedTuple):
-    """A method, and what files call it.
+    """A method and its name in files.
 
     Attributes:
-        name: a name of the registry, an import path, or the class's name if no path leads to it.
-        entry: its class or preset, of a composition that no preset makes, the class of its algorithm.
-        value: the method, or what the preset makes.
+        name: name of the registry, import path, or the class's name if no path leads to the class.
+        entry: class or preset of the method. For a composition that no preset makes, the class of its algorithm.
+        value: method, or the value that the preset makes.
     """
 
     name: str
@@ -38,16 +38,16 @@ class NamedMethod(NamedTuple):
     def read(
         cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
-        """Read a method with its options.
+        """Return a method read with its options.
 
         Args:
-            method: a name of the registry, an import path, a class, a method, or what a preset has made.
-            options: its options, and the constants ``defaults`` of the options that are not given.
+            method: name of the registry, import path, class, method, or value made by a preset.
+            options: options of the method, and the constants ``defaults`` of the options that are not given.
             where: file and table, for the message.
-            places: knows where other keys belong.
+            places: places where other keys belong.
 
         Raises:
-            ConfigError: there is no such method, it has no such option, or a value is out of range.
+            ConfigError: the method is unknown, it does not accept an option, or a value is out of range.
         """
         name, entry, built = name_method(method, where)
         fields = {**fields_of(entry), **({"defaults": None} if built is None else {})}
@@ -68,7 +68,7 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
     """Return the name of a method, its class or preset, and the method if it has been made already.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: the method is unknown.
     """
     if isinstance(method, str):
         return method, choose("algorithm", REGISTRY, method, where, Algorithm), None
@@ -89,9 +89,9 @@ class SettingTable:
 
     Attributes:
         base: class of the values.
-        kinds: classes by the table's ``kind``. Empty where there is one.
-        default: the kind of a table that names none. None: a table without kind is no choice, and neither is "none".
-        key: the key that names the kind.
+        kinds: classes by the table's ``kind``. Empty if there is only one class.
+        default: kind of a table without ``kind``. None: a table must contain ``kind``, and "none" is not a choice.
+        key: key that names the kind.
     """
 
     base: type[Any]
@@ -100,11 +100,14 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of every kind, of a table without kinds, its own with an empty name."""
+        """Return the class of every kind. The class of a table without kinds has an empty name."""
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
-        """Return the keys of every kind but `key`. Those of a table that names no kind have an empty name."""
+        """Return the keys of every kind except `key`.
+
+        The keys of a table without a kind are listed under an empty name.
+        """
         kinds: dict[str, Iterable[str]] = {
             kind: (fields_of(entry).keys() | getattr(entry, "aliases", {}).keys()) - {self.key}
             for kind, entry in self.classes().items()
@@ -112,16 +115,16 @@ class SettingTable:
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
     def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
-        """Read the value of a table.
+        """Return the value that a table describes.
 
         Args:
-            choice: a value, a kind, a table of options, or None, in a file only a table.
+            choice: value, kind, table of options, or None. In a file, only a table.
             where: file and table, for the message.
-            name: of the table, for the message.
-            places: knows where other keys belong.
+            name: name of the table, for the message.
+            places: places where other keys belong.
 
         Raises:
-            ConfigError: an unknown kind or key, a wrong type or a value out of range.
+            ConfigError: the table contains an unknown kind or key, a wrong type or a value out of range.
         """
         if choice is None or isinstance(choice, self.base):
             return choice
@@ -153,7 +156,7 @@ class SettingTable:
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
     def _form(self, choice: Any, name: str) -> str:
-        """Write something that is no table as the table that it may stand for."""
+        """Return the table that a value stands for, if the value is not a table."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
@@ -161,7 +164,7 @@ class SettingTable:
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: Any) -> dict[str, str]:
-        """Return the key ``kind`` of a value's table, where there are several."""
+        """Return the key ``kind`` of a value's table, if there are several kinds."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 
@@ -174,7 +177,7 @@ def _value_at(where: str) -> str:
 
 
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
-    """Read the specification in a table: of a kind, of a paper's name, or of user code."""
+    """Return the specification in a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
         raise ConfigError(f"{_value_at(where)}this is a state dict: load it into a module, and give the module")
     kind = options.get("kind", "softmax")

@@ -14,23 +14,23 @@ from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers, and accept them, see `forged`."""
+    """Return a cohort's uploads with the forged uploads of its attackers, see `forged`."""
     received, output = forged(job, down, task, honest, m)
     return accept(job, server, task, received, output)
 
 
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
-    """Forge the uploads of a cohort's attackers from their downloads.
+    """Return the forged uploads of a cohort's attackers, made from their downloads.
 
-    The attack makes models, and the method encodes them (`Algorithm.encode`), so that a model moves the server alike in
-    whatever form a method sends it.
+    The attack makes models, and the method encodes them (`Algorithm.encode`), so that a model has the same effect on
+    the server in every form in which a method sends it.
 
     Args:
-        job: the run.
-        down: the cohort's download.
-        task: the attackers.
+        job: run of the server.
+        down: download of the cohort.
+        task: task of the attackers.
         honest: ``[h, d]`` models of the honest clients, for attackers that see them. None when h is 0.
-        m: clients of the cohort.
+        m: number of clients in the cohort.
     """
     assert isinstance(job.setting.attack, Forgery)
     inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
@@ -52,7 +52,10 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
 
 
 def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """Return upload and rows of clients whose training ended at ``models [m, .]``. ``idle`` is their idle upload."""
+    """Return upload and rows of clients whose training ended at ``models [m, .]``.
+
+    ``idle`` is the clients' idle upload.
+    """
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         message = job.algorithm.encode(models, down, rows, work.uncounted())

@@ -1,9 +1,10 @@
-"""Advance: the next step of the server in time, by the run's schedule.
+"""Advance a run to the server's next step in time, under the run's schedule.
 
-In virtual time, nothing sleeps. What a client computes is computed from the state at its dispatch, together with the
-clients that are dispatched at the same version, and its upload is held until the time at which it arrives. Between two
-steps of the server no state changes, so the clients that will be dispatched at a version can be computed before their
-turn. At real sites, which take their own time, a stream is the same with uploads that arrive when they do.
+Nothing sleeps in virtual time. A client computes from the state at its dispatch, together with the clients that are
+dispatched at the same version, and the clock holds its upload until the time at which the upload arrives. The state
+does not change between two steps of the server, so the clients that will be dispatched at a version can be computed
+before their turn. Real sites take real time: a stream is the same there, but its uploads arrive when the sites send
+them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fedloom.schedule import Deadline, OverSelection, Stream
 
 
 def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Go on to the next step of the server.
+    """Return the state after the next step of the server, with the time of the step.
 
     Returns:
-        The state after it, with the time at which it was taken. And sentences on what happened.
+        The state after the step, with the time at which the step was taken. Sentences on events of the step follow.
 
     Raises:
         RunStopped: too few uploads are usable or can arrive, or the server's state is not finite.

@@ -1,4 +1,4 @@
-"""Refusals of schedules: what a deadline, spare clients, a buffer or a stream makes no sense with."""
+"""Checks of schedules: combinations that a deadline, spare clients, a buffer or a stream does not support."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
-    """Refuse a schedule that cannot be, or that the method or another part makes no sense with.
+    """Raise if a schedule is impossible, or does not fit the method or another part of the run.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
-        ConfigError: more clients than there are.
+        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
+            The message states the reason.
     """
     schedule, method = setting.schedule, setting.method
     if isinstance(schedule, Synchronous):
@@ -47,15 +47,15 @@ def check_schedule(setting: Setting, n: int) -> None:
 
 
 def check_stream(setting: Setting, n: int | None) -> None:
-    """Refuse what a buffered or asynchronous schedule makes no sense with, in virtual time and at real sites.
+    """Raise if a run does not fit a buffered or asynchronous schedule, in virtual time and at real sites.
 
     Args:
-        setting: the run, presets resolved.
-        n: clients. None where they are not known yet.
+        setting: settings of the run, with presets resolved.
+        n: number of clients. None if they are not known yet.
 
     Raises:
-        Refused: the run makes no sense. The message has the reason.
-        ConfigError: more clients than there are.
+        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
+            The message states the reason.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler
     if not isinstance(schedule, Stream):

@@ -1,4 +1,4 @@
-"""Clock: the virtual time of a run, the uploads that are under way in it, and the log of those that came."""
+"""Clock: the virtual time of a run, the uploads under way, and the log of finished uploads."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ class Fate(IntEnum):
     """Outcome of a client's work."""
 
     USED = 0
-    """Its upload is part of a step."""
+    """The upload is part of a step."""
     UNUSABLE = 1
-    """Its upload was not finite or out of bounds."""
+    """The upload was not finite or out of bounds."""
     LATE = 2
-    """The round ended before it answered."""
+    """The round ended before the client answered."""
     LOST = 3
-    """Work given up after the time-out."""
+    """The work was given up after the time-out."""
     QUERIED = 4
-    """Answer to a question of the sampler."""
+    """The client answered a question of the sampler."""
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
 """Columns of the log: the client, the server's steps at its dispatch, the step that took its upload or in which it was
-given up, seconds of its dispatch and its end, its busy seconds, and its `Fate`."""
+given up, the seconds of its dispatch and of its end, its busy seconds, and its `Fate`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""When a client answers or is given up, the number of its dispatch, the client, its flight and place there, its
-dispatch, its busy seconds, and whether it is given up. Events are sorted by the first two."""
+"""Event at which a client answers or is given up: its time, the number of the dispatch, the client, its flight and its
+place in the flight, the time of the dispatch, the busy seconds, and True if the client is given up. Events are sorted
+by the first two."""
 
 
 class Flight(NamedTuple):
     """Joint results of clients whose uploads are under way.
 
     Attributes:
-        version: steps that the server had taken at the dispatch.
+        version: number of steps that the server had taken at the dispatch.
         ids: ``[m]`` the clients.
-        times: ``[m]`` how often each was drawn.
-        places: ``[k]`` ascending places of those that are not back yet. The tensors have these rows only.
-        fields: by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and what was received.
+        times: ``[m]`` number of draws of each client.
+        places: ``[k]`` ascending places of the clients that have not returned yet. The tensors contain the rows of
+            these clients only.
+        fields: tensors by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and received downloads.
     """
 
     version: int
@@ -67,15 +69,15 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Create the flight of a chunk with all its clients under way."""
+        """Return the flight of a chunk with all its clients under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
-        """Rows of the tensors that clients at these places have."""
+        """Return the rows of the tensors that belong to clients at these places."""
         return np.searchsorted(self.places, places)
 
     def without(self, places: Ids) -> Flight:
-        """Remove returned clients from the flight."""
+        """Return the flight without returned clients."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
@@ -87,7 +89,7 @@ class Flight(NamedTuple):
 
 
 def flatten_results(computed: Computed) -> dict[str, Tensor]:
-    """Collect the results of a chunk's clients by name: the fields of a flight."""
+    """Return the results of a chunk's clients by name: the fields of a flight."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
@@ -100,7 +102,7 @@ Piece = tuple[Flight, Ids]
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
-    """Join the results of the clients of several pieces. A single piece is returned unchanged."""
+    """Return the joint results of the clients of several pieces. A single piece is returned unchanged."""
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
@@ -123,7 +125,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
-    """Return the fields of a flight's clients, with ``spread``, a shared download gets a row per client."""
+    """Return the fields of a flight's clients. With ``spread``, a shared download gets a row per client."""
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
     else:
@@ -138,18 +140,18 @@ def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Clock:
-    """The virtual time of a run between two steps of the server. No code writes to its collections.
+    """Virtual time of a run between two steps of the server. Its collections are never changed in place.
 
     Attributes:
-        now: seconds since the beginning.
-        queue: the events of the clients that are under way, in their order.
-        flights: what they have computed, by number.
-        back: of a flight's clients, the places of those that are back while their rows are still held.
+        now: seconds since the start of the run.
+        queue: sorted events of the clients that are under way.
+        flights: computed results of these clients, by number of the flight.
+        back: places of the clients of each flight that have returned while the flight still holds their rows.
         serial: number of the next dispatch.
-        log: ``[u, 7]`` pieces of the log (`LOG_COLUMNS`), each at least twice as long as the next.
-        pool: clients that were drawn and wait for a place, with how often each was drawn, from ``pool_start`` on.
-        pool_start: how many clients have left the pool.
-        away_sets: at most one set of the clients of the queue, for the step that follows.
+        log: ``[u, 7]`` pieces of the log (`LOG_COLUMNS`), each at least twice as long as the next piece.
+        pool: clients that were drawn and wait for a place, with their numbers of draws, from ``pool_start`` on.
+        pool_start: number of clients that have left the pool.
+        away_sets: at most one set of the queue's clients, for the following step.
     """
 
     now: float = 0.0
@@ -163,11 +165,11 @@ class Clock:
     away_sets: list[set[int]] = field(default_factory=list, compare=False)
 
     def away(self) -> set[int]:
-        """Return the clients of the queue, as a set that the caller may change."""
+        """Return the clients of the queue as a set that the caller may change."""
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """Append rows to the log."""
+        """Return the pieces of the log with rows appended."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -185,7 +187,7 @@ class Clock:
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, for a checkpoint. What several flights have received alike is there once."""
+        """Return all fields by name, for a checkpoint. A field that several flights received alike is stored once."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
@@ -209,7 +211,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Restore the clock from `tensors`."""
+        """Return the clock restored from `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -233,7 +235,7 @@ class Clock:
     def landed(
         self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
     ) -> None:
-        """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
+        """Record in ``flights`` and ``back`` that clients of a flight need no room any longer."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:
             del flights[number]
@@ -244,12 +246,12 @@ class Clock:
 
 
 class UploadCounts(NamedTuple):
-    """Uploads of every client, by whether they were part of a step.
+    """Numbers of uploads of every client, used in a step and not used.
 
     Attributes:
-        used: ``[n]`` uploads that are part of a step.
-        staleness: ``[n]`` their mean staleness. Nan of a client without any.
-        unheard: ``[n]`` uploads that are part of none.
+        used: ``[n]`` number of uploads that are part of a step.
+        staleness: ``[n]`` mean staleness of the used uploads. NaN for a client without a used upload.
+        unheard: ``[n]`` number of uploads that are part of no step.
     """
 
     used: Tensor
@@ -258,7 +260,7 @@ class UploadCounts(NamedTuple):
 
 
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
-    """Count what the log has of every client's uploads."""
+    """Return the numbers of uploads of every client in the log."""
     log = clock.history()
     merged, lost = (
         log[log[:, FATE_COLUMN] == Fate.USED],
@@ -274,12 +276,12 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
 
 
 class Use(NamedTuple):
-    """Use of the clients' time until now.
+    """Use of the clients' time so far.
 
     Attributes:
         busy: ``[n]`` seconds of work and messages.
-        absent: ``[n]`` seconds in which a client was not there.
-        idle: ``[n]`` the rest.
+        absent: ``[n]`` seconds during which a client was absent.
+        idle: ``[n]`` remaining seconds.
     """
 
     busy: Tensor
@@ -288,7 +290,7 @@ class Use(NamedTuple):
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
-    """Add up what the log and the clients under way have of every client's time."""
+    """Return the use of every client's time, from the log and the clients under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

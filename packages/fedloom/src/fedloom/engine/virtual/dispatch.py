@@ -1,4 +1,4 @@
-"""Dispatch: what clients compute when they are sent off, and the server's step on the uploads that have arrived."""
+"""Dispatch: the work of clients when they are sent off, and the server's step on the uploads that have arrived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """Build the log rows ``[m, 7]`` of clients that all begin at ``start`` and whose uploads are used."""
+    """Return the log rows ``[m, 7]`` of clients that all start at ``start`` and whose uploads are used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
@@ -40,15 +40,15 @@ def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, s
 def compute(
     job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
 ) -> list[Flight]:
-    """Have clients compute from a state what they will send, in the order in which a round would take it.
+    """Return the computed results of clients from a state, in the order in which a round would take the clients.
 
     Args:
         job: the run.
-        clients: those who compute.
+        clients: clients of the run, which compute.
         state: the state at the dispatch.
         ids: ``[m]`` clients, ascending.
-        times: ``[m]`` how often each was drawn.
-        steps: ``[m]`` local steps that they take. None: as many as the run's settings have.
+        times: ``[m]`` number of draws of each client.
+        steps: ``[m]`` local steps of each client. None: the number in the run's settings.
     """
     t = state.round + 1
     order = longest_first(job, ids)
@@ -79,7 +79,10 @@ def compute(
 def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Step the server on uploads that have arrived. The clients whose uploads were used come with it."""
+    """Return the state after a step of the server on uploads that have arrived.
+
+    The clients whose uploads were used are returned with the state.
+    """
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
     shares = torch.from_numpy(times.astype(np.float64))[:, None]
@@ -108,10 +111,10 @@ def step_on(
 
 
 def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
-    """Pieces that are taken together, of at most a chunk's clients.
+    """Return pieces that are taken together, of at most a chunk's clients.
 
-    Whole chunks of the present version are taken as a round takes them, one by one, to the bit. So are pieces of a
-    method that needs a single download to know its client's start.
+    Whole chunks of the present version are taken one by one, exactly as in a round, so results are equal to the bit.
+    Pieces of a method that needs a single download to know its client's start are taken one by one too.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:

@@ -1,4 +1,4 @@
-"""Rounds in virtual time: they end with the last answer, at a deadline, or when enough clients have answered."""
+"""Rounds in virtual time: a round ends with the last answer, at a deadline, or when enough clients have answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 
 def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends with its last answer. Its numbers are the same as without a clock."""
+    """Return the state after a round that ends with its last answer.
+
+    Its numbers are the same as without a clock.
+    """
     assert state.clock is not None
     assert job.fleet is not None
     observed, t = Observed(clients), state.round + 1
@@ -53,7 +56,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
 
 
 def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends at its deadline, or after enough answers."""
+    """Return the state after a round that ends at its deadline, or after enough answers."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
@@ -107,12 +110,12 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
 
 
 def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
-    """Places of clients in an ascending cohort."""
+    """Return the places of clients in an ascending cohort."""
     return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
 
 
 def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Local steps ``[m]`` that clients have time for, beside a model down and one up."""
+    """Return the local steps ``[m]`` that clients have time for, besides a model down and a model up."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -124,7 +127,7 @@ def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
 
 
 class Observed:
-    """The clients of a round, of whom it is noted what each did."""
+    """Record the outcome of each client of a round."""
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients
@@ -154,7 +157,7 @@ class Observed:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """When all candidates have answered, and their rows of the log."""
+        """Return the time at which all candidates have answered, and their rows of the log."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

@@ -1,8 +1,9 @@
-"""Staleness: how an upload that started from an older model is applied to the present one.
+"""Staleness: the application of an upload from an older model to the present model.
 
-What is a change to the received model is multiplied by the factor of its staleness and added to the present model. An
-absolute model becomes such a change first. What the server adds up over rounds or keeps of every client arrives whole,
-for its sums must stay those of the clients' states. Figures such as losses and counts arrive whole too.
+A change of the received model is multiplied by the factor of its staleness and added to the present model. An absolute
+model is converted to such a change first. Sums over rounds and the rows that the server keeps of every client are
+applied whole, because the server's sums must remain the sums of the clients' states. Figures such as losses and counts
+are applied whole too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fedloom.schedule import Stream
 
 
 def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
-    """Return the upload fields that are changes to the received model, or become ones."""
+    """Return the upload fields that are changes of the received model, or are converted to changes."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
 
@@ -30,16 +31,18 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """Convert an upload for the present server. It is unchanged if it is not stale and no model is mixed in.
+    """Return an upload converted for the present server.
+
+    The upload is unchanged if it is not stale and no model is mixed in.
 
     Args:
-        job: the run, whose schedule is a `Stream`.
-        server: the server's state.
-        t: the round.
+        job: run whose schedule is a `Stream`.
+        server: state of the server.
+        t: number of the round.
         ids: ``[m]`` the clients.
-        upload: as they sent it.
-        received: the download that they started from.
-        staleness: ``[m]`` steps that the server has taken since.
+        upload: upload as the clients sent it.
+        received: download that the clients started from.
+        staleness: ``[m]`` number of steps that the server has taken since the dispatch.
     """
     schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
     assert isinstance(schedule, Stream)

@@ -22,11 +22,11 @@ from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
 MAX_VERSION_DRAWS = 16
-"""Draws of the sampler at one version before a place stays free until the next event."""
+"""Number of draws of the sampler at one version, after which a place stays free until the next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Times that all places are free and no drawn client is there, or that a client is given up, in a row, before a run
-ends, of the latter, and once for every client."""
+"""Largest number of times in a row that all places are free and no drawn client is present, or that a client is given
+up, before a run ends. The number of clients is added to the limit of the latter."""
 
 
 LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
@@ -36,16 +36,16 @@ NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 
 
 class Version(ABC):
-    """The time from one step of the server to the next, in which its state is one version.
+    """Time from one step of the server to the next, in which its state is one version.
 
-    A subclass has the time: who is there (`_is_there`), how a client's work is prepared and begins (`_compute`,
-    `_dispatch`), and what happens while no upload has arrived (`_wait`).
+    A subclass defines the time: which clients are present (`_is_there`), how a client's work is prepared and begins
+    (`_compute`, `_dispatch`), and how the run waits until an upload arrives (`_wait`).
 
     Args:
         job: the run.
-        clients: those who compute.
+        clients: clients of the run, which compute.
         state: the state after the last step.
-        schedule: how many train, and how many uploads make a step.
+        schedule: numbers of clients that train at a time, and of uploads that make a step.
     """
 
     def __init__(self, job: Job, clients: Clients, state: State, schedule: Stream) -> None:
@@ -66,7 +66,7 @@ class Version(ABC):
         self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
-        """Dispatch and wait until enough uploads are there. Step the server."""
+        """Dispatch and wait until enough uploads have arrived. Return the state after the step of the server."""
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
@@ -106,14 +106,17 @@ class Version(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Let the time pass until an upload may arrive.
+        """Advance the time until an upload may arrive.
 
         Raises:
-            RunStopped: no more ever will.
+            RunStopped: no upload will ever arrive again.
         """
 
     def _fill(self, free: int, ahead: int) -> None:
-        """Dispatch clients now, as many as places are free. Compute those that may follow at this version with them."""
+        """Dispatch as many clients now as there are free places.
+
+        Compute the clients that may follow at this version with them.
+        """
         if free <= 0:
             return
         chosen = self._choose(free)
@@ -128,15 +131,15 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Return whether a client can be sent off now, unless it is away."""
+        """Return True if a client that is not under way can be sent off now."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
-        """Take the next clients that are free and there from the pool, with how often they were drawn.
+        """Return the next free and present clients from the pool, with their numbers of draws.
 
-        Clients that are under way leave the pool. Those that are not there stay in their places.
+        Clients that are under way leave the pool. Absent clients keep their places in the pool.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -154,7 +157,10 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw another cohort. Its clients wait in the pool, in an order drawn for it, unless they are ``excluded``."""
+        """Draw another cohort.
+
+        The clients of the draw wait in the pool, in an order drawn for it, unless they are ``excluded``.
+        """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
         if k:
@@ -169,7 +175,7 @@ class Version(ABC):
 
     @abstractmethod
     def _compute(self, ids: Tensor, times: Tensor) -> None:
-        """Make clients ``ids [m]``, ascending and drawn ``times [m]``, ready to be dispatched at this version."""
+        """Prepare clients ``ids [m]``, ascending and drawn ``times [m]``, for dispatch at this version."""
 
     def _serial_of_flight(self) -> int:
         return next(reversed(self._flights), -1) + 1
@@ -179,7 +185,7 @@ class Version(ABC):
         """Send a client off now."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
-        """Step the server on the uploads that wait."""
+        """Return the state after a step of the server on the uploads that wait."""
         job, state, t = self._job, self._state, self._state.round + 1
         places: dict[int, list[int]] = {}
         for event in self._waiting:
@@ -214,7 +220,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """A version in virtual time, in which the devices say how long a client takes, see `Version`."""
+    """Version in virtual time, in which the devices determine the time that a client takes, see `Version`."""
 
     _clients: LocalClients
 
@@ -227,7 +233,7 @@ class VirtualVersion(Version):
         return self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
 
     def _wait(self) -> None:
-        """Let the time pass until somebody is there."""
+        """Advance the time until a client is present."""
         t, before = self._state.round + 1, self._under_way()
         times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
         soonest = min(times, default=math.inf)
