@@ -45,7 +45,7 @@ def find(path: str, what: str, where: str = "") -> Any:
         where: file and table, for the message.
 
     Raises:
-        ConfigError: the module cannot be imported, or does not contain the name. Or `fedloom.trust` rejects the path.
+        ConfigError: the module cannot be imported, does not contain the name, or is rejected by `fedloom.trust`.
     """
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
@@ -73,7 +73,7 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
     """Return a callable for options of a file: a subclass of ``base`` or the user's function.
 
     Raises:
-        ConfigError: see `find`. Or the callable is a function of an installed package.
+        ConfigError: as in `find`, or the callable is a function of an installed package.
     """
     target = find(path, what, where)
     if not (isinstance(target, type) and issubclass(target, base)):

@@ -3,7 +3,7 @@
 This module also checks the paths of folders and files that a caller gives.
 
 A simulation and a deployment write a run directory. Reports, opened runs and `watch` read it. All use these names and
-values, and none of them needs torch.
+values, and do not need torch.
 """
 
 from __future__ import annotations

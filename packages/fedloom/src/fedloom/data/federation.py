@@ -50,8 +50,8 @@ class Federation:
 
     Raises:
         PartitionError: a client has no training samples.
-        DataError: positions are outside the data, offsets do not fit, or `prepare` was not applied to the data or to a
-            sample of a part. Or a subject is in two parts.
+        DataError: positions are outside the data, offsets do not fit, `prepare` was not applied to the data or to a
+            sample of a part, or a subject is in two parts.
     """
 
     data: Dataset

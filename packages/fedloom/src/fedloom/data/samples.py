@@ -172,7 +172,7 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
         name: name for messages.
 
     Raises:
-        DataError: as `stacked`. Or a row differs in a second reading, for example because of ``set_transform``.
+        DataError: as in `stacked`, or a row differs in a second reading, for example because of ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
     owners: list[str] = []

@@ -1,4 +1,4 @@
-"""Side: the training or test set of a user in memory, as arrays. Also errors for sides that do not fit together."""
+"""Side: the training or test set of a user in memory, as arrays, and errors for sides that do not match."""
 
 from __future__ import annotations
 

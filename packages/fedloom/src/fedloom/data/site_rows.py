@@ -133,7 +133,7 @@ def survival_rows(
         test: as in `rows_by_site`.
 
     Raises:
-        ConfigError: see `rows_by_site`. Or time and event are not named.
+        ConfigError: as in `rows_by_site`, or time and event are not named.
         DataError: see `rows_by_site`.
     """
     target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))

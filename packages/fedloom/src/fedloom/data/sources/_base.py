@@ -139,7 +139,7 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:
-    """Return the mean or std of a data set as a tensor, or None if it is None.
+    """Return the mean or std of a data set as a tensor, or None if no value is given.
 
     Raises:
         DataError: the values are not numbers.

@@ -211,7 +211,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Return an agreement from the path of its document, its keys, or an object, or None if it is None.
+    """Return an agreement from the path of its document, its keys, or an object, or None for None.
 
     Raises:
         ConfigError: the agreement cannot be read.
