@@ -100,7 +100,7 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCel
 
     Args:
         names: names of the cells.
-        flags: ``[n, L]`` 1 if a client has the smallest allowed number of rows in a cell.
+        flags: ``[n, L]`` 1 if a client has at least the smallest allowed number of rows in a cell.
         rules: agreed rules.
     """
     if not merges(rules) or len(names) == 1:
@@ -126,7 +126,7 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
     Bins after the last such bin belong to it.
 
     Args:
-        filled: ``[n, G, B]`` 1 if a client has the smallest allowed number of rows in a bin, of every group.
+        filled: ``[n, G, B]`` 1 if a client has at least the smallest allowed number of rows in a bin, for every group.
         rules: agreed rules.
 
     Raises:

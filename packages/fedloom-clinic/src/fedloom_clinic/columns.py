@@ -143,7 +143,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 def outweighs(*weights: Floats) -> bool:
     """Return True if one of several rows has more than half of some weights ``[N]``.
 
-    Sums would mostly reveal this row.A number that is not finite counts as such a row.
+    Sums would mostly reveal this row. A number that is not finite counts as such a row.
     """
     for some in weights:
         total = float(some.sum())

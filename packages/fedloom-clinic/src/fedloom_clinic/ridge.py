@@ -30,8 +30,7 @@ SMALLEST_SPREAD = 1e-9
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
 """Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs of unit
-deviation. An
-input that varies by a millionth of the agreed range then still has a deviation of six digits."""
+deviation. An input that varies by a millionth of the agreed range then still has a deviation of six digits."""
 
 
 class RidgeRows(NamedTuple):

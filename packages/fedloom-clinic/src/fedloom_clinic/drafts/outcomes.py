@@ -101,8 +101,8 @@ RESULT_WORDS = words(
 the end of the file's name, a word of either, the last place, and being the only possible column. A time beside one
 event gets as many points as a name of `TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Number of points from which the first candidate is chosen, unless it leads the next candidate by less than
-`MIN_LEAD_POINTS`."""
+"""Number of points from which the first candidate is chosen, if it leads the next candidate by `MIN_LEAD_POINTS`
+or more."""
 MIN_LEAD_POINTS = 2
 """Smallest lead of the first candidate in points.
 
@@ -208,7 +208,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Choose the outcome by the evidence alone. Return the outcome."""
+    """Return the outcome, chosen by the evidence alone."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]

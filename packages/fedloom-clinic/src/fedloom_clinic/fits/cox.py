@@ -170,9 +170,9 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 
 
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
-    """Yield the sum of weights at risk and the means of the other sums at the first, second, ...
+    """Yield the sum of weights at risk and the means of the other sums.
 
-    event of every time.
+    They are yielded at the first, then the second, and at each further event of every time.
     """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k

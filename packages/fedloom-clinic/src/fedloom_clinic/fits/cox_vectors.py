@@ -1,7 +1,7 @@
 """Vectors that sites send in a Cox regression: sums in agreed time bins, as whole numbers in which masks cancel.
 
 Smallest counts: a site sends nothing for a bin with too few events. Bins are merged until each contains events of
-    enough sites, so no difference of two sums comes from rows of fewer sites.
+enough sites, so no difference of two sums comes from rows of fewer sites.
 """
 
 from __future__ import annotations

@@ -102,10 +102,9 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of all sites' rows together, fitted from sums that sites send.
 
-    The fit equals the pooled fit.
-
-    Every site first sends counts and the sums of its columns, of its targets and of their squares, which center and
-    scale the columns of all sites alike. In every Newton step a site then sends its `glm_sums`.
+    The fit equals the pooled fit. Every site first sends counts and the sums of its columns, of its targets and of
+    their squares, which center and scale the columns of all sites alike. In every Newton step a site then sends its
+    `glm_sums`.
 
     Args:
         sites: rows of every site.

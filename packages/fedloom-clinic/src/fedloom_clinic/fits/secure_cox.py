@@ -160,8 +160,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
     Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, two rows are at most R = 2
     sqrt(p) apart. The exact fit is then within -log(1 - R |g| / lambda) / R, with lambda the smallest eigenvalue of I.
-    A
-    ridge, of ``weights [p]`` at coefficients ``beta [p]``, adds to both and has no third derivative.
+    A ridge, of ``weights [p]`` at coefficients ``beta [p]``, adds to both and has no third derivative.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)

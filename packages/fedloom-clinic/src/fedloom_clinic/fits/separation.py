@@ -41,11 +41,9 @@ rise."""
 STILL_MOVING = 0.5
 """Length of the last step relative to the step before. If rows are separated, the likelihood's distance from its limit
 falls as exp(-length), and every step of Newton's method is as long as the step before. Otherwise steps shrink
-quadratically.
-In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated, the three
-conditions of `recession` named 58, left 3 as not converged, and named no regression that has a fit. Columns were
-normal, skewed,
-rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+quadratically. In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated,
+the three conditions of `recession` named 58, left 3 as not converged, and named no regression that has a fit. Columns
+were normal, skewed, rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Smallest gain of the linear program in some row, and largest loss in any row, relative to the row's largest entry."""
 ROUNDING_SHARE = 1e-9

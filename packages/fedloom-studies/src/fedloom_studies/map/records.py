@@ -148,7 +148,7 @@ def fill_reused(
 def stale(cell: Cell, record: CellRecord) -> str:
     """Return the reason why a record is outdated, or "" if it is current.
 
-    The protocol differs, or the code of the method.
+    A record is outdated if the protocol or the code of the method differs.
     """
     try:
         if record.digest != cell.digest:

@@ -65,7 +65,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Return the method that a setup supports, or None if the setup cannot decide. None if it cannot decide."""
+    """Return the method that a setup supports, or None if the setup cannot decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]

@@ -77,8 +77,7 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return documents of the methods whose best value is at an edge of its grid, with grids beyond the edge.
 
-    There is one document for each key that is extended, at most as many as the keys of a method. Their grids do not
-    overlap.
+    There is one document, or as many as a method has keys to extend. Their grids do not overlap.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []

@@ -113,7 +113,7 @@ def analyze(
 
     Args:
         analysis: analysis, its name in `fedloom.analyses.ANALYSES`, or an import path.
-        clients: a `Federation`. A `Dataset`, whose users are the clients, or any value that `Federation.create` or
+        clients: a `Federation`, a `Dataset`, whose users are the clients, or any value that `Federation.create` or
             `Dataset.create` takes. For an analysis of models, the `Result` of a run.
         rules: rules that the clients agree on (`Rules`), as a value or a table of options. None: the rules of the
             analysis.
