@@ -108,7 +108,7 @@ def agreed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sites = {row["site"]: row for row in csv.DictReader(file)}
     assert {*hospitals.SITES} <= {*sites}
     assert sites["Esche"]["reason"].startswith("Esche (12 samples, 1 event in training) has no AUROC")
-    assert "- Label: died" in (folder / "run" / "report" / "card.md").read_text()
+    assert "- Target: died" in (folder / "run" / "report" / "card.md").read_text()
     (folder / "all.agreement.toml").unlink()
     shutil.rmtree(folder / "tables")
     return made

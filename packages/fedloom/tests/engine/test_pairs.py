@@ -21,6 +21,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
+from fedloom.rows.attacks import Backdoor
 from fedloom.schedule import SCHEDULES
 from tests.engine.test_matrix import (
     CURE,
@@ -57,6 +58,8 @@ def setting(pair: Pair, root: int = 0) -> Setting:
     parts: dict[str, Any] = {"sampler": Uniform(clients=N - 1)}
     for kind, plugin in ((pair.kind, pair.plugin), (pair.other, pair.beside)):
         parts |= choices_of(kind, plugin, root=root, clients=N - 1)
+    if isinstance(attack := parts.get("attack"), Backdoor):
+        parts["attack"] = attack.with_(columns={"0": 1.0})  # a table has no corner to stamp
     if "personalized_aggregation" in parts and pair.beside in STREAMS:
         parts["personalized_aggregation"] = parts["personalized_aggregation"].with_(among="all")
     if pair.beside == "buffered":
@@ -96,6 +99,8 @@ def run(fed: Federation, pair: Pair) -> None:
     result = simulate(setting(pair, always_there(fed)), fed)
     if pair.kind == "aggregator" and pair.beside in OTHERS and result.stop in FEW:
         return
+    if {pair.kind, pair.other} == {"aggregator", "upload_transform"} and result.stop is Stop.UNCHANGED:
+        return  # most clients leave a coordinate at zero, and so does a robust rule
     assert result.stop is Stop.DONE, (pair, result.detail)
     assert all(bool(field.isfinite().all()) for field in result.state.server), pair
 

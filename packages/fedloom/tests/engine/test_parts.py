@@ -143,7 +143,7 @@ def test_a_part_that_is_what_a_method_does_anyway_changes_no_bit(fed: Federation
     bare, made = models(fed, name, {}), method(name)
     parts: list[dict[str, Any]] = [{"aggregator": "mean"}, {"upload_transform": {"kind": "top-k", "fraction": 1.0}}]
     if not isinstance(made, PresetMethod) or made.weigher is None:
-        parts.append({"weigher": "shares"})
+        parts.append({"aggregation_weights": "shares"})
     for part in parts:
         if not refused(fed, name, part):
             within = 1e-9 if "upload_transform" in part and uploads_models(made) else 0.0

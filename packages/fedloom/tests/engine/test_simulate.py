@@ -168,9 +168,7 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     assert same(plain.table(), given.table())
     assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)
     assert any("changes nothing in FedSkip" in note for note in uniform.notes) == (name == "fedskip")
-    unread = (
-        rf"weights = {re.escape(repr(numbers))} changes nothing|takes the place of weights = {re.escape(repr(numbers))}"
-    )
+    unread = rf"client_weights = {re.escape(repr(numbers))} changes nothing|takes the place of client_weights = {re.escape(repr(numbers))}"
     assert any(re.search(unread, note) for note in given.notes) == (name in UNWEIGHED)
 
 

@@ -334,7 +334,7 @@ def status(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show the progress of a deployment site by site, or the messages and alarms of one site.
+    """Show the progress of a deployment, or the alarms of one site.
 
     The command reads the files of the folder, during the deployment and afterwards.
 

@@ -85,7 +85,7 @@ def card(run: Run) -> str:
         "## Limits and risks", "", OPEN_QUESTION_TEXT, "",
         "## Data", "",
         f"- Source: {_plain(str(data.get('source', 'own')))}",
-        *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("label", "event") if key in data),
+        *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("target", "event") if key in data),
         f"- Split over clients: {_plain(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
         *([f"- Classes: {', '.join(map(_plain, run.summary.classes))}"] if run.summary.classes else []), "",
         "## Results", "", *_results(run, row), "", *_groups(run, row, lead),
