@@ -168,7 +168,8 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     assert same(plain.table(), given.table())
     assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)
     assert any("changes nothing in FedSkip" in note for note in uniform.notes) == (name == "fedskip")
-    unread = rf"client_weights = {re.escape(repr(numbers))} changes nothing|takes the place of client_weights = {re.escape(repr(numbers))}"
+    chosen = re.escape(f"client_weights = {numbers!r}")
+    unread = rf"{chosen} changes nothing|takes the place of {chosen}"
     assert any(re.search(unread, note) for note in given.notes) == (name in UNWEIGHED)
 
 
