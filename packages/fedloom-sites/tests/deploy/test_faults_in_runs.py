@@ -462,7 +462,7 @@ def test_a_site_with_one_sample_of_one_class(tmp_path: Path) -> None:  # 30
 def test_updates_that_are_all_the_same(method: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:  # 32
     still = {**SMALL, "rounds": 2, "local": {"lr": 1e-40, "steps": 1}}
     here = scene(tmp_path, method, **still, **more)
-    assert here.serve() is Stop.DONE
+    assert here.serve() in {Stop.DONE, Stop.UNCHANGED}  # flame sends its own state, which moves by rounding
     assert bool(here.model().isfinite().all())
 
 

@@ -91,7 +91,7 @@ def wanted(here: Scene) -> dict[tuple[Any, ...], float]:
     experiment = here.experiment
     data = keeping(experiment.source, GROUPS).load()
     result = simulate(experiment.methods[0].setting, experiment.partition(data, 0))
-    scores = group_scores(result, GROUPS, experiment.find("groups").least)
+    scores = group_scores(result, GROUPS, experiment.find("groups").min_rows)
     return {tuple(row.values())[:4]: row["value"] for row in scores.to_pylist()}
 
 

@@ -117,11 +117,16 @@ UNWEIGHTED = {
 """Recipes that are judged on a weighted figure and ran before a choice could be made by it."""
 
 
+BINARY = {"flamby-heart-fair"}
+"""Recipes of two classes that judge accuracy, where a search would go by AUROC."""
+
+
 @pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
 def test_settings_are_chosen_by_what_the_recipe_judges_and_every_edge_goes_on(name: str) -> None:
     weighted = ALL[name].paper.figure.endswith("/weighted")
     metrics = {document.get("choose", {}).get("metric") for document in ALL[name].at("laptop").values()}
-    assert metrics == {ALL[name].paper.figure if weighted and name not in UNWEIGHTED else None}
+    judged = ALL[name].paper.figure if (weighted and name not in UNWEIGHTED) or name in BINARY else None
+    assert metrics == {judged}
     choose = ALL[name].document.get("choose", {})
     assert "extend" not in choose or (choose.get("edges") == "every") == (name not in RECORDED)
 

@@ -68,14 +68,14 @@ def holds(fact: Fact, recipe: Recipe) -> bool:
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """Return an option by its dotted key. A method's label leads to its options, including ``settings``."""
+    """Return an option by its dotted key. A method's label leads to its options, including ``defaults``."""
     table, _, rest = key.partition(".")
     if table != "method":
         value = document.get(table)
         return value.get(rest) if rest and value is not None else value
     label, _, option = rest.rpartition(".")
     methods = [m for m in document["method"] if label_of(m) == label or label_of(m).startswith(f"{label},")]
-    values = {m.get(option, m.get("settings") if option == "solver" else None) for m in methods}
+    values = {m.get(option, m.get("defaults") if option == "solver" else None) for m in methods}
     return values.pop() if len(values) == 1 else None
 
 

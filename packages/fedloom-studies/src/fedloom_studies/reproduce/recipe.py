@@ -44,7 +44,7 @@ SINGLE_VARIANT = "all"
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},
-    "rounds": 1,
+    "rounds": 2,
     "evaluate": {"every": 1},
 }
 """Choices of every recipe at smoke scale, unless the recipe declares others."""
