@@ -38,11 +38,11 @@ METHODS = {
 }
 """Methods whose personal models are made in other ways, with what their own network has or the keys of the method."""
 TARGETS = {
-    "binary": 'label = "ill"\ntask = "binary"\ncategorical = ["ward"]',
-    "count": 'label = "visits"\ntask = "count"',
-    "regression": 'label = "cost"\ntask = "regression"',
-    "hazard": 'label = "week"\nevent = "ill"',
-    "survival": 'label = "week"\nevent = "ill"',
+    "binary": 'target = "ill"\ntask = "binary"\ncategorical = ["ward"]',
+    "count": 'target = "visits"\ntask = "count"',
+    "regression": 'target = "cost"\ntask = "regression"',
+    "hazard": 'target = "week"\nevent = "ill"',
+    "survival": 'target = "week"\nevent = "ill"',
 }
 OTHERS = ("count", "regression", "hazard", "survival")
 FEATURES = {"binary": ["age", "dose", "ward"], **{target: ["age", "dose"] for target in OTHERS}}
