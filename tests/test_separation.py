@@ -128,6 +128,7 @@ def test_data_with_a_fit_raise_no_alarm(seed: int, scales: list[float], kind: st
     z = (x - x.mean(0)) / x.std(0)
     if kind == "cox":
         with warnings.catch_warnings(record=True) as caught:  # that it has not converged: the one event may be the last
+            warnings.simplefilter("always")
             pooled = PHReg(y[0], z, status=y[1], ties="efron").fit(disp=0, method="newton", tol=1e-13).params
         resolved = not caught
     else:
@@ -135,6 +136,8 @@ def test_data_with_a_fit_raise_no_alarm(seed: int, scales: list[float], kind: st
         model = GLM(y[0], np.column_stack([np.ones(len(z)), z]), family)
         pooled, coarse = (model.fit(maxiter=200, tol=tol).params[1:] for tol in (1e-12, 1e-8))
         resolved = np.allclose(pooled, coarse, rtol=1e-3, atol=1e-3)
+    if kind == "cox" and not resolved:
+        return  # the library has no answer to compare with
     with pytest.MonkeyPatch.context() as patch:
         if sums:
             by_sums_alone(patch)

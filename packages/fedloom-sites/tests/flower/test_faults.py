@@ -767,9 +767,9 @@ def with_mods(mods: list[Any]) -> App:
 @pytest.mark.parametrize(
     ("mod", "sentence"),
     [
-        (fixedclipping_mod, "clip or add noise with the strategy's upload_transform"),
-        (adaptiveclipping_mod, "clip or add noise with the strategy's upload_transform"),
-        (LocalDpMod(1.0, 1.0, 1.0, 1e-5), "clip or add noise with the strategy's upload_transform"),
+        (fixedclipping_mod, "clip or add noise with an upload transform of the strategy"),
+        (adaptiveclipping_mod, "clip or add noise with an upload transform of the strategy"),
+        (LocalDpMod(1.0, 1.0, 1.0, 1e-5), "clip or add noise with an upload transform of the strategy"),
         (secaggplus_mod, "secaggplus_mod needs the server's workflow .* use fedloom deploy for secure sums"),
     ],
     ids=["fixed", "adaptive", "local privacy", "secure sums"],

@@ -180,7 +180,7 @@ def test_settings_are_default_paper_or_released() -> None:
     assert FLAME(defaults="paper", lam=2.0) == FLAME(lam=2.0, rho=0.1)
     assert FLAME(defaults="default") == FLAME()
     for entry in (FLAME, REGISTRY["fairfed"]):
-        with pytest.raises(ValueError, match="settings must be 'default', 'paper' or 'released'"):
+        with pytest.raises(ValueError, match="defaults must be 'default', 'paper' or 'released'"):
             entry(defaults="papers")
 
 

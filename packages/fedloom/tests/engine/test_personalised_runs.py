@@ -10,7 +10,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Mixed
+from fedloom.data.partitions import MixedSkew
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Mixed(clients=10, labels_per_client=3, alpha=0.5)(load("digits"), seed=0)
+    return MixedSkew(clients=10, labels_per_client=3, alpha=0.5)(load("digits"), seed=0)
 
 
 def run(fed: Federation, name: str, **changes: Any) -> Result:

@@ -213,4 +213,4 @@ def test_settings_are_in_words_with_versions(small: Path) -> None:
     text = settings(read_runs([small]))
     assert "<dt>Partition</dt><dd>mixed: clients 10, alpha 0.5</dd>" in text
     assert "torch 2.13.0" in text
-    assert "kind = &#34;hybrid&#34;" in text
+    assert "kind = &#34;mixed&#34;" in text
