@@ -195,6 +195,9 @@ def make(
         ConfigError: a key is unknown, a type is wrong or a value is out of range.
     """
     options = _unaliased(options, make_value)
+    for alias, name in getattr(make_value, "aliases", {}).items():
+        if alias in options:
+            raise ConfigError(f"{where}: {alias} and {name} are the same option; leave {alias} out")
     for key in options:
         if key not in fields:
             raise unknown("key", key, fields, where, hint(key, options[key]))
