@@ -62,7 +62,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedloom_sites.deploy.ops.reaper.GROUP_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(reaper, "GROUP_GRACE_SECONDS", 0.3)
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
