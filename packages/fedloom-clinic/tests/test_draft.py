@@ -164,16 +164,16 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("empty.csv", b"", "empty; a table needs a header row"),
+        ("empty.csv", b"", "empty. A table needs a header row"),
         ("header.csv", b"a,b\n", "no rows below the header"),
-        ("one.csv", b"a,b\n1,2\n", "1 row; a federation needs at least 10"),
+        ("one.csv", b"a,b\n1,2\n", "1 row. A federation needs at least 10"),
         ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "not text in UTF-8 (byte 0xF6 at offset 2, line 1)"),
         ("wide.csv", "größe,y\n1,2\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 wide.csv"),
         ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
         ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),
-        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column looks like the target; name one by --target; columns: a, y"),
-        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format; save it as .xlsx"),
+        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column looks like the target. Name one by --target; columns: a, y"),
+        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format. Save it as .xlsx"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(
@@ -204,11 +204,11 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [["a", "y"], *zip(np.round(AGE, 2), ILL, strict=True)])
     path.with_suffix(".toml").write_text("mine")
     init_again: Callable[..., Any] = lambda *more: RUNNER.invoke(app, ["init", str(path), *more])  # noqa: E731
-    assert "is there already; give --force" in init_again().output
+    assert "is there already. Give --force" in init_again().output
     assert path.with_suffix(".toml").read_text() == "mine"
     assert init_again("--out", str(tmp_path / "deep" / "other.toml")).exit_code == 0
     assert init_again("--force").exit_code == 0
-    assert "is a folder; give --out the path of the experiment file" in init_again("--out", str(tmp_path)).output
+    assert "is a folder. Give --out the path of the experiment file" in init_again("--out", str(tmp_path)).output
     assert parse(drafted(path)).head.name == "t"
 
 
@@ -235,7 +235,7 @@ def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
         *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'None' may mean missing; name such cells in missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing. Name such cells in missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:

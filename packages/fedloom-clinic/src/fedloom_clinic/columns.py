@@ -46,7 +46,7 @@ def require_columns(schema: Schema, what: str) -> None:
         ConfigError: the data are not rows of a table, or no column remains.
     """
     if not schema.is_table:
-        raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")
+        raise Refused(f"{what} is of the columns of a table, and {schema.name} is none. Leave it out")
     if not names_of(schema):
         raise ConfigError(f"{what}: {schema.name} has no column left beside the target")
 
@@ -91,7 +91,7 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients; agree on "
+            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients. Agree on "
             "a smaller least count"
         )
     return kept

@@ -97,9 +97,9 @@ class Cox(ScriptedAnalysis):
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
         if self.stratify and (self.width is not None or self.until is not None):
-            raise ValueError("stratify needs no time bins; leave width and until out")
+            raise ValueError("stratify needs no time bins. Leave width and until out")
         if self.width is None and self.until is not None:
-            raise ValueError("until is the end of the last bin; give width as well")
+            raise ValueError("until is the end of the last bin. Give width as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
             raise ValueError(f"at most {MAX_BINS} bins, got {self.until / self.width:.0f}: give a larger width")
         return self
@@ -111,7 +111,7 @@ class Cox(ScriptedAnalysis):
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
             raise Refused(
-                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}; leave it out"
+                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}. Leave it out"
             )
         require_columns(schema, "a Cox regression")
 
@@ -243,15 +243,15 @@ class Cox(ScriptedAnalysis):
         means = total.numpy()
         rows = means[0]
         if not rows:
-            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
         centre = means[1:] / rows
         squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
         spread = np.sqrt(squares / rows)
         if not events:
-            raise DataError("no row has an event; nothing can be fitted")
+            raise DataError("no row has an event. Nothing can be fitted")
         if not (spread > MIN_COLUMN_SPREAD).all():
             raise DataError(
-                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} is the same in every row; leave it out"
+                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} is the same in every row. Leave it out"
             )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}

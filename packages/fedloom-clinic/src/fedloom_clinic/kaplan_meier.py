@@ -84,7 +84,7 @@ class KaplanMeier(Analysis):
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
             raise Refused(
-                f"survival curves are of times to an event, and {schema.name} is a {schema.task}; leave it out"
+                f"survival curves are of times to an event, and {schema.name} is a {schema.task}. Leave it out"
             )
         groups_of(schema, self.group, 1)
 
@@ -126,7 +126,7 @@ class KaplanMeier(Analysis):
 
     def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
         if not total.any():
-            raise DataError("no row has a time; nothing can be drawn")
+            raise DataError("no row has a time. Nothing can be drawn")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
     def result(self, state: Counted) -> pa.Table:

@@ -75,7 +75,7 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     assert len(one.methods) == len(one.head.seeds) == 1
     assert one.methods[0].setting.rounds == 3
     several = experiment("fedavg", "flame", seeds=[4, 5])
-    with pytest.raises(ConfigError, match="fedavg, flame; choose with --method"):
+    with pytest.raises(ConfigError, match="fedavg, flame. Choose with --method"):
         plan(several)
     chosen = tomllib.loads(plan(several, method="flame", rounds=7).experiment)
     assert (chosen["seeds"], chosen["method"][0]["label"], chosen["method"][0]["rounds"]) == ([4], "flame", 7)
@@ -106,8 +106,8 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        ("a,A,b", "--names: A and a share a folder on a disk that ignores case; change one"),
-        ("a,b,a", "--names: a is there twice; change one"),
+        ("a,A,b", "--names: A and a share a folder on a disk that ignores case. Change one"),
+        ("a,b,a", "--names: a is there twice. Change one"),
         ("a,b,\u00e9", "a name is letters, digits, '.', '_' or '-' within, got '\u00e9'"),
         ("a,b,e\u0301", "a name is letters"),
         ("a,,b", "a name is letters, digits, '.', '_' or '-' within, got ''"),
@@ -227,7 +227,7 @@ def test_renew_keeps_the_name_that_sites_reach_the_server_by(ready, public):
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert public.rpartition(":")[0].strip("[]") in {str(name.value) for name in names}
     file.unlink()
-    with pytest.raises(ConfigError, match=r"server\.toml is not there to name the server's host; say --host"):
+    with pytest.raises(ConfigError, match=r"server\.toml is not there to name the server's host. Say --host"):
         renew(ready, None, 100)
 
 

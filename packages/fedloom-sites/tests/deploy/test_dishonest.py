@@ -234,7 +234,7 @@ def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> N
     assert sum_honestly(rogue, 2, download).told.keys() == {*ALL}
     assert not sum_honestly(rogue, 3, download, clients=rest).told
     assert len(rogue.refused) == len(rest)
-    assert all("differ; the two sums reveal their difference" in reason for reason in rogue.refused)
+    assert all("differ. The two sums reveal their difference" in reason for reason in rogue.refused)
     assert sum_honestly(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
     model = rogue.model()
     assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}

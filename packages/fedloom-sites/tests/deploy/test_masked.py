@@ -833,7 +833,7 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
     mixed = {"personalized_aggregation": {"kind": "attention"}}
     refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
-    refused("draws 2 of 4 sites, the threshold is 3; draw more", tables=half, secure_aggregation=True)
+    refused("draws 2 of 4 sites, the threshold is 3. Draw more", tables=half, secure_aggregation=True)
     refused("--changes is of secure aggregation", changes=3)
     most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
     refused("draws 3 of 4 sites in round 1, and two sums of other sites reveal", tables=most, secure_aggregation=True)

@@ -261,7 +261,7 @@ def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
 def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Path) -> None:
     with pytest.raises(ConfigError, match="has a site site-1"):
         add(ready, "site-1", Location())
-    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1; choose a name that differs in more than"):
+    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1. Choose a name that differs in more than"):
         add(ready, "SITE-1", Location())
     with pytest.raises(ConfigError, match="would cut anew"):
         add(written, "new", Location())

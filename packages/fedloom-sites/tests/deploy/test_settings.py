@@ -147,7 +147,7 @@ def test_a_key_or_number_twice_is_refused(tmp_path):
 def test_keys_of_another_version_are_refused_with_both_versions(tmp_path):
     path = tmp_path / "site.toml"
     for release, ending in (
-        ("0.0.9", f"; the file is of fedloom 0.0.9, here it is {__version__}: install that"),
+        ("0.0.9", f". The file is of fedloom 0.0.9, here it is {__version__}: install that"),
         (__version__, ""),
     ):
         path.write_text(text_of(site(tmp_path)).replace('version = "1.0"', f'version = "{release}"\ncolumns = 3'))

@@ -369,7 +369,7 @@ def test_a_parameter_with_two_names_has_one_value_at_both_ends() -> None:
 def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
     strategy.start(App(local, 2).grid, start, num_rounds=1, train_config=ConfigRecord({"lr": 0.1}))
-    assert "train_config has 'lr', which no node reads; give local={'lr': ...} to the strategy" in caplog.text
+    assert "train_config has 'lr', which no node reads. Give local={'lr': ...} to the strategy" in caplog.text
     strategy.start(App(local, 2).grid, start, num_rounds=1, evaluate_config=ConfigRecord({"threshold": 0.5}))
     assert "evaluate_config has 'threshold', which no node reads; for scores of your own" in caplog.text
 
@@ -501,7 +501,7 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()), "'head.bias' has NaN or infinity"),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
-            r"the model has 'body.0.weight', but not initial_arrays; give ArrayRecord\(model.state_dict\(\)\)",
+            r"the model has 'body.0.weight', but not initial_arrays. Give ArrayRecord\(model.state_dict\(\)\)",
         ),
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
@@ -523,7 +523,7 @@ def test_too_few_nodes() -> None:
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
-        (lambda: ff.Strategy("ditto", Net()).aggregate_train(1, []), "no round has begun; call configure_train"),
+        (lambda: ff.Strategy("ditto", Net()).aggregate_train(1, []), "no round has begun. Call configure_train"),
         (
             lambda: ff.Strategy("fedavg", Net()).start(
                 App(local, 2).grid, ArrayRecord(Net().state_dict()), evaluate_fn=lambda t, arrays: (0.1, {})
@@ -546,7 +546,7 @@ def test_too_few_nodes() -> None:
         (lambda: run(App(lambda context: ff.Local(Net(), samples(0), folder=3), 2)), "folder must be a path"),
         (
             lambda: run(App(lambda context: ff.Local(Net(), samples(0), testset=[]), 2)),
-            "testset is empty; leave it out",
+            "testset is empty. Leave it out",
         ),
         (
             lambda: run(App(lambda context: context.node_config["nope"], 2)),
@@ -572,11 +572,11 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_of_flower_has_its_like(name: str) -> None:
     """Under its name or another, which the message has, as it has the place of every option."""
-    with pytest.raises(ConfigError, match=rf"did you mean '{name.lower()}'|is a strategy of Flower's; use Strategy"):
+    with pytest.raises(ConfigError, match=rf"did you mean '{name.lower()}'|is a strategy of Flower's. Use Strategy"):
         ff.Strategy(name, Net())
     for option in STRATEGIES[name]:
         with pytest.raises(
-            ConfigError, match=f"unknown key '{option}'; {option} is an option of Flower's own strategies; use"
+            ConfigError, match=f"unknown key '{option}'; {option} is an option of Flower's own strategies. Use"
         ):
             ff.Strategy("fedavg", Net(), **{option: 1})
 
@@ -752,7 +752,7 @@ def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(
 
 
 def test_an_app_with_a_client_fn_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"or a client_fn, for messages that fedloom answers; remove it"):
+    with pytest.raises(ConfigError, match=r"or a client_fn, for messages that fedloom answers. Remove it"):
         ff.client(ClientApp(lambda _context: None))(local)
 
 

@@ -117,7 +117,7 @@ def test_nodes_without_a_folder_begin_anew(tmp_path: Path, capsys: pytest.Captur
     nodes.dies = None
     nodes.new_run()
     strategy, _ = nodes.start("ditto", tmp_path)
-    assert "the state of round 2 is not at this node any more; it begins anew" in capsys.readouterr().err
+    assert "the state of round 2 is not at this node any more. It begins anew" in capsys.readouterr().err
     assert strategy.state is not None
     assert strategy.state.uploads.tolist() == [3, 3, 3]
 

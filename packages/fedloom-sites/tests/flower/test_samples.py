@@ -277,7 +277,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "no such key": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items), keys=("picture", "character")),
-        "keys: samples of trainset have no 'picture'; they have 'writer', 'image', 'character'",
+        "keys: samples of trainset have no 'picture'. They have 'writer', 'image', 'character'",
     ),
     "no target": (lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: numbers(5)[k])), "a sample has no target: Tensor"),
     "no tensors": (
@@ -289,11 +289,11 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
             nn.Linear(5, 3),
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
-        "draws by a WeightedRandomSampler, but batches are drawn by the strategy's local; give its Dataset",
+        "draws by a WeightedRandomSampler, but batches are drawn by the strategy's local. Give its Dataset",
     ),
     "other lengths": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), testset=(numbers(4), codes(3))),
-        r"0: samples have the shapes \[4\] and \[5\]; pad all parts to one length",
+        r"0: samples have the shapes \[4\] and \[5\]. Pad all parts to one length",
     ),
     "no row per sample": (
         lambda: ff.Local(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), (numbers(5), codes(3))),
@@ -301,7 +301,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "batches": (
         lambda: ff.Local(nn.Linear(5, 3), [*DataLoader(TensorDataset(numbers(5), codes(3)), N - 1)]),
-        r"trainset is a list of 2 batches; give the data set that they came from, or \(torch.cat",
+        r"trainset is a list of 2 batches. Give the data set that they came from, or \(torch.cat",
     ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (
@@ -434,5 +434,5 @@ def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
     assert len(apart.fed.data.design.units) == 16
     with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
         ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
-    with pytest.raises(FedloomError, match="samples of trainset have no entry 'person'; they have 'x', 'patient'"):
+    with pytest.raises(FedloomError, match="samples of trainset have no entry 'person'. They have 'x', 'patient'"):
         ff.Local(nn.Linear(5, 3), sets(0), subject="person").read()

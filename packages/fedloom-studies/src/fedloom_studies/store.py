@@ -93,7 +93,7 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
 
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
     """Return the error for an unusable line."""
-    return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")
+    return RunDirError(f"{file}, line {number}, is not a record: {reason}. Delete the line and run it again")
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:

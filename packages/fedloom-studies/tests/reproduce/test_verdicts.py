@@ -424,7 +424,7 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
     }
     for name, reader in readers.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RunDirError, match=f"{name} is damaged: .*; delete it and run it again"):
+        with pytest.raises(RunDirError, match=f"{name} is damaged: .*. Delete it and run it again"):
             reader()
 
 

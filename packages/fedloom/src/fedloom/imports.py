@@ -57,7 +57,7 @@ def find(path: str, what: str, where: str = "") -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}); its folder must be "
+            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}). Its folder must be "
             "installed, on PYTHONPATH, or the current directory"
         ) from error
     for part in name.split("."):
@@ -94,7 +94,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
         raise ConfigError(f"{place}{what} {path!r} must be a subclass of {wanted}, got {got}")
     lacking = sorted(getattr(target, "__abstractmethods__", ()))
     if lacking:
-        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}; define them, as in {base.__name__}")
+        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}. Define them, as in {base.__name__}")
     return target
 
 

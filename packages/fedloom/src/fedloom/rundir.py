@@ -132,8 +132,8 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
         namesake = first.setdefault(file_name(label).casefold(), label)
         if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
             raise RunDirError(
-                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ in nothing else; "
-                "give one of them another label, or choose a folder on another disk"
+                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ in nothing else. "
+                "Give one of them another label, or choose a folder on another disk"
             )
 
 
@@ -265,7 +265,7 @@ def read_summary(path: Path) -> Summary:
         OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():
-        raise RunDirError(f"{path} is no regular file; remove it")
+        raise RunDirError(f"{path} is no regular file. Remove it")
     try:
         content = path.read_bytes()
         check_digest(path, content)

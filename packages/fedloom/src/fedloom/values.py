@@ -95,7 +95,7 @@ class Value(BaseModel, metaclass=Face):
 
     def _frozen(self, name: str) -> ConfigError:
         what = f"{type(self).__name__}.{name}"
-        return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
+        return ConfigError(f"{what} cannot be changed: values are frozen. Make another with with_({name}=...)")
 
     def is_set(self, name: str) -> bool:
         """Return True if a field differs from its default."""
@@ -197,7 +197,7 @@ def make(
     options = _unaliased(options, make_value)
     for alias, name in getattr(make_value, "aliases", {}).items():
         if alias in options:
-            raise ConfigError(f"{where}: {alias} and {name} are the same option; leave {alias} out")
+            raise ConfigError(f"{where}: {alias} and {name} are the same option. Leave {alias} out")
     for key in options:
         if key not in fields:
             raise unknown("key", key, fields, where, hint(key, options[key]))

@@ -129,7 +129,7 @@ def test_a_name_that_is_not_utf_8_is_refused_before_any_work(tmp_path: Path) -> 
     words = ["run", str(file), "--out", os.fsencode(tmp_path) + b"/out-\xff\xfe"]
     done = subprocess.run([sys.executable, "-m", "fedloom", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is not text in UTF-8; use a name that is" in done.stderr
+    assert "is not text in UTF-8. Use a name that is" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [file]
 
@@ -521,6 +521,6 @@ def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     lines = [line for line in errors.decode().splitlines() if "interrupted" in line or "same command" in line]
-    assert lines == ["interrupted: 0 of 4 runs are finished; run the same command again to continue"]
+    assert lines == ["interrupted: 0 of 4 runs are finished. Run the same command again to continue"]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "interrupted" in {r["status"] for r in summary["runs"]}

@@ -195,7 +195,7 @@ def test_damaged_directories_are_named(out: Path, new: Path) -> None:
     shutil.rmtree(out / "models" / "ditto-0")
     assert "holds no models of ditto, seed 0" in refused(out, "evaluate", out, "--data", new)
     (out / "models" / "fedavg-0" / "global.safetensors").write_bytes(b"torn")
-    mended = "no readable file of models (Error while deserializing header: header too small); write it anew"
+    mended = "no readable file of models (Error while deserializing header: header too small). Write it anew"
     assert mended in refused(out, "evaluate", out, "--data", new)
     (out / "summary.json").write_text("{")
     assert "is damaged" in refused(out, "models", out)

@@ -191,7 +191,7 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
 
 def test_what_it_has_not_is_named(whole: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"no result of 'fedavg'; give a label and a seed, as comparison\['fedavg', 0\]"
+        ConfigError, match=r"no result of 'fedavg'. Give a label and a seed, as comparison\['fedavg', 0\]"
     ):
         whole["fedavg"]
     for ask in (whole.plot, lambda name: whole.significance(figure=name)):
@@ -235,7 +235,7 @@ def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
     assert torch.equal(first["fedavg", 1].final(), more["fedavg", 1].final())
     assert not torch.equal(more["half", 1].final(), more["fedavg", 1].final())
     with pytest.raises(
-        RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2; give another folder"
+        RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2. Give another folder"
     ):
         fl.compare({"fedavg": "fedavg"}, **{**small, "local": {"lr": 0.2}})
     with pytest.raises(RunDirError):
@@ -345,7 +345,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
-        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets; give {'train':"),
+        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Give {'train':"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),

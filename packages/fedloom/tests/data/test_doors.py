@@ -216,9 +216,9 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "constant": (
         TABLE * (1, 1, 0), np.arange(40) % 2,
-        ["column '2': the same in every row, so nothing is learned from it; leave it out"],
+        ["column '2': the same in every row, so nothing is learned from it. Leave it out"],
     ),
-    "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row; nothing can be learned from these"]),
+    "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row. Nothing can be learned from these"]),
     "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 lies absurdly far from the others"]),
     "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),

@@ -125,7 +125,7 @@ def test_options_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Dataset.create(X), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(X), ConfigError, "features without targets. Give the pair"),
         *(
             (lambda given=given: Dataset.create(given), ConfigError, r"a list is samples, .* as the tuple \(x, y\), or")
             for given in ([X, Y], [X[0], X[1]], [X[0], X[1], X[2]], [[1, 2], [3, 4]], next(iter(DataLoader(SET, 6))))
@@ -141,11 +141,11 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
         (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.create(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets. Give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.create(RECORDS, Y), DataError, r"a structured array, with a, b. Give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\). Give y.astype\(str\)"),
         (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
-        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets. Give the pair"),
         (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
         (
             lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
@@ -155,7 +155,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),
             DataError,
-            "device meta has no values; make it with",
+            "device meta has no values. Make it with",
         ),
         (lambda: Dataset.create(3), ConfigError, "cannot make a data set of int; known are arrays"),
         (lambda: Dataset.create((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
@@ -166,7 +166,7 @@ def test_options_of_arrays() -> None:
             DataError,
             "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
         ),
-        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked; fill them"),
+        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked. Fill them"),
         (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
         (
             lambda: Dataset.create(X, ["a", None, *Y[2:]]),
@@ -177,7 +177,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(X, ["True", "TRUE", "0"] * 4),
             DataError,
-            "alike: 'TRUE' .4. = 'True' .4.; write them in one",
+            "alike: 'TRUE' .4. = 'True' .4.. Write them in one",
         ),
         (lambda: Dataset.create(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
         (
@@ -192,17 +192,17 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 2)), Y),  # grey with alpha
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 32, 32, 13)), Y),  # bands of a satellite
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.full((12, 2), 1e300), Y),
@@ -230,14 +230,14 @@ def test_options_of_arrays() -> None:
             DataError,
             "rows of different lengths",
         ),
-        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\). Give y.astype\(str\)"),
         (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
         (lambda: Dataset.create((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
         (lambda: Dataset.create((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
         (lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, .*; those of the test set are"),
-        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
-        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
+        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets. Leave target out"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets. Leave target out"),
         (lambda: Dataset.create((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
         (lambda: Dataset.create(DataLoader(SET)), ConfigError, "give its .dataset; known"),
         (
@@ -269,12 +269,12 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Endless()),
             ConfigError,
-            "Endless has no __len__; add one, or make it an IterableDataset",
+            "Endless has no __len__. Add one, or make it an IterableDataset",
         ),
         (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
         (lambda: partitions.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
         (lambda: Dataset.create(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
-        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
+        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have. Give y.argmax"),
         (
             lambda: Dataset.create((np.full((2, 2), np.nan), [0, 1])),
             DataError,
@@ -304,14 +304,14 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
         assert Dataset.create(frame, same).y.tolist() == Y.tolist()
     for named in (target.rename(0), target.rename(None), pd.DataFrame({0: target})):
         assert Dataset.create(frame, named).shape == (5,), "the first column is no target"
-    with pytest.raises(ConfigError, match="a column of the table is named 't' too, and differs; rename one"):
+    with pytest.raises(ConfigError, match="a column of the table is named 't' too, and differs. Rename one"):
         Dataset.create(frame.assign(t=1 - target), target)
     assert Dataset.create(frame.assign(t=target), target).shape == (5,), "the target is no feature"
     for make in (
         lambda: Dataset.create(frame, target[::-1]),
         lambda: fl.Federation.create([(frame, target[::-1])] * 2),
     ):
-        with pytest.raises(DataError, match=r"index of the features in another order; give y.loc\[x.index\]"):
+        with pytest.raises(DataError, match=r"index of the features in another order. Give y.loc\[x.index\]"):
             make()
 
 
@@ -379,7 +379,7 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
         return [note for data in frames for note in data.notes if "measurements" in note]
 
     assert len(notes(y)) == 2
-    assert "has 40 numbers, each of which is a class; set task = 'regression' if they are measurements" in notes(y)[0]
+    assert "has 40 numbers, each of which is a class. Set task = 'regression' if they are measurements" in notes(y)[0]
     assert notes(y % 30) == notes(np.char.add("p", y.astype(int).astype(str))) == notes(y, task="regression") == []
 
 

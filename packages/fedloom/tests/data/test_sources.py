@@ -217,7 +217,7 @@ def test_a_pickle_is_refused_unread_with_the_archive_to_take_instead(
 ) -> None:
     place = WRAPPINGS[wrapping](tmp_path, {name: pickle.dumps(_Evil(), 2) for name in files})
     for name, options in ((place, {}), (source, {"path": str(place)})):
-        with pytest.raises(DataError, match=f"a pickle, .*; take the binary version .* {source}-binary.tar.gz from"):
+        with pytest.raises(DataError, match=f"a pickle, .*. Take the binary version .* {source}-binary.tar.gz from"):
             load(name, **options)  # type: ignore[arg-type]
     assert "executed" not in capsys.readouterr().out
 
@@ -269,7 +269,7 @@ def test_colour_and_size_can_be_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.png": png(10, (8, 8), "RGB"), "b/1.png": png(20, (4, 4))})
     assert load(tmp_path, side=5).shape == (3, 5, 5)
     assert load(tmp_path, side=5, rgb=False).shape == (1, 5, 5)
-    with pytest.raises(DataError, match="image of 4x4, the others are 8x8; give side"):
+    with pytest.raises(DataError, match="image of 4x4, the others are 8x8. Give side"):
         load(tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_leaf_rows_may_be_nested_and_y_real(tmp_path: Path) -> None:
         (leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y"),
         (leaf({"u": ([[1, 2], [3]], [0, 1])}), "sample of 1 values, the others have 2"),
         (leaf({"u": ([["a", "b"]], [0])}), "user 'u' has x that are not numbers"),
-        (leaf({"u": ([], [])}), "user 'u' has no sample; remove the user"),
+        (leaf({"u": ([], [])}), "user 'u' has no sample. Remove the user"),
         (leaf({"u": A})[:-20], "broken JSON"),
         (leaf({"u": A}) + b"{}", "broken JSON, Extra data"),
         (b"[1, 2]", "not a LEAF file"),
@@ -406,7 +406,7 @@ def test_images_with_their_channels_last_are_asked_about_in_files_as_in_memory(t
     x, y = np.random.default_rng(0).integers(0, 256, (9, 8, 7, 3)).astype(np.uint8), np.arange(9) % 2
     first = np.moveaxis(x, -1, 1)
     np.savez(tmp_path / "a.npz", x=x, y=y)
-    with pytest.raises(DataError, match=r"a.npz: x \(9, 8, 7, 3\) looks like images .*; give channels_last = true or"):
+    with pytest.raises(DataError, match=r"a.npz: x \(9, 8, 7, 3\) looks like images .*. Give channels_last = true or"):
         load(tmp_path / "a.npz")
     assert np.array_equal(load(tmp_path / "a.npz", channels_last=True).x.numpy(), first)
     assert np.array_equal(load(tmp_path / "a.npz", channels_last=False).x.numpy(), x)
@@ -443,7 +443,7 @@ def test_arrays_of_a_file_that_are_not_read_are_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=x, y=y, weight=y, about=np.ones(2))
     assert "of a.npz 'x' and 'y' are read, not 'weight'" in load(tmp_path / "a.npz").notes
     np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x, y_test=y)
-    with pytest.raises(DataError, match="x_test beside x and y would not be read; name the arrays x_train, y_train, "):
+    with pytest.raises(DataError, match="x_test beside x and y would not be read. Name the arrays x_train, y_train, "):
         load(tmp_path / "b.npz")
     np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     assert len(load(tmp_path / "b.npz").test) == 6  # type: ignore[arg-type]

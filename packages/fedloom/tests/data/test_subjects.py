@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
     "since alone": ({"test_since": 3}, ConfigError, "test_since needs order"),
     "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels are of test_column"),
-    "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no; name the levels"),
+    "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no. Name the levels"),
     "no level": ({"test_column": "cohort", "test_levels": ["z"]}, ConfigError, "has no level 'z'"),
     "none later": ({"order": "admitted", "test_since": "2040"}, DataError, "no row is a test row"),
     "all later": ({"order": "admitted", "test_since": "2000"}, DataError, "every row is a test row"),

@@ -143,7 +143,7 @@ def test_sent140_by_user(tmp_path: Path) -> None:
         ("shakespeare", leaf({"u": (["to"], ["ab"])}), "user 'u' has y that are not characters"),
         ("shakespeare", leaf({"u": (["to"], [1])}), "user 'u' has y that are not characters"),
         ("sent140", leaf({"u": (["to"], [1])}), "user 'u' has x that are no tweets"),
-        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2; a tweet is 0"),
+        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2. A tweet is 0"),
         ("sent140", leaf({"u": ([["", "", "", "", "a"]], ["²"])}), "user 'u' has y that are not"),
         ("sent140", json.dumps({"users": []}).encode(), "no list of users or no user_data"),
     ],

@@ -183,7 +183,7 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
             for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
                 with pytest.raises(RunDirError, match="processes that joined work on another experiment"):
                     join({**SMALL, **change}, tmp_path / "out")
-            with pytest.raises(RunDirError, match="processes that joined; join them"):
+            with pytest.raises(RunDirError, match="processes that joined. Join them"):
                 Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
 
     refused = list[str]()
@@ -260,4 +260,4 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
         _, said = first.communicate(timeout=60)
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
-    assert lines == [f"{Stop.INTERRUPTED.value} (other processes that joined go on; the same command joins them again)"]
+    assert lines == [f"{Stop.INTERRUPTED.value} (other processes that joined go on. The same command joins them again)"]

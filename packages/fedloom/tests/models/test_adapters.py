@@ -112,7 +112,7 @@ def test_any_module_with_linear_layers_takes_them() -> None:
         (
             MLP(hidden=(5,)),
             {"rank": 2},
-            "no such linear layer .linear layers elsewhere: fc1, head; use on",
+            "no such linear layer .linear layers elsewhere: fc1, head. Use on",
         ),
         (
             CNN(channels=(2,), kernel=1, hidden=()),
@@ -344,7 +344,7 @@ def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
     named = spec.with_(init_from=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
     torch.testing.assert_close(named.build((4,), 2).state_dict(), load_file(file))
     save_file(spec.build((4,), 2, seed=8).state_dict(), file)
-    with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted; get that file"):
+    with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted. Get that file"):
         named.build((4,), 2)
 
 

@@ -193,7 +193,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         task={"loss": lambda outputs, y: nn.functional.cross_entropy(outputs, y)},
         **SHORT,
     )
-    with pytest.raises(ConfigError, match="names the models of its runs; leave model out"):
+    with pytest.raises(ConfigError, match="names the models of its runs. Leave model out"):
         fl.open_run(named.folder, mixed)
     with pytest.raises(ConfigError, match="leads to the function '<lambda>', which Python held"):
         fl.open_run(named.folder)["fedavg", 0].models.kinds()
@@ -321,7 +321,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
 
 
 def test_lazy_parameters_are_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\); call it on a sample first"):
+    with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\). Call it on a sample first"):
         describe_model(nn.Sequential(nn.LazyLinear(2)))
 
 
@@ -357,14 +357,14 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Turned, r"has complex parameters \(w\); give real and imaginary parts"),
+        (Turned, r"has complex parameters \(w\). Give real and imaginary parts"),
         (Turned(), r"has complex parameters \(w\)"),
         (Cut("always"), "model 'Cut' gives outputs that no parameter has a gradient by, as after detach"),
         (lambda: Cut("round"), "gives outputs that no parameter has a gradient by"),
         (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
         (
             Pair(64, 10),
-            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2; return the tensor of the outputs",
+            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2. Return the tensor of the outputs",
         ),
         (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which is not trained here"),
     ],

@@ -151,7 +151,7 @@ def end(process: subprocess.Popen[str], seconds: float = 800) -> tuple[int, str]
     except subprocess.TimeoutExpired:
         process.kill()
         said, _ = process.communicate()
-        pytest.fail(f"still running after {seconds} s; it said:\n{said}")
+        pytest.fail(f"still running after {seconds} s. It said:\n{said}")
     return process.returncode, said
 
 

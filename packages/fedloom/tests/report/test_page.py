@@ -243,7 +243,7 @@ def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
         == "Method & Model & MB up & Worst 10 \\% (\\%) \\\\"
     )
     with pytest.raises(
-        ConfigError, match=r"--columns: got 'acuracy'; the columns of these runs are .*accuracy_worst10"
+        ConfigError, match=r"--columns: got 'acuracy'. The columns of these runs are .*accuracy_worst10"
     ):
         latex(rows, "x", ["acuracy"])
 

@@ -178,7 +178,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
     assert len(models.personal) == 5
     with pytest.raises(IndexError):
         models.personal[5]
-    with pytest.raises(ConfigError, match="FedAvg has no 'personal' model; it has: global"):
+    with pytest.raises(ConfigError, match="FedAvg has no 'personal' model. It has: global"):
         _ = run(fed, FedAvg()).models.personal
 
 
@@ -224,7 +224,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
         facts.take(table("b,colour,y\n1,red,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="has 'b' too"):
         facts.take(table("a,b,colour,y\n1,2,red,0\n2,3,blue,1\n"))
-    with pytest.raises(DataError, match="unknown level 'grey'; the model has blue, green, red"):
+    with pytest.raises(DataError, match="unknown level 'grey'. The model has blue, green, red"):
         facts.take(table("a,colour,y\n1,grey,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="no table with the columns a, colour"):
         facts.take(Dataset("plain", torch.zeros(3, 2), torch.tensor([0, 1, 1]), "binary", ("0", "1")))
@@ -350,9 +350,9 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         models.save(tmp_path)
         with pytest.raises(LayoutError, match="no single model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
-    with pytest.raises(LayoutError, match=r"holds no single model; it has rows\.00000000"):
+    with pytest.raises(LayoutError, match=r"holds no single model. It has rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match=r"a folder; name a file of one model in it \(global.safetensors"):
+    with pytest.raises(LayoutError, match=r"a folder. Name a file of one model in it \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)
     (tmp_path / "bad.safetensors").write_bytes(b"no model")
     with pytest.raises(LayoutError, match="no readable file"):

@@ -176,7 +176,7 @@ def test_a_stopped_trial_has_done_less_and_was_below_the_median(finished: Path, 
 def test_a_trial_ends_after_so_many_simulated_seconds(tmp_path: Path) -> None:
     text = TWO.replace("trials = 4", "trials = 1\nsimulated_seconds = 6.0").replace("rounds = 4", "rounds = 50")
     text = text.replace("seeds = [0, 1]", "seeds = [0]")
-    with pytest.raises(ConfigError, match=r"\[tune\] simulated_seconds is of virtual time; give \[devices\]"):
+    with pytest.raises(ConfigError, match=r"\[tune\] simulated_seconds is of virtual time. Give \[devices\]"):
         tuning(text, tmp_path / "none")
     text = text.replace("[local]", '[devices]\nkind = "lognormal"\nspeed = 300\n[local]')
     text += 'schedule = {kind = "buffered", buffer = 2}\n'
@@ -523,7 +523,7 @@ def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_pat
 def test_choices_of_a_search_that_cannot_be_read_are_damaged(content: bytes, finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "out")
     (out / "search.toml").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"search.toml is damaged: .*; choose another --out, or start anew with"):
+    with pytest.raises(RunDirError, match=r"search.toml is damaged: .*. Choose another --out, or start anew with"):
         tuning(SMALL, out).run()
     assert (out / "search.toml").read_bytes() == content
     tuning(SMALL, out, force=True).run()

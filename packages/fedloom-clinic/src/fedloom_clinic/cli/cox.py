@@ -64,13 +64,13 @@ def cox(
             raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums of --bins are of one likelihood; give --penalty ridge with a --strength found without --bins"
+                "sums of --bins are of one likelihood. Give --penalty ridge with a --strength found without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
-                "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
+                "--stratify sends what one site alone has, so secure sums have nothing to add. Leave one out"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)

@@ -59,7 +59,7 @@ def init(
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
-            raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
+            raise ConfigError(f"{place} is a folder. Give --out the path of the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
@@ -80,12 +80,12 @@ def init(
             say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
         write_atomic(place, text.encode())
         if draft.questions:
-            say(f"\ndraft: {place}; it does not run before this is answered:")
+            say(f"\ndraft: {place}. It does not run before this is answered:")
             say(*(f"  {question}" for question in draft.questions))
             return
-        say(f"\ndraft: {place}; run it with: fedloom run {place}")
+        say(f"\ndraft: {place}. Run it with: fedloom run {place}")
         if agree:
-            say(f"agreement: {document}; fill in its units, and let every site read and sign it")
+            say(f"agreement: {document}. Fill in its units, and let every site read and sign it")
 
 
 def _try(text: str, place: Path) -> Dataset:

@@ -87,7 +87,7 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
         horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
     return "\n".join(
         [
-            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
+            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}. Change what you like.",
             f"#   fedloom run {_bare(str(place))}",
             *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]),
             _lines(

@@ -73,10 +73,10 @@ class Draft:
             self.report.append(f"header: {_list(first)}: is it a row? Then put one with names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
-            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
+            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site. Name two columns")
         if survey.rows < MIN_FEDERATION_ROWS:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
-            raise DataError(f"{survey.path}: {rows}; a federation needs at least {MIN_FEDERATION_ROWS}")
+            raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         outcome = outcomes.outcome(survey, target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
@@ -122,7 +122,7 @@ class Draft:
         rows = survey.rows - target.missing
         if rows < MIN_FEDERATION_ROWS:
             raise DataError(
-                f"{survey.path}: {rows} rows with a target; a federation needs at least {MIN_FEDERATION_ROWS}"
+                f"{survey.path}: {rows} rows with a target. A federation needs at least {MIN_FEDERATION_ROWS}"
             )
         missing = target.odd if target.kind == "number" else []
         classes = {name: count for name, count in survey_levels(target).items() if name not in missing}
@@ -148,7 +148,7 @@ class Draft:
         if not measured and (rare := {name: count for name, count in classes.items() if count < MIN_FEDERATION_ROWS}):
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:MAX_SHOWN_NAMES])
             self._say(
-                target, f"classes of fewer than {MIN_FEDERATION_ROWS} rows: {names}; merge them, or leave them out"
+                target, f"classes of fewer than {MIN_FEDERATION_ROWS} rows: {names}. Merge them, or leave them out"
             )
         if not measured:
             self._report_gaps(target)
@@ -172,7 +172,7 @@ class Draft:
         sites = survey.sites(roles)[0] if by is None else [by]
         sure, doubtful = survey.subjects([*roles, *sites])
         if option and option in (*roles, by):
-            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site; name two columns")
+            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site. Name two columns")
         self._subject = survey.column(option, "--subject") if option else None
         if option is None and sure:
             self._subject = survey.columns[sure[0]]
@@ -367,7 +367,7 @@ class Draft:
         if c.kind == "date":
             return "dates; days_since makes a feature of them: days since another column, or since a date"
         if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
-            return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
+            return f"text of {len(c.levels)} levels in {self._survey.rows} rows. Group them to use it"
         if lone := by_site.lone_site(c, self._rows):
             return f"has values at {lone!r} only, so it names that site"
         shares = [by_site.score_column(c, one, self._kind_of(one)) for one in self._outcome]
@@ -376,9 +376,9 @@ class Draft:
             return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
         later = bool(LATER_NAME_PATTERN.search(c.name))
         if share.value >= SUSPICIOUS_SCORE or (later and share.value >= DOUBTFUL_IF_LATER):
-            self._say(c, f"nearly gives the target away ({share.text}); leave it out unless it is known beforehand")
+            self._say(c, f"nearly gives the target away ({share.text}). Leave it out unless it is known beforehand")
         elif later:
-            self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
+            self._say(c, "is known only later, by its name. Leave it out unless it is known beforehand")
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
@@ -388,7 +388,7 @@ class Draft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Levels that may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
-            self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
+            self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, from the drafted data.

@@ -180,7 +180,7 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     if not ends:
         raise Refused(
             f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, and without "
-            f"{missing} of them {fewest} must; agree on wider bins or on a smaller least count"
+            f"{missing} of them {fewest} must. Agree on wider bins or on a smaller least count"
         )
     if terms.stratify:
         return terms
@@ -228,8 +228,8 @@ class SiteVectors:
             raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
         if np.abs(multiples).max(initial=0) >= MAX_SITE_SUM:
             raise DataError(
-                f"a sum of {np.abs(multiples).max() * self._terms.step:g} has no room at step {self._terms.step:g}; "
-                "take a larger one"
+                f"a sum of {np.abs(multiples).max() * self._terms.step:g} has no room at step {self._terms.step:g}. "
+                "Take a larger one"
             )
         counts = np.array([*self.losses, len(self._site.x)])
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)

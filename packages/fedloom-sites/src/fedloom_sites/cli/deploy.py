@@ -207,7 +207,7 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
         )
         say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
     elif planned.sends:
-        say("no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound")
+        say("no norm_bound, for want of data here: one site can move the model as far as it likes. Say --norm-bound")
     if planned.most_samples is None and planned.by_samples:
         say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
     if planned.threshold is not None:
@@ -215,7 +215,7 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
 
         count = colluders(len(planned.sites), planned.threshold)
         say(
-            f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
+            f"secure aggregation: sums of at least {planned.threshold} sites, of scores too. A dishonest server "
             f"may collude with {count} of them and learns no other site's upload"
         )
     if planned.code.files:
@@ -309,7 +309,7 @@ def local(
         try:
             deployment = run_all(directory, say, port)
         except KeyboardInterrupt:
-            say("interrupted; every process has ended; run the same command again to go on", err=True)
+            say("interrupted. Every process has ended. Run the same command again to go on", err=True)
             raise typer.Exit(130) from None
         rows = deployment.table()
         if rows:
@@ -381,7 +381,7 @@ def stop(
         server = server_of(folder)
         if undo:
             discard(stop_file(server))
-            say("the next start resumes the run; start the run's service, or the run, again")
+            say("the next start resumes the run. Start the run's service, or the run, again")
             return
         write_atomic(stop_file(server), b"")
         runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"
@@ -412,4 +412,4 @@ def verify_log(
             logs = [server_of(place).audit]
         for log in logs:
             end = check_log(log)
-            say(f"{log}: {end.lines} lines, each follows the line before; the last has SHA-256 {end.digest}")
+            say(f"{log}: {end.lines} lines, each follows the line before. The last has SHA-256 {end.digest}")

@@ -34,7 +34,7 @@ def renew(
             say("a renewal before was killed: its files are removed, and certificate and key are made anew together")
         say(
             f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart the superlink's "
-            "unit, which holds the old certificate too; a run survives that"
+            "unit, which holds the old certificate too. A run survives that"
         )
 
 
@@ -57,10 +57,10 @@ def add(
 
         change = add_member(directory, name, Location(home=home, programs=programs))
         say(f"{change.folder}: a new agreement; digest {change.digest}")
-        say(f"keys of {name}: SHA-256 {change.keys}; send both to every site by another way than this folder")
+        say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
         say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
         say(f"2. {change.folder / 'site'} to {name}, as its site folder")
-        say(f"3. {change.folder / 'server'} over the server's folder; let nodes/{name}.pub in; run the experiment")
+        say(f"3. {change.folder / 'server'} over the server's folder. Let nodes/{name}.pub in. Run the experiment")
 
 
 @deploy.command()
@@ -112,7 +112,7 @@ def remove(
         from fedloom_sites.deploy.ops.members import remove as remove_member
 
         server = remove_member(directory, name)
-        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}; its key: fedloom deploy revoke")
+        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}. Its key: fedloom deploy revoke")
 
 
 @deploy.command()

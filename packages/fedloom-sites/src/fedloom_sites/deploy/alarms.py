@@ -60,7 +60,7 @@ class Alarms:
             alarms.append(f"the server has sent one message {repeats} times; it {what.removeprefix('the newest ')}")
         if kind == "keys" and _is_due(self._sessions[int(t or 0)], MAX_SESSIONS):
             alarms.append(f"the server has begun {self._sessions[int(t or 0)]} sessions for round {t}")
-        return [f"ALARM: {one}; ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
+        return [f"ALARM: {one}. Ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
 
     def _count(self, line: Mapping[str, Any]) -> None:
         if line.get("what") != "sent":

@@ -272,7 +272,7 @@ def check_analyses(
             name = name_of(analysis)
             if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
-                    f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site; leave one "
+                    f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site. Leave one "
                     "out"
                 )
             analysis.check(schema, job.setting)
@@ -283,7 +283,7 @@ def check_analyses(
     if digits > most:
         cells = ", ".join(f"{one.flags} of {name}" for name, one in agreed.items() if one.flags)
         raise ConfigError(
-            f"the analyses have more cells ({cells}) than the {4 * most} that {clients} sites can list; agree on fewer "
+            f"the analyses have more cells ({cells}) than the {4 * most} that {clients} sites can list. Agree on fewer "
             "bins or groups"
         )
 

@@ -63,7 +63,7 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
-            f"the analysis groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give "
+            f"the analysis groups makes {len(names)} groups, whose {count} numbers do not fit into a message. Give "
             "bounds, or columns of fewer levels"
         )
 

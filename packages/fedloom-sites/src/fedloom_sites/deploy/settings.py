@@ -389,7 +389,7 @@ def check_version(shared: Shared) -> None:
         ConfigError: the versions differ. The message names both.
     """
     if shared.version != __version__:
-        raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}; install that")
+        raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}. Install that")
 
 
 def placed(value: V, folder: Path) -> V:
@@ -401,7 +401,7 @@ def placed(value: V, folder: Path) -> V:
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
     for name, path in paths.items():
         if "\0" in str(path):
-            raise ConfigError(f"{folder}: {name} = {str(path)!r} holds the character NUL, and no path does; correct it")
+            raise ConfigError(f"{folder}: {name} = {str(path)!r} holds the character NUL, and no path does. Correct it")
     return value.model_copy(update=paths)
 
 
@@ -460,6 +460,6 @@ def _read(kind: type[V], path: Path, what: str) -> V:
         if release == __version__:
             raise
         raise ConfigError(
-            f"{error}; the file is of fedloom {release}, here it is {__version__}: install that"
+            f"{error}. The file is of fedloom {release}, here it is {__version__}: install that"
         ) from None
     return placed(value, path.parent.resolve())

@@ -213,7 +213,7 @@ def analyze(
         if may_retry:
             return nothing, Info(len(nodes), 0, silent, 0)
         raise DataError(
-            f"{silent} of {len(nodes)} nodes have no answer to step {step + 1} of the analysis {one.name}; the log of "
+            f"{silent} of {len(nodes)} nodes have no answer to step {step + 1} of the analysis {one.name}. The log of "
             "each such node has the reason"
         )
 
@@ -246,5 +246,5 @@ def _send(
             raise DataError(f"node {node} has no answer: {error}") from None
         replies[node] = head, reply.content
     if missing := [node for node in nodes if node not in replies]:
-        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s; call it again")
+        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s. Call it again")
     return [replies[node] for node in nodes]

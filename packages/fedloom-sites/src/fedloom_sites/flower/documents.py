@@ -28,7 +28,7 @@ STRATEGY_FIELDS = [
 """Fields of a setting that a strategy takes, which exclude the app's fields and the fields of simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
 """Replacements of Flower's strategies and their options, and of choices that have no use in an app."""
-SCORED_BY_NODES = "nodes score their own parts; compute it there, with personal_model(context)"
+SCORED_BY_NODES = "nodes score their own parts. Compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
@@ -57,7 +57,7 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
         if cure := REPLACEMENT_HINTS["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
-            raise ConfigError(f"{algorithm!r} is a strategy of Flower's; use {cure}")
+            raise ConfigError(f"{algorithm!r} is a strategy of Flower's. Use {cure}")
         raise unknown("algorithm", algorithm, REGISTRY)
     for name, value in choices.items():
         if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
@@ -75,7 +75,7 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
 def _hint(key: str, value: object) -> str:
     """Return a hint on the replacement of an option of Flower's strategies, or of an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
-        return f"{key} is an option of Flower's own strategies; use {REPLACEMENT_HINTS['options'][key]}"
+        return f"{key} is an option of Flower's own strategies. Use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
         return f"{key} is an argument of start: strategy.start(grid, arrays, {key}=...)"
     cures = [cures[key] for cures in UNREAD_CHOICES.values() if key in cures]
@@ -102,7 +102,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     content = json.loads(document)
     for text in _texts(content):
         if ":" in text:
-            raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
+            raise Refused(f"{text!r} names code. A strategy takes the names of fedloom's own parts only")
     tables = {name: table.keys() for name, table in Setting.tables().items() if name in STRATEGY_FIELDS}
     places = Setting.places(
         tables=tables,

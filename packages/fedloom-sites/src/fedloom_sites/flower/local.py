@@ -117,7 +117,7 @@ class Local:
             what = error.errors()[0]
             where = ".".join(map(str, ("upload_transform", *what["loc"])))
             raise ConfigError(
-                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
+                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}. Give the node's noise as "
                 "fl.channels.GaussianNoise(clip=1.0, sigma=1.0)"
             ) from None
 
@@ -147,7 +147,7 @@ class Local:
         try:
             torch.zeros(1, device=self.device)
         except Exception as error:
-            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
+            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}). Use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {
             part: read_samples(part, samples, self.keys, self.subject)
@@ -155,7 +155,7 @@ class Local:
             if samples is not None
         }
         if "train" not in parts:
-            raise ConfigError("trainset is None; a node needs training samples")
+            raise ConfigError("trainset is None. A node needs training samples")
         inputs = {
             name: _join_entries(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs
         }
@@ -252,7 +252,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         first, second = sorted(shapes)[:2]
-        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}; pad all parts to one length")
+        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}. Pad all parts to one length")
     return torch.cat(parts)
 
 

@@ -101,7 +101,7 @@ class SavedRun(NamedTuple):
         for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
             if new != old:
                 raise ConfigError(
-                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}; name another folder"
+                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}. Name another folder"
                 )
 
     def introduction(self, node: int) -> Introduction:
@@ -192,7 +192,7 @@ def read_run(folder: Path) -> SavedRun | None:
         schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
         return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:
-        raise CheckpointError(f"{path} is damaged; name another folder to begin anew") from error
+        raise CheckpointError(f"{path} is damaged. Name another folder to begin anew") from error
 
 
 def write_run(folder: Path, saved: SavedRun) -> None:

@@ -115,7 +115,7 @@ def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) 
 def _already_registered(kind: str) -> ConfigError:
     return ConfigError(
         f"@client(app): the app has a function of its own under @app.{kind}(), or a client_fn, for messages that "
-        f"fedloom answers; remove it, or name it, as in @app.{kind}('mine')"
+        f"fedloom answers. Remove it, or name it, as in @app.{kind}('mine')"
     )
 
 
@@ -160,7 +160,7 @@ class _Node:
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
                 reason = (
-                    "this node runs fedloom_sites.flower, the message is of another strategy; use "
+                    "this node runs fedloom_sites.flower, the message is of another strategy. Use "
                     "fedloom_sites.flower.Strategy"
                 )
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
@@ -183,7 +183,7 @@ class _Node:
         for name in SECURE_MODS & {*mods}:
             raise Refused(
                 f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
-                "API has; leave it out, and use fedloom deploy for secure sums"
+                "API has. Leave it out, and use fedloom deploy for secure sums"
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
@@ -332,7 +332,7 @@ class _Node:
             self._recall(context, run, accepted)
         tensors = tensors_of(context.state, newest)
         if accepted and newest not in context.state and any(store.template for store in stores.values()):
-            raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
+            raise _Lost(f"the state of round {accepted} is not at this node any more. It begins anew")
         for group, store in stores.items():
             store.reset()
             if accepted:

@@ -139,22 +139,22 @@ def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(arrays, ArrayRecord):
         got = type(arrays).__name__
-        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}. Give ArrayRecord(model.state_dict())")
     try:
         values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
     except Exception as error:
         raise ConfigError(
-            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
+            f"initial_arrays: no values of torch ({error}). Give ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
         if name not in values or name not in expected:
             has, lacks = ("the model", "initial_arrays") if name in expected else ("initial_arrays", "the model")
-            raise ConfigError(f"{has} has {name!r}, but not {lacks}; give ArrayRecord(model.state_dict())")
+            raise ConfigError(f"{has} has {name!r}, but not {lacks}. Give ArrayRecord(model.state_dict())")
         shape, expected_shape = [*values[name].shape], [*expected[name].shape]
         if shape != expected_shape:
             raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
         if not values[name].isfinite().all():
-            raise ConfigError(f"initial_arrays: {name!r} has NaN or infinity; give a model with finite values")
+            raise ConfigError(f"initial_arrays: {name!r} has NaN or infinity. Give a model with finite values")
     return values
 
 
@@ -195,7 +195,7 @@ def check_alike(node: str, server: str) -> None:
         ):
             raise Refused(
                 f"{name!r} does not train, and its values at the node are not those of the server (mean and spread "
-                f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}); load the same at every node"
+                f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}). Load the same at every node"
             )
 
 

@@ -191,7 +191,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
         absent = [name for name in names if name not in batch]
         if absent:
             entries = ", ".join(map(repr, batch))
-            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}; they have {entries}")
+            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}. They have {entries}")
         *inputs, y = (batch[name] for name in names)
         names = names[:-1]
     else:
@@ -204,7 +204,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
                 ", or name the entries that count: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
             )
             raise ConfigError(
-                f"{part}set: {name!r} of the samples is no tensor and no number but {type(value).__name__}; leave it "
+                f"{part}set: {name!r} of the samples is no tensor and no number but {type(value).__name__}. Leave it "
                 f"out{cure}"
             )
     counts = {len(value) for value in (*inputs, y)}
@@ -232,12 +232,12 @@ def _batch(part: str, samples: Any) -> Any:
             raise ConfigError(f"{part}set is empty; {cure}")
         if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
             raise ConfigError(
-                f"{part}set: sample 0 is a list of {len(every[0])}; give a tuple, whose last entry is the target"
+                f"{part}set: sample 0 is a list of {len(every[0])}. Give a tuple, whose last entry is the target"
             )
         if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
             raise ConfigError(
                 f"{part}set: the collate_fn of the DataLoader makes other batches of the same samples, as by random "
-                "masks; samples are read once, so every round would have the same draw: take the random change out"
+                "masks. Samples are read once, so every round would have the same draw: take the random change out"
             )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
@@ -265,7 +265,7 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
         return every
     name = type(sampler if usual else loader.batch_sampler).__name__
     raise ConfigError(
-        f"{part}set: the DataLoader draws by a {name}, but batches are drawn by the strategy's local; give its Dataset"
+        f"{part}set: the DataLoader draws by a {name}, but batches are drawn by the strategy's local. Give its Dataset"
     )
 
 
@@ -278,7 +278,7 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
         raise ConfigError(
-            f"{part}set: of samples with {', '.join(map(repr, batch))} it is not known which entry is the target; name "
+            f"{part}set: of samples with {', '.join(map(repr, batch))} it is not known which entry is the target. Name "
             "the inputs, then the target: Local(..., keys=('image', 'character'))"
         )
     return (*(name for name in batch if name != targets[0]), targets[0])
@@ -308,13 +308,13 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
         else:
             if values[0].dtype == torch.uint8:
                 raise ConfigError(
-                    "samples are bytes (uint8), and whether the model divides them is not known; give floats, as x / "
+                    "samples are bytes (uint8), and whether the model divides them is not known. Give floats, as x / "
                     "255, or x.float() if the model itself divides by 255"
                 )
             return x, signature
     for name, value in inputs.items():
         if not value.is_floating_point() and int(value.abs().max()) >= MAX_EXACT_INTEGER:
-            raise ConfigError(f"input {name!r} has whole numbers of {MAX_EXACT_INTEGER} and more; number them from 0")
+            raise ConfigError(f"input {name!r} has whole numbers of {MAX_EXACT_INTEGER} and more. Number them from 0")
     kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
     by_name = len(values) > 1 and not names[0].isdigit()
     parts = tuple(

@@ -165,7 +165,7 @@ class Strategy(FlowerStrategy):
         if self.state is not None and self.state.round and not self.state.trained:
             raise RunStopped(
                 Stop.UNUSABLE,
-                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained; the log has the "
+                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained. The log has the "
                 "reasons",
             )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
@@ -190,7 +190,7 @@ class Strategy(FlowerStrategy):
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
                 f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
-                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
+                f"those. A strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before
@@ -312,7 +312,7 @@ class Strategy(FlowerStrategy):
         """
         raise ConfigError(
             "fedloom_sites.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn "
-            "or start_server; call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+            "or start_server. Call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
         )
 
     def summary(self) -> None:
@@ -360,7 +360,7 @@ class Strategy(FlowerStrategy):
             ConfigError: no run has begun.
         """
         if self._clients is None or self._job is None or self.state is None:
-            raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
+            raise ConfigError("no round has begun. Call configure_train, whose messages have the replies, or start")
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
@@ -437,7 +437,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
     if derived:
         cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
         why = "follows from the number of rounds, which only start has, and is that of one round"
-        log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
+        log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 
 def _scores(answer: Any) -> MetricRecord | None:
@@ -449,7 +449,7 @@ def _scores(answer: Any) -> MetricRecord | None:
     if answer is None or isinstance(answer, MetricRecord):
         return answer
     raise ConfigError(
-        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}; return MetricRecord({{'accuracy': ...}})"
+        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}. Return MetricRecord({{'accuracy': ...}})"
     )
 
 

@@ -124,7 +124,7 @@ def reproduce(
                 raise typer.BadParameter("--verify needs NAME")
             if device != "cpu":
                 raise typer.BadParameter(
-                    "--verify computes on the CPU, since a GPU rounds otherwise; leave --device out"
+                    "--verify computes on the CPU, since a GPU rounds otherwise. Leave --device out"
                 )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
@@ -283,7 +283,7 @@ def _verify(
 
     summary = read_summary(results, recipe.name, scale)
     if summary is None:
-        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
+        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale. Run the recipe first")
     with TemporaryDirectory() as folder:
         differences = verify(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,

@@ -346,7 +346,7 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
     if "client_weights" not in rest:
         raise ConfigError(
-            f"recipe {name}: client_weights is missing; say how its clients are weighted, 'uniform' or 'samples'"
+            f"recipe {name}: client_weights is missing. Say how its clients are weighted, 'uniform' or 'samples'"
         )
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {SINGLE_VARIANT: {}}

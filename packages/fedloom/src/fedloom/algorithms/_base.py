@@ -71,7 +71,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with constants of a released code; give this one defaults = 'paper'"
+            "defaults = 'released' needs a method with constants of a released code. Give this one defaults = 'paper'"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
@@ -84,7 +84,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
-        raise Refused(f"{name} with {option} weighs clients by their samples in itself; set client_weights = 'uniform'")
+        raise Refused(f"{name} with {option} weighs clients by their samples in itself. Set client_weights = 'uniform'")
 
 
 class Algorithm(Value, ABC):
@@ -159,11 +159,11 @@ class Algorithm(Value, ABC):
             return method.with_(**values) if values else method
         except InvalidValue:
             where = f"{type(self).__name__}: {' and '.join(values)}"
-            raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
+            raise ConfigError(f"{where} cannot be derived from this run's steps. Give a value") from None
         except KeyError as error:
             name = error.args[0]
             reason = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
-            raise ConfigError(f"{reason}, got {getattr(self, name)!r}; give a number") from None
+            raise ConfigError(f"{reason}, got {getattr(self, name)!r}. Give a number") from None
 
     @property
     def mixes_all(self) -> bool:

@@ -207,7 +207,7 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
         if len(declared) != 1:
             raise ConfigError(
                 f"{name}: the upload field {field!r} must say once how it travels, as Annotated[Tensor, Mean(...)], "
-                f"Kept(...) or Rows(...); it has {len(declared)} of them"
+                f"Kept(...) or Rows(...). It has {len(declared)} of them"
             )
     primary = [field for field, (kind,) in kinds.items() if kind.primary]
     if kinds and len(primary) != 1:

@@ -45,14 +45,14 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError("solver = 'criterion' and eps0 both end the theta step; leave eps0 out")
+            raise ValueError("solver = 'criterion' and eps0 both end the theta step. Leave eps0 out")
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
                 f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and "
-                f"smooth = {self.smooth:g}: without it (9) bounds nothing; give a larger lam"
+                f"smooth = {self.smooth:g}: without it (9) bounds nothing. Give a larger lam"
             )
         return []
 

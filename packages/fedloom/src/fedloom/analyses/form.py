@@ -247,14 +247,14 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide; "
-                "leave the option out, or the secure aggregation"
+                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide. "
+                "Leave the option out, or the secure aggregation"
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
                 f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
-                f"{', '.join(map(repr, unagreed[:5]))} has none; give each range = [LOWEST, HIGHEST] in the agreement "
+                f"{', '.join(map(repr, unagreed[:5]))} has none. Give each range = [LOWEST, HIGHEST] in the agreement "
                 "(fedloom init --agree)"
             )
 
@@ -378,6 +378,6 @@ def require_questions(analysis: Analysis) -> None:
     """
     if not analysis.by_sums:
         raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run and asks no questions; give the result of a run, as "
+            f"{kind_of(analysis)} reads the models of a run and asks no questions. Give the result of a run, as "
             f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
         )

@@ -89,7 +89,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
     """
     data, what = fed.data, f"client_weights = 'groups by {column}'"
     if column not in data.columns:
-        cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}; name those of a table in data.group_columns"
+        cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}. Name those of a table in data.group_columns"
         raise unknown("column", column, data.columns, what, cure)
     levels = list[int]()
     for client in range(fed.n):
@@ -128,7 +128,7 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
         raise RunStopped(
             Stop.DIVERGED,
             f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, so that weights "
-            "finds no clusters; set local.lr lower",
+            "finds no clusters. Set local.lr lower",
         )
     weigher = EquitableWeigher(clusters=clusters)
     shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)

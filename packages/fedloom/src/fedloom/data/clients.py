@@ -57,18 +57,18 @@ def as_federation(
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
     if len(named) < len(by_name):
-        raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
+        raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'. Rename one")
     if not named:
-        raise ConfigError(f"{name}: there are no clients; give {CLIENTS_EXAMPLE}")
+        raise ConfigError(f"{name}: there are no clients. Give {CLIENTS_EXAMPLE}")
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
-            f"{name}: a list is clients, and these are arrays without targets; give of each client the tuple (x, y). "
+            f"{name}: a list is clients, and these are arrays without targets. Give of each client the tuple (x, y). "
             "One data set goes to a partition, as in fl.partitions.iid(clients=10)((x, y))"
         )
     split = {who: _is_split(client, f"{name}: client {who}") for who, client in named.items()}
     if len(set(split.values())) > 1:
         without = [who for who, has_samples in split.items() if not has_samples]
-        raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
+        raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one. Give all or none")
     both = split[next(iter(named))]
     for who, client in named.items():
         for side in _sides(client, split[who]):
@@ -124,7 +124,7 @@ def _is_split(client: Any, place: str) -> bool:
     is_split = pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
     if is_split and isinstance(client, list) and not _are_samples(client):
         raise ConfigError(
-            f"{place} is a list of two sets, and a list is samples; give the tuple (training set, test set), or "
+            f"{place} is a list of two sets, and a list is samples. Give the tuple (training set, test set), or "
             "{'train': ..., 'test': ...}"
         )
     return is_split and isinstance(client, tuple)

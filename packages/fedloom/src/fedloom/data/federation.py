@@ -70,7 +70,7 @@ class Federation:
     def __post_init__(self) -> None:
         if self.data.prepare is not None:
             raise DataError(
-                f"{self.data.name}: its scaling is fitted per client; use a partition to build the federation"
+                f"{self.data.name}: its scaling is fitted per client. Use a partition to build the federation"
             )
         if disguised := direction_in(self.data.name, *self.names):
             raise DataError(f"clients: {disguised}")
@@ -90,7 +90,7 @@ class Federation:
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:
             who = f"clients {empty[:8]} have no training sample" if empty else "there are no clients"
-            raise PartitionError(f"{who}; every client needs one training sample: use fewer clients or more data")
+            raise PartitionError(f"{who}. Every client needs one training sample: use fewer clients or more data")
         object.__setattr__(self, "_flat", self.data.x.reshape(len(self.data), -1))
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
@@ -106,7 +106,7 @@ class Federation:
         if len(bare):
             raise DataError(
                 f"{self.data.name}: {part} has {len(bare)} samples whose columns were scaled for no client (first: "
-                f"sample {int(bare[0])}); let the partition deal them to a client, in Draw.dealt or Draw.test"
+                f"sample {int(bare[0])}). Let the partition deal them to a client, in Draw.dealt or Draw.test"
             )
 
     def _check_subjects(self) -> None:
@@ -127,8 +127,8 @@ class Federation:
             first, second, row = mixed
             raise DataError(
                 f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
-                f"part (row {row}); keep each subject in one part of all clients, mark its rows alike, or let a "
-                "partition cut the parts (of data with an official test set with pool = true); put the client's name "
+                f"part (row {row}). Keep each subject in one part of all clients, mark its rows alike, or let a "
+                "partition cut the parts (of data with an official test set with pool = true). Put the client's name "
                 "before numbers that every client counts anew"
             )
 

@@ -88,7 +88,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
+                f"groups: sites have not agreed on the levels of {column!r}. Give a bound, such as "
                 f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
@@ -207,7 +207,7 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     groups = groups_of(data, [choice])
     if len(groups) != 2:
         raise ConfigError(
-            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but two are compared; give a column of two "
+            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but two are compared. Give a column of two "
             "levels, or a bound as 'age>=75'"
         )
     first, second = groups.values()

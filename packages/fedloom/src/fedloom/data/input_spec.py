@@ -127,7 +127,7 @@ class InputSpec(Value):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
             raise DataError(
-                "data: is a table; give fl.Dataset.create(table, LABEL, ...) with the options of the training"
+                "data: is a table. Give fl.Dataset.create(table, LABEL, ...) with the options of the training"
             )
         options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
@@ -227,7 +227,7 @@ class InputSpec(Value):
             code = torch.arange(len(data.classes))
         else:
             raise DataError(
-                f"{data.name}: unknown class {unknown[0]!r}; the model has {', '.join(map(repr, self.classes))}"
+                f"{data.name}: unknown class {unknown[0]!r}. The model has {', '.join(map(repr, self.classes))}"
             )
         if self.each and not self.vocabulary:
             return torch.where(data.y < 0, NO_LABEL, code[data.y])
@@ -248,7 +248,7 @@ class InputSpec(Value):
         missing, extra = [n for n in wanted if n not in places], [n for n in places if n not in wanted]
         if missing or extra:
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
-            raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
+            raise DataError(f"{data.name}: {lacks}. The model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, places[old.name][1], data.x[:, places[old.name][0]]) for old in table.columns]
         x = torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
         return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
@@ -282,7 +282,7 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         what = {True: "codes", False: "numbers"}
         raise DataError(
             f"{name}: column {old.name!r} holds {what[bool(new.levels)]}, the model was trained on "
-            f"{what[bool(old.levels)]} there; name it in categorical, or do not"
+            f"{what[bool(old.levels)]} there. Name it in categorical, or do not"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:
@@ -291,7 +291,7 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
     unknown = [level for level in new.names if level not in old.names]
     if unknown:
         raise DataError(
-            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}; the model has {', '.join(old.names)}"
+            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}. The model has {', '.join(old.names)}"
         )
     code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])

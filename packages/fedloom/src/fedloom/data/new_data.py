@@ -138,7 +138,7 @@ def _lines(file: Path) -> list[str]:
     try:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
+        raise DataError(f"{file}: no readable text in UTF-8 ({error}). Give a file with a text per line") from None
     if not lines:
-        raise NoSamples(f"{file}: no rows to predict; give a text per line")
+        raise NoSamples(f"{file}: no rows to predict. Give a text per line")
     return lines

@@ -77,7 +77,7 @@ def new_rows(
             cells and unknown levels. One message lists all of them.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
-        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
+        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}. Read the file first")
     if isinstance(rows, Dataset):
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
@@ -104,7 +104,7 @@ def new_rows(
     if keep and not new.kept:
         raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
     if not len(new.x):
-        raise NoSamples(f"{name}: no rows to predict; give at least one")
+        raise NoSamples(f"{name}: no rows to predict. Give at least one")
     return new
 
 
@@ -138,10 +138,10 @@ def _read_columns(
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
-            f"trained on; it has {', '.join(map(repr, names))}"
+            f"trained on. It has {', '.join(map(repr, names))}"
         )
     if lost := [column for column in keep if column not in names]:
-        raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
+        raise DataError(f"{where}: no column {lost[0]!r} to keep. It has {', '.join(map(repr, names))}")
     refuse_twins(where, names)
     agreed = agreed_columns(table, REPAIR_HINT, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
@@ -183,7 +183,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
             )
         return NewRows(facts.samples(wide.to(torch.int64), name))
     if facts.vocabulary[1:2] != (UNKNOWN_TOKEN,):
-        raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
+        raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers. Give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"not in the vocabulary of the training, read as {UNKNOWN_TOKEN}: {strange} tokens"
@@ -193,10 +193,10 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
-        raise DataError(f"{name}: must be numbers, got {x.dtype}; a table with text needs names of its columns")
+        raise DataError(f"{name}: must be numbers, got {x.dtype}. A table with text needs names of its columns")
     if table is not None:
         if any(column.levels for column in table.columns):
-            raise DataError(f"{name}: the model was trained on text columns; give a table with names of its columns")
+            raise DataError(f"{name}: the model was trained on text columns. Give a table with names of its columns")
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))

@@ -40,14 +40,14 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     odd = ~x.isfinite().flatten(1).all(1)
     if bool(odd.any()):
         raise DataError(
-            f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
+            f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}). Repair them"
         )
     if not len(x) or (dtype == "uint8" and pixels):
         return
     low, high = float(x.min()), float(x.max())
     if dtype == "uint8":
         raise DataError(
-            f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are; give what "
+            f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are. Give what "
             "training got: x / 255 if its floats went from 0 to 1, x.astype('float32') if they went from 0 to 255"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):

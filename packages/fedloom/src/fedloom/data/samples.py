@@ -117,7 +117,7 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
     """Yield the samples of a user's data set, whose code may fail."""
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
-        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
+        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__. Add one, or make it an IterableDataset")
     try:
         if isinstance(obj, IterableDataset):
             for sample in obj:
@@ -216,17 +216,17 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
             "list"
         )
     if hasattr(rows, "batch_size") and hasattr(rows, "dataset"):
-        raise ConfigError(f"{name}: is a {type(rows).__name__}; give its .dataset")
+        raise ConfigError(f"{name}: is a {type(rows).__name__}. Give its .dataset")
     stack = None
     if isinstance(rows, TorchDataset):
         stack = stacked_torch(rows, name, labelled=False)
     elif hasattr(rows, "column_names") and hasattr(rows, "features"):
         column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
         if column is None:
-            raise ConfigError(f"{name}: no column of arrays or pictures; its columns: {', '.join(rows.column_names)}")
+            raise ConfigError(f"{name}: no column of arrays or pictures. Its columns: {', '.join(rows.column_names)}")
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
-        raise ConfigError(f"{name}: is a single picture; give a list of pictures")
+        raise ConfigError(f"{name}: is a single picture. Give a list of pictures")
     elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
         stack = stacked(((value, 0) for value in rows), name)
     if stack is None:

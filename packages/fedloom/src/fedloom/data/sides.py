@@ -81,7 +81,7 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     }
     if odd := [role for role, values in by_role.items() if values and len(values) < len(sides)]:
         some = f"{len(by_role[odd[0]])} of {len(sides)} sets"
-        raise DataError(f"{name}: {some} have {odd[0]!r}; give it with all, or none")
+        raise DataError(f"{name}: {some} have {odd[0]!r}. Give it with all, or none")
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
@@ -100,26 +100,26 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
             rows = (len(values) if values.ndim else 1 for values in (side.x, side.y))
-            raise DataError("{}: {}: {} samples but {} targets; every sample needs one target".format(name, who, *rows))
+            raise DataError("{}: {}: {} samples but {} targets. Every sample needs one target".format(name, who, *rows))
         for what, values in (("features", side.x), ("targets", side.y)):
             if values.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
                 odd = ~np.isfinite(values.reshape(len(values), -1)).all(1)
                 if odd.any():
                     raise DataError(
                         f"{name}: {who}: NaN or Inf in the {what} of {odd.sum()} samples "
-                        f"(first: sample {odd.argmax()}); remove or repair them"
+                        f"(first: sample {odd.argmax()}). Remove or repair them"
                     )
     bytes_of = {who: side.x.dtype == np.uint8 for who, side in sides.items()}
     if len(set(bytes_of.values())) > 1 and not tokens:
         whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
         raise DataError(
             f"{name}: {whole}: features are bytes, which are divided by 255; those of {other} are "
-            f"{sides[other].x.dtype}, taken as they are; give all one type"
+            f"{sides[other].x.dtype}, taken as they are. Give all one type"
         )
     is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
     if len({*is_text.values()}) > 1:
         text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
-        raise DataError(f"{name}: {text}: targets are text, those of {numbers} are numbers; give all one type")
+        raise DataError(f"{name}: {text}: targets are text, those of {numbers} are numbers. Give all one type")
     for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
@@ -139,7 +139,7 @@ def refuse_order(x: Any, y: Any, name: str) -> None:
         return
     if rows.is_unique and labels.is_unique and labels.isin(rows).all():
         raise DataError(
-            f"{name}: the targets have the index of the features in another order; give y.loc[x.index], or "
+            f"{name}: the targets have the index of the features in another order. Give y.loc[x.index], or "
             "y.to_numpy() where they belong together by place"
         )
 
@@ -148,7 +148,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     """Return the training or test set that `as_dataset` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
-        raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
+        raise ConfigError(f"{name}: has its targets. Leave target out, or give the features alone")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
@@ -178,14 +178,14 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             cure = "the pair (x, y) as a tuple, or target"
             if isinstance(obj, list):
                 raise ConfigError(
-                    f"{name}: a list is samples, and these have no targets; give features and targets as the tuple "
+                    f"{name}: a list is samples, and these have no targets. Give features and targets as the tuple "
                     "(x, y), or of each sample the tuple (features, target), or target beside the list"
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns have names too"
-            raise ConfigError(f"{name}: features without targets; give {cure}")
+            raise ConfigError(f"{name}: features without targets. Give {cure}")
         return Side.create(obj, target, name)
     if isinstance(obj, TorchDataset):
         return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
@@ -232,7 +232,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
     """Return the error for batches instead of a data set."""
     return ConfigError(
-        f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
+        f"{place} is a list of {len(batches)} batches. Give the data set that they came from, or "
         "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
     )
 
@@ -249,7 +249,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
-            f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"
+            f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read. Give {{'train': (x, y), 'test': (x, y)}}"
         )
     beside = [repr(key) for key in unused if _rows(obj[key]) == _rows(obj[x])]
     return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
@@ -269,7 +269,7 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     x_name = next(arrays, next(iter(features), None)) if column is None else column
     for what in (x_name, y_name, y_name if users is None else users):
         if what not in names:
-            raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
+            raise DataError(f"{name}: no column {what!r} for x or y. Its columns: {', '.join(names)}. Name both")
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
     stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)

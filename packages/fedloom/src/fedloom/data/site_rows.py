@@ -58,7 +58,7 @@ def rows_by_site(
     if not isinstance(source, TableSource):
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
-        raise ConfigError("a regression reads its columns from [data] itself; give categorical and drop, no agreement")
+        raise ConfigError("a regression reads its columns from [data] itself. Give categorical and drop, no agreement")
     source = source.with_(impute=True, unlabelled="drop", **changes)
     if test is not None:
         source = source.with_(group_columns=(*source.group_columns, test[0]), drop=(*source.drop, test[0]))
@@ -66,7 +66,7 @@ def rows_by_site(
     assert isinstance(data.prepare, Table)
     whole = ~data.x.isnan().any(1)
     if not bool(whole.any()):
-        raise DataError(f"{data.name}: every row has a missing cell; drop the columns that are mostly missing")
+        raise DataError(f"{data.name}: every row has a missing cell. Drop the columns that are mostly missing")
     columns = column_names(data.prepare)
     if not columns:
         raise ConfigError(f"{data.name}: no column is left beside the target")
@@ -93,7 +93,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
     levels = data.levels[column]
     if value not in levels or len(levels) == 1:
         shown = ", ".join(map(repr, levels[:10]))
-        raise ConfigError(f"{data.name}: some rows must have {value!r} in {column!r} and some must not; it has {shown}")
+        raise ConfigError(f"{data.name}: some rows must have {value!r} in {column!r} and some must not. It has {shown}")
     return data.columns[column] == levels.index(value)
 
 

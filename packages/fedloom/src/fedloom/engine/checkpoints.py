@@ -120,7 +120,7 @@ class RunCheckpoints:
         if depending := derived or find_round_readers(self._job.setting):
             raise RunDirError(
                 f"{checkpoints.folder} holds a run of {ended} rounds, and {', '.join(depending)} depends on the number "
-                f"of rounds: one of {rounds} is another run; choose another --out folder, or start anew with --force"
+                f"of rounds: one of {rounds} is another run. Choose another --out folder, or start anew with --force"
             )
         return ended
 
@@ -235,6 +235,6 @@ def check_ranks(job: Job) -> None:
         for what, value in local.items():
             if value != remote[what]:
                 raise ConfigError(
-                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here; "
-                    "give every machine the same files and installation"
+                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here. "
+                    "Give every machine the same files and installation"
                 )

@@ -72,7 +72,7 @@ def check_privacy(
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
-        raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+        raise ConfigError("delta needs the extra privacy. Run: pip install 'fedloom[privacy]'")
     table = "upload_transform" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(

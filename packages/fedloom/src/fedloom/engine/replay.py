@@ -103,10 +103,10 @@ class Replay:
                 a given value has no effect, or the sampler decides the same thing.
         """
         if self.cohorts is not None and sampler != Uniform():
-            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
+            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one out")
         if self.projection is not None and not algorithm.projects:
             raise Refused(
-                f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix; leave it out"
+                f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix. Leave it out"
             )
         n = len(sizes)
         if self.cohorts is not None:

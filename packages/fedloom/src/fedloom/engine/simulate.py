@@ -123,7 +123,7 @@ def simulate(
         raise ConfigError("the method comes first: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
-            f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
+            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, as in "
             "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
             "of samples that have clients give clients to fl.Dataset.create, and take fl.partitions.natural()"
         )
@@ -206,8 +206,8 @@ class _Simulation(Hooks):
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
         if state.round == 1 and rng_states() != self._drawn:
             notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so equal runs differ; "
-                "draw from ctx.rng(purpose), which the seed decides"
+                "code at the server draws from a global generator of torch, numpy or random, so equal runs differ. "
+                "Draw from ctx.rng(purpose), which the seed decides"
             )
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
             notes.append("round 1 took no gradient of any client: nothing is trained")

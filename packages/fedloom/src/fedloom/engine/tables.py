@@ -60,7 +60,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_value_at(where)}{fixed}; give the preset by its name")
+            raise ConfigError(f"{_value_at(where)}{fixed}. Give the preset by its name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 

@@ -110,10 +110,10 @@ class LocalSGD(Value):
             for key in ("optimizer_options", "optimizer_state"):
                 if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
                     raise ValueError(
-                        f"{key} is for optimisers beside plain sgd; name one, as optimizer = 'torch.optim:SGD'"
+                        f"{key} is for optimisers beside plain sgd. Name one, as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(f"momentum is of plain sgd; give {self.optimizer!r} its own in optimizer_options")
+            raise ValueError(f"momentum is of plain sgd. Give {self.optimizer!r} its own in optimizer_options")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")

@@ -83,7 +83,7 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
     chosen = [name for name in linear if name != last and (adapters.on == "linear" or _is_attention(module, name))]
     if not chosen:
         elsewhere = (
-            f"linear layers elsewhere: {', '.join(list(linear)[:8])}; use on = 'linear'" if linear else "none at all"
+            f"linear layers elsewhere: {', '.join(list(linear)[:8])}. Use on = 'linear'" if linear else "none at all"
         )
         raise ConfigError(
             f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({elsewhere})"
@@ -93,7 +93,7 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
             shape = "x".join(map(str, matrix(linear[name]).shape))
             raise ConfigError(
                 f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}: its rank is at most "
-                f"{min(matrix(linear[name]).shape)}; use a smaller rank"
+                f"{min(matrix(linear[name]).shape)}. Use a smaller rank"
             )
     for p in module.parameters():
         p.requires_grad = False

@@ -51,7 +51,7 @@ class Hub(OfTokens):
             raise ConfigError(f"model hub: {what!r} cannot be made ({cause_of(error).splitlines()[0]})") from error
         tokens = body.get_input_embeddings().num_embeddings
         if tokens < vocabulary:
-            raise ConfigError(f"model hub: {what!r} has {tokens} tokens, the data have {vocabulary}; use its tokenizer")
+            raise ConfigError(f"model hub: {what!r} has {tokens} tokens, the data have {vocabulary}. Use its tokenizer")
         module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
         try_out(module, (length,), outputs, what, (vocabulary, each))
         return module

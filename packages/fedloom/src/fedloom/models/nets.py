@@ -90,8 +90,8 @@ class CNN(ModelSpec):
                 high, wide = high // 2, wide // 2
             if min(high, wide) < 1:
                 raise ConfigError(
-                    f"model cnn: nothing is left of samples {shape} after convolution {i}; "
-                    "use fewer convolutions, a smaller kernel, more padding or less pooling"
+                    f"model cnn: nothing is left of samples {shape} after convolution {i}. "
+                    "Use fewer convolutions, a smaller kernel, more padding or less pooling"
                 )
             width = channels
         layers["flatten"] = nn.Flatten()

@@ -41,7 +41,7 @@ class ResNet18(ModelSpec):
         channels, high, wide = image(shape, "resnet18")
         if min(high, wide) < 8:
             raise ConfigError(
-                f"model resnet18: samples must be at least 8x8 pixels, got {high}x{wide}; use 'cnn' or 'mlp'"
+                f"model resnet18: samples must be at least 8x8 pixels, got {high}x{wide}. Use 'cnn' or 'mlp'"
             )
         large = self.stem == "7x7" or (self.stem == "auto" and min(high, wide) >= 64)
         layers: OrderedDict[str, nn.Module] = OrderedDict()

@@ -25,7 +25,7 @@ class OfTokens(ModelSpec):
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
         raise ConfigError(
-            f"model {name} takes tokens, and these samples are numbers of shape {shape}; use softmax, mlp or cnn"
+            f"model {name} takes tokens, and these samples are numbers of shape {shape}. Use softmax, mlp or cnn"
         )
 
 

@@ -117,7 +117,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(
-                    f"the model is larger than the memory of this machine; make it smaller: {self!r}"
+                    f"the model is larger than the memory of this machine. Make it smaller: {self!r}"
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
@@ -143,7 +143,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model takes only numbers.
         """
         raise ConfigError(
-            f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
+            f"model {type(self).__name__} takes numbers, and these samples are tokens. Use lstm or transformer"
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -153,7 +153,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
-            f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
+            f"model {type(self).__name__} gives one output per sample, and these have a label per position. Give a "
             "module of your own"
         )
 
@@ -180,14 +180,14 @@ def load_weights(module: nn.Module, file: str) -> None:
     try:
         saved = load(content)
     except SafetensorError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}). Give one") from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
         saved_shape, initial_shape = ([*of[name].shape] if name in of else "missing" for of in (saved, initial))
         if saved_shape != initial_shape:
             raise ConfigError(
-                f"model weights {file}: {name!r} is {saved_shape} there and {initial_shape} in the model; "
-                "give weights of the same architecture, vocabulary and classes"
+                f"model weights {file}: {name!r} is {saved_shape} there and {initial_shape} in the model. "
+                "Give weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
 
@@ -202,10 +202,10 @@ def weights_content(weights: str) -> bytes:
     try:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}). Give one") from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, {wanted} is wanted; get that file")
+        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, {wanted} is wanted. Get that file")
     return content
 
 
@@ -217,7 +217,7 @@ def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """
     if len(shape) != 3:
         raise ConfigError(
-            f"model {model}: samples must have shape (channels, height, width), got {shape}; "
-            "reshape the data or use model 'mlp'"
+            f"model {model}: samples must have shape (channels, height, width), got {shape}. "
+            "Reshape the data or use model 'mlp'"
         )
     return shape[0], shape[1], shape[2]

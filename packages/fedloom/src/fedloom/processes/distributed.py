@@ -84,7 +84,7 @@ def check_alone(what: str) -> None:
     if size > 1:
         raise ConfigError(
             f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
-            "it, into the same files; start it without torchrun, with --workers"
+            "it, into the same files. Start it without torchrun, with --workers"
         )
 
 
@@ -307,5 +307,5 @@ class _Memory:
                 return
         raise CheckpointError(
             f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
-            "machine share; free some space, or set TMPDIR to a folder with room"
+            "machine share. Free some space, or set TMPDIR to a folder with room"
         )

@@ -99,8 +99,8 @@ class WorkerPool:
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
-                f"{workers} workers are wanted in a process that may have no others, as those of multiprocessing.Pool; "
-                "take workers = 1 there, or concurrent.futures.ProcessPoolExecutor in place of that pool"
+                f"{workers} workers are wanted in a process that may have no others, as those of multiprocessing.Pool. "
+                "Take workers = 1 there, or concurrent.futures.ProcessPoolExecutor in place of that pool"
             )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
@@ -287,7 +287,7 @@ class _Worker:
     def _died(self) -> FedloomError:
         self._process.join(1)
         return FedloomError(
-            f"a worker process died (exit code {self._process.exitcode}; out of memory?); run again to resume, "
+            f"a worker process died (exit code {self._process.exitcode}; out of memory?). Run again to resume, "
             "with fewer workers or a smaller chunk if it happens again"
         )
 

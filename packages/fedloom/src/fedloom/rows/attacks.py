@@ -152,7 +152,7 @@ class Backdoor(Attack):
         if names:
             if not self.columns:
                 raise ConfigError(
-                    "a backdoor in a table needs columns to change; set attack.columns, such as "
+                    "a backdoor in a table needs columns to change. Set attack.columns, such as "
                     f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
                 )
             for name, value in self.columns.items():
@@ -160,10 +160,10 @@ class Backdoor(Attack):
                 x[:, place] = _code(name, value, names[name])
             return x
         if self.columns:
-            raise ConfigError("attack.columns are of a table, and these data have no columns; leave attack.columns out")
+            raise ConfigError("attack.columns are of a table, and these data have no columns. Leave attack.columns out")
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} have no square of {self.size} x {self.size} pixels; set a smaller "
+                f"samples {[*x.shape[1:]]} have no square of {self.size} x {self.size} pixels. Set a smaller "
                 "attack.size of images, or override stamp in your own subclass"
             )
         x[..., -self.size :, -self.size :] = self.value
@@ -413,7 +413,7 @@ def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
-        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}; give a number")
+        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}. Give a number")
     return value
 
 

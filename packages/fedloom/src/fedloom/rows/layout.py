@@ -64,7 +64,7 @@ class Layout:
         parameters = trainable(module)
         if not parameters and any(True for _ in module.parameters()):
             raise LayoutError(
-                f"no parameter of {type(module).__name__} trains: all have requires_grad = False; free some"
+                f"no parameter of {type(module).__name__} trains: all have requires_grad = False. Free some"
             )
         return cls(tuple(parameters), tuple(p.shape for p in parameters.values()))
 

@@ -104,7 +104,7 @@ class Codec:
             raise WireError(f"not a fedloom message: it starts with {magic!r}")
         if version != WIRE_VERSION:
             raise WireError(
-                f"message of format version {version}, this end speaks {WIRE_VERSION}; use the same release at both"
+                f"message of format version {version}, this end speaks {WIRE_VERSION}. Use the same release at both"
             )
         if fingerprint != self._fingerprint:
             raise WireError(f"message about another model: layout {fingerprint.hex()}, here {self.layout.fingerprint}")
@@ -198,7 +198,7 @@ class Codec:
                     raise WireError(f"field {name!r} ({kind}, {field.n} scalars) cannot be {length} bytes long")
                 return kind, length, end
         raise WireError(
-            f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}; the message has another"
+            f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}. The message has another"
         )
 
 

@@ -192,7 +192,7 @@ class Trace(Devices):
             strange = next(client for k, client in enumerate(chosen) if client != k)
             raise ConfigError(
                 f"devices.file {self.file}: client must count from 0 to {n - 1}, got {strange} and not "
-                f"{chosen.index(strange)}; number the clients anew, or set devices.draw = true"
+                f"{chosen.index(strange)}. Number the clients anew, or set devices.draw = true"
             )
         devices = [rows[client] for client in chosen]
         names = tuple(sorted({device.name for device in devices}))

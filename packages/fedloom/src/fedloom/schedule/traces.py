@@ -64,18 +64,18 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
         table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except FileNotFoundError:
         raise DataError(
-            f"devices.file {path} is not there (looked for at {path.absolute()}); correct the path"
+            f"devices.file {path} is not there (looked for at {path.absolute()}). Correct the path"
         ) from None
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
     has = table.column_names
     if missing := [name for name in TRACE_COLUMNS if name not in has]:
-        raise DataError(f"devices.file {path} lacks the columns {missing}; it has {has}")
+        raise DataError(f"devices.file {path} lacks the columns {missing}. It has {has}")
     if ("start" in has) != ("end" in has):
-        raise DataError(f"devices.file {path} has one of the columns start and end; give both, or none")
+        raise DataError(f"devices.file {path} has one of the columns start and end. Give both, or none")
     allowed = (*TRACE_COLUMNS, "latency", "start", "end", "class")
     if twice := [name for name, count in Counter(has).items() if count > 1 and name in allowed]:
-        raise DataError(f"devices.file {path} has the column {twice[0]} {has.count(twice[0])} times; keep one")
+        raise DataError(f"devices.file {path} has the column {twice[0]} {has.count(twice[0])} times. Keep one")
     columns = {"latency": np.zeros(len(table)), **dict.fromkeys(("start", "end"), np.full(len(table), math.nan))}
     for name in allowed[:-1]:
         if name in has:
@@ -132,7 +132,7 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
         one, other = ([*(columns[name][r] for name in TRACE_BOUNDS), names[r]] for r in (before, k))
         if one != other:
             what = [*TRACE_BOUNDS, "class"][next(j for j in range(5) if one[j] != other[j])]
-            _refuse(path, k, f"client {client} has another {what} than in row {before + 1}; a client is one device")
+            _refuse(path, k, f"client {client} has another {what} than in row {before + 1}. A client is one device")
 
 
 def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Column], period: float) -> None:
@@ -144,12 +144,12 @@ def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Co
         if not start < end:
             _refuse(path, k, f"{span}; end must be after start")
         if start < 0:
-            _refuse(path, k, f"{span}; start must be at least 0")
+            _refuse(path, k, f"{span}. Start must be at least 0")
         if end > period:
-            cure = f"within devices.period = {period:g}; split an interval at its end into two rows"
+            cure = f"within devices.period = {period:g}. Split an interval at its end into two rows"
             _refuse(path, k, f"{span}, which must be {cure}")
         if previous[0] == client and start < previous[1]:
-            _refuse(path, k, f"{span}, and until {previous[1]:g} s by an earlier interval; join those that overlap")
+            _refuse(path, k, f"{span}, and until {previous[1]:g} s by an earlier interval. Join those that overlap")
         previous = client, end
 
 

@@ -235,7 +235,7 @@ class Checkpoints:
                     f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
                 )
                 raise RunDirError(
-                    f"{self.folder} holds checkpoints of another run: {changed}; choose another --out folder, or start "
+                    f"{self.folder} holds checkpoints of another run: {changed}. Choose another --out folder, or start "
                     "anew with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)

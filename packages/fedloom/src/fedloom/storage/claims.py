@@ -174,7 +174,7 @@ class Claims:
             if holder is not None and not holder.ended:
                 raise RunDirError(
                     f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, and may still "
-                    "work; join too (--join), which takes over what has died"
+                    "work. Join too (--join), which takes over what has died"
                 )
 
     def forget(self) -> None:

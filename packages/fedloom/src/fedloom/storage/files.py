@@ -116,7 +116,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
         link = next((path for path in (place, *inside) if path.is_symlink()), None)
         if link is not None:
             raise RunDirError(
-                f"{link} is a link, and files would be written and deleted where it leads; remove it, or choose "
+                f"{link} is a link, and files would be written and deleted where it leads. Remove it, or choose "
                 "another --out"
             )
 
@@ -136,7 +136,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
     """
     with explained(path):
         if path.is_dir():
-            raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
+            raise CheckpointError(f"{path} is a folder, not a file. Give the name of a file, as {path / 'NAME'}")
         temporary = draft_of(path)
         with _draft(temporary) as fd:
             if callable(content):

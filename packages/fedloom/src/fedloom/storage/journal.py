@@ -235,7 +235,7 @@ class Journal:
         if values["layout"] != self._layout:
             raise RunDirError(
                 f"{path} keeps the clients' rows of another experiment: {values['layout']}, this one has "
-                f"{self._layout}; choose another --out folder, or start anew with --force"
+                f"{self._layout}. Choose another --out folder, or start anew with --force"
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])

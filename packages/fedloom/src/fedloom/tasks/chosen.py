@@ -106,7 +106,7 @@ class Chosen:
         own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
-            raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
+            raise ConfigError(f"task.metrics: two metrics are called {twice!r}. Rename one function")
         _check_weights(objective.class_weights, classes)
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError(
@@ -241,7 +241,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
     """Log once per process that a metric is not a number."""
-    TASK_LOG.warning("%s; it is nan there, and the run goes on", sentence)
+    TASK_LOG.warning("%s. It is nan there, and the run goes on", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
@@ -256,7 +256,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         size = getattr(value, "shape", ())
         if len(size):
             raise CodeError(
-                f"{what} {scorer.display_name!r} must return one number for a batch, got shape {[*size]}; reduce it, "
+                f"{what} {scorer.display_name!r} must return one number for a batch, got shape {[*size]}. Reduce it, "
                 "to its mean for one"
             )
         return float(value)

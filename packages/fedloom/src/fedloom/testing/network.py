@@ -62,7 +62,7 @@ class Classifier:
                 outputs = deepcopy(net).double().eval()(x)
         except Exception as error:
             samples = f"samples of shape {list(shape)}"
-            raise ConfigError(f"the module does not take {samples}: {error}; give shape") from error
+            raise ConfigError(f"the module does not take {samples}: {error}. Give shape") from error
         if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
             got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(f"the module must give [samples, classes] with two classes or more, got {got}")

@@ -82,7 +82,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
+            f"{format} holds no class that a threshold could decide. Export to onnx, or decide by the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -159,7 +159,7 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program takes bytes (uint8) only, got floats; give (x * 255).round().astype('uint8'), or "
+                "rows: the program takes bytes (uint8) only, got floats. Give (x * 255).round().astype('uint8'), or "
                 "predict by the model that it was made of, which takes floats from 0 to 1 too"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()

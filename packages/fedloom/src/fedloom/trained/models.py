@@ -126,7 +126,7 @@ class Models:
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{self.about['method']} has no global model. Give a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -291,7 +291,7 @@ class Models:
     def _check(self, kind: str) -> None:
         if kind not in self.kinds():
             name = self._source.about["algorithm"]
-            raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
+            raise ConfigError(f"{name} has no {kind!r} model. It has: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
         """Return the number of a client that is given by number or name."""

@@ -28,14 +28,14 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     path = Path(path)
     if path.is_dir():
         files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
-        raise LayoutError(f"{path}: a folder; name a file of one model in it ({files})")
+        raise LayoutError(f"{path}: a folder. Name a file of one model in it ({files})")
     with open_tensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     if any(name.startswith("rows.") or "/" in name for name in tensors):
-        raise LayoutError(f"{path}: holds no single model; it has {', '.join(sorted(tensors)[:5])}")
+        raise LayoutError(f"{path}: holds no single model. It has {', '.join(sorted(tensors)[:5])}")
     if isinstance(model, ModelSpec):
         if "rows" not in tensors:
-            raise LayoutError(f"{path}: does not say what data its model takes; give the module itself")
+            raise LayoutError(f"{path}: does not say what data its model takes. Give the module itself")
         return Model.load(path, model).module()
     module = copy.deepcopy(model).cpu().eval()
     if "rows" not in tensors:

@@ -270,7 +270,7 @@ def evaluated(
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):
         names = ", ".join(str(models.about["method"]) for models in runs)
-        raise ConfigError(f"{names} has no global model; give --client for a personal one")
+        raise ConfigError(f"{names} has no global model. Give --client for a personal one")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
         choice = assigned(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}

@@ -156,7 +156,7 @@ class SavedModels:
         present_kinds = [kind for kind in MODEL_CHOICES if self._path(kind).is_file()]
         if not present_kinds:
             raise RunDirError(
-                f"{folder} holds no models of {method}, seed {seed}; they are written when the run is done: run the "
+                f"{folder} holds no models of {method}, seed {seed}. They are written when the run is done: run the "
                 "experiment again to finish it"
             )
         self._kinds = present_kinds

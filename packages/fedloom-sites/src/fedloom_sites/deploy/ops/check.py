@@ -95,11 +95,11 @@ def _findings_of(check: Check, site: Site) -> Iterator[Finding]:
 
 def _versions(site: Site) -> Iterator[Finding]:
     if __version__ != site.version:
-        yield Finding("refused", f"fedloom is {__version__} here, the experiment runs {site.version}; install that")
+        yield Finding("refused", f"fedloom is {__version__} here, the experiment runs {site.version}. Install that")
     try:
         flower = version("flwr")
     except PackageNotFoundError:
-        yield Finding("refused", "Flower is not installed; pip install 'fedloom-sites[deploy]'")
+        yield Finding("refused", "Flower is not installed. Pip install 'fedloom-sites[deploy]'")
         return
     low, high = FLOWER_VERSIONS
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
@@ -110,7 +110,7 @@ def _versions(site: Site) -> Iterator[Finding]:
             yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(differing)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
-        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
+        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}. Install one of these")
 
 
 def versions() -> dict[str, str]:
@@ -153,7 +153,7 @@ def _data(site: Site) -> Iterator[Finding]:
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
-        yield Finding("note", f"data: no sample; the site will get models and contribute nothing{few}")
+        yield Finding("note", f"data: no sample. The site will get models and contribute nothing{few}")
         return
     yield from _share(site, train)
     for note in fed.data.notes:
@@ -166,7 +166,7 @@ def _data(site: Site) -> Iterator[Finding]:
     if lacking:
         unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
         yield Finding(
-            "note", f"labels: no training sample of {', '.join(lacking)}; the site trains all the same{unscored}"
+            "note", f"labels: no training sample of {', '.join(lacking)}. The site trains all the same{unscored}"
         )
     else:
         yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
@@ -181,7 +181,7 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"sums: by max_share = {most:g} one site may be {most:.0%} of a sum, which then tells nearly what this "
-            f"site sends; have the coordinator agree on {MAX_SAFE_SHARE:g} or less",
+            f"site sends. Have the coordinator agree on {MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return
@@ -195,7 +195,7 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"sums: a site has at most {most:.0%} of the weight, so the other sites of every sum need {rest} training "
-            f"samples together; if they have fewer, {cure}",
+            f"samples together. If they have fewer, {cure}",
         )
 
 
@@ -227,7 +227,7 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
-        yield f"{path} must be an {name} key; make one as the directions of the deployment say"
+        yield f"{path} must be an {name} key. Make one as the directions of the deployment say"
 
 
 def _authority(site: Site) -> Iterator[Finding]:
@@ -237,7 +237,7 @@ def _authority(site: Site) -> Iterator[Finding]:
         yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
         return
     except ValueError:
-        yield Finding("refused", f"{site.ca} is not a certificate in PEM form; get the file from the server again")
+        yield Finding("refused", f"{site.ca} is not a certificate in PEM form. Get the file from the server again")
         return
     yield _dates("the authority's certificate", certificate)
 
@@ -245,9 +245,9 @@ def _authority(site: Site) -> Iterator[Finding]:
 def _dates(what: str, certificate: x509.Certificate) -> Finding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
-        return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC; ask the server for a new one")
+        return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC. Ask the server for a new one")
     if now < start:
-        here = f"here it is {now:%Y-%m-%d %H:%M}; set the clock"
+        here = f"here it is {now:%Y-%m-%d %H:%M}. Set the clock"
         return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
     if now > end - EXPIRY_NOTICE:
         return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
@@ -261,12 +261,12 @@ def _disk(site: Site) -> Iterator[Finding]:
             pass
     except OSError as error:
         yield Finding(
-            "refused", f"nothing can be written in {folder}: {error.strerror}; the site's models are kept there"
+            "refused", f"nothing can be written in {folder}: {error.strerror}. The site's models are kept there"
         )
         return
     free = shutil.disk_usage(folder).free >> 20
     if free < site.free_disk:
-        yield Finding("refused", f"{free} MB are free at {folder}, free_disk requires {site.free_disk} MB; make room")
+        yield Finding("refused", f"{free} MB are free at {folder}, free_disk requires {site.free_disk} MB. Make room")
     else:
         yield Finding("ok", f"disk: {free} MB are free at {folder}")
 
@@ -327,7 +327,7 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
     finally:
         connection.close()
     if status == HTTPStatus.PRECONDITION_FAILED:
-        why = "it was never registered there, or it was revoked; ask the coordinator"
+        why = "it was never registered there, or it was revoked. Ask the coordinator"
         yield Finding("refused", f"the server does not let the key of {site.site} in: {why}")
     elif status == HTTPStatus.BAD_REQUEST:
         yield Finding("ok", f"key: the server lets {site.site} in, unless a node with its key is there already")
@@ -345,12 +345,12 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
     except ssl.SSLCertVerificationError as error:
         fault, cure = error.verify_message.rstrip("."), CERTIFICATE_HINTS.get(error.verify_code)
         if cure is None:
-            yield Finding("refused", f"{address} is not the server of ca.crt: {fault}; get its ca.crt, or ask")
+            yield Finding("refused", f"{address} is not the server of ca.crt: {fault}. Get its ca.crt, or ask")
         else:
             yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")
     except (OSError, HTTPException) as error:
         yield Finding(
-            "refused", f"the server {address} cannot be reached over TLS: {error}; check address and firewall"
+            "refused", f"the server {address} cannot be reached over TLS: {error}. Check address and firewall"
         )
     else:
         yield _clock(parsedate_to_datetime(date) if date else None)
@@ -364,10 +364,10 @@ def _clock(server: datetime | None) -> Finding:
     ahead = datetime.now(UTC) - server
     if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
         return Finding(
-            "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed; use NTP"
+            "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed. Use NTP"
         )
     if ahead < -MAX_CLOCK_LAG:
         return Finding(
-            "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed; use NTP"
+            "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed. Use NTP"
         )
     return Finding("ok", "clock: that of the server")

@@ -96,7 +96,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
+        raise ConfigError(f"{out} is there already. Its keys are kept: choose another --out, or delete it yourself")
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
@@ -133,10 +133,10 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{here} has no authority ({error.strerror}); put its folder there for this command"
+            f"{here} has no authority ({error.strerror}). Put its folder there for this command"
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
+        raise ConfigError(f"{here} has a damaged ca.key or ca.crt. Put its folder there for this command") from None
     server = folder / "server"
     host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
@@ -158,7 +158,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 def _host_of(server_file: Path) -> str:
     if not server_file.exists():
-        raise ConfigError(f"{server_file} is not there to name the server's host; say --host")
+        raise ConfigError(f"{server_file} is not there to name the server's host. Say --host")
     return read_server(server_file).host
 
 
@@ -226,7 +226,7 @@ def compose(of: Server | Site, place: Location) -> str:
                 network="host" if name in ("superlink", "site") else "service:superlink",
             )
         )
-    about = f"# {of.name}: docker compose up -d; make image builds the image; a gate for nginx is in gate.conf"
+    about = f"# {of.name}: docker compose up -d. Make image builds the image; a gate for nginx is in gate.conf"
     return "\n".join([about, f"name: {_project(place, _side(of))}", "services:", *services])
 
 

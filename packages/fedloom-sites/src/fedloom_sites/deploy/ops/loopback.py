@@ -49,7 +49,7 @@ class Loopback:
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
             raise ConfigError(
-                f"{folder} has no server/server.toml; write it with 'fedloom deploy init EXPERIMENT.toml'"
+                f"{folder} has no server/server.toml. Write it with 'fedloom deploy init EXPERIMENT.toml'"
             )
         agreed = read_server(self._server_file)
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
@@ -141,13 +141,13 @@ class Loopback:
                 time.sleep(0.2)
             pass_on()
         if stream.reap() != 0:
-            raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
+            raise ProcessError(f"the run could not be started or followed. The end of {stream.log}:\n{stream.tail()}")
         if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOP_PREFIX)]:
             raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
         status = self.status()
         if status != "finished:completed":
             cure = "the same command resumes after the last round; if it ends so again, the log has the reason"
-            raise ProcessError(f"the run ended as {status}; {cure}; the end of {stream.log}:\n{stream.tail()}")
+            raise ProcessError(f"the run ended as {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
         """Return the status of the last run in Flower's words."""

@@ -86,9 +86,9 @@ def add(folder: Path, name: str, place: Location) -> Change:
     server, out = read_server(file), folder / "changes" / name
     _check_idle(server)
     if same := case_twin(name, (m.site for m in server.sites)):
-        raise ConfigError(f"{folder} has a site {same}, got {name}; choose a name that differs in more than case")
+        raise ConfigError(f"{folder} has a site {same}, got {name}. Choose a name that differs in more than case")
     if out.exists():
-        raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
+        raise ConfigError(f"{out} is there already. Its keys are kept: use it, or delete it yourself")
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
         raise ConfigError("the sites share the data of one partition, which a further site would cut anew")
@@ -217,7 +217,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
         raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
     record = read_checked(site.folder / "session" / "session.json") or {}
     if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
-        raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
+        raise RunDirError("a secure session is under way here. Let its round come to its end, then approve")
     files["site.toml"] = tomli_w.dumps(settings).encode()
     return Proposal(new, [m for m in members if m.client >= site.clients], files)
 
@@ -281,12 +281,12 @@ def _check_idle(server: Server) -> None:
         with lock(server.checkpoints, wait=0):
             pass
     except RunDirError:
-        raise RunDirError("a run is under way; let it end, or stop it, then change its members") from None
+        raise RunDirError("a run is under way. Let it end, or stop it, then change its members") from None
     pending = [PendingSums(server.checkpoints).newest(what) for what in ("uploads", "scores")]
     for one in pending if server.secure is not None else ():
         if one is not None and not one.told and one.attempts:
             raise RunDirError(
-                f"a secure session is under way: the sum of round {one.round} was asked for and is not open yet; run "
+                f"a secure session is under way: the sum of round {one.round} was asked for and is not open yet. Run "
                 "the server to its end first"
             )
 
@@ -313,7 +313,7 @@ def _last_model(server: Server) -> bytes | None:
     experiment = read_agreed(server)
     spec, samples = experiment.common.model, server.samples
     if spec.adapters is not None:
-        raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
+        raise Refused("the experiment trains adapters, which are no initial model. Begin a new deployment")
     module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
     check_digest_of(file)
     Layout.create(module).load(module, load_file(file)["rows"].reshape(-1))

@@ -150,7 +150,7 @@ def plan(
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
-            f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "
+            f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for. Change "
             "[partition] or --sites, or say --own-data if every site has data of its own"
         )
     if sites is not None and sites < 1:
@@ -211,7 +211,7 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
     drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
     if n == job.n and drawn < agreed:
         raise ConfigError(
-            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {agreed}; draw more, "
+            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {agreed}. Draw more, "
             f"or choose a --threshold from {least} on"
         )
     return agreed
@@ -232,7 +232,7 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         if drawn < job.n:
             raise ConfigError(
                 f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums of other sites "
-                "reveal what one site sent; leave the sampler out, so that all sites train in every round, or add "
+                "reveal what one site sent. Leave the sampler out, so that all sites train in every round, or add "
                 "noise (aggregator 'private-mean' with a delta, or upload_transform 'gaussian-noise'), or agree on as "
                 f"many changes of a site as there are rounds (--changes {setting.rounds}) and give that protection up"
             )
@@ -270,7 +270,7 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
     labels = {m.label: m for m in experiment.methods}
     if label is None:
         if len(labels) > 1:
-            raise ConfigError(f"one method is deployed, the experiment has {', '.join(labels)}; choose with --method")
+            raise ConfigError(f"one method is deployed, the experiment has {', '.join(labels)}. Choose with --method")
         return experiment.methods[0]
     if label not in labels:
         raise unknown("method", label, labels, experiment.head.name)
@@ -294,10 +294,10 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
         raise ConfigError(f"--names has {len(names)} names ({', '.join(names)}) for {count} sites")
     for k, name in enumerate(names):
         if _safe(name) != name:
-            raise ConfigError(f"--names: a name is letters, digits, '.', '_' or '-' within, got {name!r}; change it")
+            raise ConfigError(f"--names: a name is letters, digits, '.', '_' or '-' within, got {name!r}. Change it")
         if same := case_twin(name, names[:k]):
             why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
-            raise ConfigError(f"--names: {name} {why}; change one")
+            raise ConfigError(f"--names: {name} {why}. Change one")
     return tuple(names)
 
 

@@ -49,7 +49,7 @@ def _fitting() -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise RunDirError(
-            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
+            f"the server's log and checkpoints do not fit together ({what}). Nothing was changed"
         ) from None
 
 
@@ -70,7 +70,7 @@ def server_file(folder: Path) -> Path:
     """
     files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
     if not files:
-        raise ConfigError(f"{folder} has no server.toml and no server/server.toml; give the directory of a deployment")
+        raise ConfigError(f"{folder} has no server.toml and no server/server.toml. Give the directory of a deployment")
     return files[0]
 
 
@@ -243,7 +243,7 @@ def serve_metrics(server: Server) -> Iterator[None]:
     except OSError as error:
         where = f"{server.metrics_address}:{server.metrics_port}"
         raise ConfigError(
-            f"metrics cannot be served on {where} ({error.strerror}); choose another metrics_port"
+            f"metrics cannot be served on {where} ({error.strerror}). Choose another metrics_port"
         ) from None
     try:
         yield
@@ -299,7 +299,7 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if not is_in_use(server.checkpoints):
         return {
             "state": "killed",
-            "reason": "the server ended without a word, as after 'flwr stop'; run it again to go on",
+            "reason": "the server ended without a word, as after 'flwr stop'. Run it again to go on",
         }
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}

@@ -149,7 +149,7 @@ class Checks:
             raise RunStopped(
                 Stop.TOO_FEW,
                 f"round {round}: {count} of {wanted} sites answered with something usable, the quorum is "
-                f"{need}; the state before the round is kept: run again to go on",
+                f"{need}. The state before the round is kept: run again to go on",
             )
 
     def _no_error(self, draft: _Draft) -> _Draft:

@@ -27,7 +27,7 @@ HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
 """Seconds after which a series of sums ends."""
-NOT_SUMS = "uploads leave this site without masks; see the row on single uploads"
+NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
 def agreed_of(site: RehearsedSite) -> Secure:
@@ -262,7 +262,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     if site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon counts each round")
     if max(differences, agreed.changes) <= MAX_CHANGES:
-        return AttackOutcome("remains", tried, learned, f"{rule}; agree on changes = 0 if no site may be away")
+        return AttackOutcome("remains", tried, learned, f"{rule}. Agree on changes = 0 if no site may be away")
     return judge(True, tried, rule, learned)
 
 

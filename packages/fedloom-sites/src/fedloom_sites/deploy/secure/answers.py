@@ -34,7 +34,7 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
     try:
         secure.check_adverts(name, adverts, public)
     except Broken as error:
-        raise WireError(f"{error}; do both sides have the same agreement?") from None
+        raise WireError(f"{error}. Do both sides have the same agreement?") from None
     return adverts[0]
 
 

@@ -136,7 +136,7 @@ class OpenedSums:
                 before = opened.setdefault(str(t), new)
                 if before["bases"].keys() != bases.keys():
                     raise Broken(
-                        f"the {what} of round {t} were summed already, of other sites; the two sums reveal their "
+                        f"the {what} of round {t} were summed already, of other sites. The two sums reveal their "
                         "difference"
                     )
                 if before != new:
@@ -146,7 +146,7 @@ class OpenedSums:
                     if 0 < apart < threshold:
                         raise Broken(
                             f"the {what} on these models were summed already, in another round, of sites of which "
-                            f"{apart} differ; the two sums reveal their difference"
+                            f"{apart} differ. The two sums reveal their difference"
                         )
                 while len(opened) > REMEMBERED_SUMS:
                     oldest = min(opened, key=int)

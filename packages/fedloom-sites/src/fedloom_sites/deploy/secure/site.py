@@ -158,7 +158,7 @@ class MaskedAnswers:
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
                         f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so "
-                        "its change is unknown; the site cannot take part in this run again"
+                        "its change is unknown. The site cannot take part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():

@@ -267,7 +267,7 @@ class SecureSums:
                 raise RunStopped(
                     Stop.TOO_FEW,
                     f"round {terms.round}: a sum without {self._names(missing)} and that of round {before.round}, on "
-                    "the same models, would reveal what it sent; the run continues when it is back",
+                    "the same models, would reveal what it sent. The run continues when it is back",
                 )
             clients = [c for c in clients if c in before.clients]
         return [*clients]
@@ -302,7 +302,7 @@ class SecureSums:
             self._changes.after(*self._counting(terms, weights, clients))
         except Broken as error:
             raise RunStopped(
-                Stop.TOO_FEW, f"round {terms.round}: {error}; the run continues when the sites of that sum are back"
+                Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
@@ -357,7 +357,7 @@ class SecureSums:
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
         raise GivenUp(
-            f"round {t}: the sum was asked for in vain: {why}; a sum of other sites would reveal the difference",
+            f"round {t}: the sum was asked for in vain: {why}. A sum of other sites would reveal the difference",
             pending.clients,
         )
 

@@ -110,7 +110,7 @@ class AnalysisServer:
             if not may_retry:
                 raise DataError(
                     f"{silent} of {len(got.clients)} sites have no answer to step {place + 1} of the analysis {name} "
-                    f"({question.name}); the log of each such site has the reason"
+                    f"({question.name}). The log of each such site has the reason"
                 )
             self._unanswered += 1
             return nothing, Info(len(got.clients), 0, silent, 0), got.clients
@@ -127,5 +127,5 @@ class AnalysisServer:
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
             raise Refused(
                 f"the steps of the analysis {self._agreed.name} in {self._record.parent} were recorded by an earlier "
-                "version of fedloom, which alone can finish them; deploy the experiment anew"
+                "version of fedloom, which alone can finish them. Deploy the experiment anew"
             )

@@ -245,7 +245,7 @@ class SiteAnalyses:
             if len(fits) >= most:
                 raise Broken(
                     f"{len(fits)} experiments have asked the analysis {one.name} over the data {site.data_name!r}, and "
-                    "every further one would reveal a difference; begin it under another data_name"
+                    "every further one would reveal a difference. Begin it under another data_name"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)

@@ -40,7 +40,7 @@ def check_approved_digest(site: Site, digest: str) -> None:
         ConfigError: the digests differ. The message names both digests.
     """
     if digest != site.digest:
-        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}; ask those who sent it to you")
+        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask those who sent it to you")
 
 
 def check_approved(site: Site) -> None:

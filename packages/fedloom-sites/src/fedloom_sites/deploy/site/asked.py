@@ -81,14 +81,14 @@ class AskedModels:
             if len(digests) >= most:
                 raise AskedTooOften(
                     f"round {t}: {most} models were answered to messages of the kind {kind}, and a site answers no "
-                    "more of a round (models_per_round); put the server's newest checkpoints back, or begin a new "
+                    "more of a round (models_per_round). Put the server's newest checkpoints back, or begin a new "
                     "experiment"
                 )
             total[kind] = total.get(kind, 0) + 1
             if total[kind] > most_in_run:
                 raise AskedTooOften(
                     f"round {t}: {most_in_run} models were answered to messages of the kind {kind} in this experiment, "
-                    "and a site answers no more (models_in_run); begin a new experiment"
+                    "and a site answers no more (models_in_run). Begin a new experiment"
                 )
             new[f"{kind} {t}"] = [*digests, digest]
         if new:

@@ -211,7 +211,7 @@ class Client:
             return
         what = f"the samples of {self.site.site} are not those that it began with"
         if self.site.fixed_data:
-            raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
+            raise Refused(f"{what}, and by fixed_data they must stay. Put the data back, or begin a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)

@@ -78,5 +78,5 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
             raise RefusedModel(
                 f"round {t}: more units of a layer get no gradient from any sample of the site than dead_units = "
-                f"{most:g} allows; look for a server that crafts models, or raise dead_units in site.toml"
+                f"{most:g} allows. Look for a server that crafts models, or raise dead_units in site.toml"
             )

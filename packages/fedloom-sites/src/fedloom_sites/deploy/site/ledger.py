@@ -72,7 +72,7 @@ class Ledger:
         except OSError as error:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so what is spent "
-                "cannot be known; put back a copy of it, or begin a new experiment"
+                "cannot be known. Put back a copy of it, or begin a new experiment"
             ) from None
 
     def _lines(self) -> list[bytes]:
@@ -91,17 +91,17 @@ class Ledger:
             if not valid:
                 raise Spent(
                     f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so what is spent cannot be "
-                    "known; put back a copy of it, or begin a new experiment"
+                    "known. Put back a copy of it, or begin a new experiment"
                 )
         if len(lines) < self._least:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it has "
-                f"{self._least}; put back the newest copy of it, or begin a new experiment"
+                f"{self._least}. Put back the newest copy of it, or begin a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, has no release of round {self._accepted}, which the server "
-                "has accepted, so what is spent cannot be known; put back the newest copy of it, or begin a new "
+                "has accepted, so what is spent cannot be known. Put back the newest copy of it, or begin a new "
                 "experiment"
             )
         return lines
@@ -165,7 +165,7 @@ class Ledger:
             record = read_checked(path)
             if record is None and path.exists():
                 raise Spent(
-                    f"{path} is damaged, so what other experiments on these data have spent cannot be known; put back "
+                    f"{path} is damaged, so what other experiments on these data have spent cannot be known. Put back "
                     "a copy of it"
                 )
             record = (record or {}) | {ledger: spent}

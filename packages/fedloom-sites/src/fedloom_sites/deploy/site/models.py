@@ -109,8 +109,8 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     fed = _samples(one, experiment, trained)
     if fed.data.name == "blank":
         raise ConfigError(
-            f"{site.site} has no samples, and the model's normalisation layers need statistics of training samples; "
-            "use it at a site that has some"
+            f"{site.site} has no samples, and the model's normalisation layers need statistics of training samples. "
+            "Use it at a site that has some"
         )
     oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
     oracle.set_statistics(row, torch.tensor([site.client]))

@@ -98,7 +98,7 @@ class SiteState:
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
             raise Rewound(
-                f"round {current} was accepted here, the server names {accepted}, which is too far back to follow; the "
+                f"round {current} was accepted here, the server names {accepted}, which is too far back to follow. The "
                 "site keeps its state and model: begin a new experiment, or put the server's checkpoints back"
             )
         state = self.read(accepted) if accepted else None
@@ -201,7 +201,7 @@ class SiteState:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the disk") from error
         data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             with explained(path):
@@ -255,7 +255,7 @@ def models(state: Path) -> list[SiteModel]:
                 about = json.loads(file.metadata()["about"])
             newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); it is written anew after the next round") from error
+            raise CheckpointError(f"{path} is damaged ({error}). It is written anew after the next round") from error
     return newest
 
 

@@ -203,7 +203,7 @@ class Trainer:
                 return kept
             if site.dead_units is not None and self.private:
                 raise ConfigError(
-                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+                    "dead_units looks at samples, which a delta or epsilon forbids. Leave it out of site.toml"
                 )
             down = self.forms.read_down(download)
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])

@@ -63,7 +63,7 @@ class Pool(NamedTuple):
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
-                f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity-skew, by-column, or natural "
+                f"{kind} splits by class, but {self.data.name} {what}. Use iid, quantity-skew, by-column, or natural "
                 "where the data have natural clients"
             )
         return self.y
@@ -176,7 +176,7 @@ class Partition(Value):
             raise ValueError(f"test_from = {self.test_from!r} needs the official test set, but pool = true mixes it in")
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds cut the client's own samples, but test_from is {self.test_from!r}; drop one of them"
+                f"folds cut the client's own samples, but test_from is {self.test_from!r}. Drop one of them"
             )
         return self
 
@@ -290,7 +290,7 @@ class Partition(Value):
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
                 f"{self.kind}: {data.name} has marked its test rows (test_column or test_since), so {other} cannot "
-                "choose others; leave one of them out"
+                "choose others. Leave one of them out"
             )
 
     def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -339,26 +339,26 @@ class Partition(Value):
             sizes, what = data.design.counts(owners(draw.dealt), draw.dealt.index, n), "subjects"
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} {what}" if len(sizes) else "there are no clients"
-            raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}; use fewer clients")
+            raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}. Use fewer clients")
         looked_at = data.prepare is not None or len(data.classes) == 1
         if looked_at and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
-            raise DataError(f"{data.name}: the target is the same in every row; nothing can be learned from it")
+            raise DataError(f"{data.name}: the target is the same in every row. Nothing can be learned from it")
         if self.test_from != "own" and data.test is None:
             raise PartitionError(
                 f"{self.kind}: test_from = {self.test_from!r}, but {data.name} has no official test set"
             )
         if self.test_from == "clients" and draw.test is None:
             raise PartitionError(
-                f"{self.kind}: test_from = 'clients' works with natural and by-column only; use 'ratio'"
+                f"{self.kind}: test_from = 'clients' works with natural and by-column only. Use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"
+                f"{self.kind}: changes a client's samples, official test samples would not fit. Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
-            raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot; leave it out")
+            raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot. Leave it out")
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
@@ -378,7 +378,7 @@ class Partition(Value):
             c = int((wanted - held).max(0).argmax())
             raise PartitionError(
                 f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples of class "
-                f"{data.classes[c]!r}, {data.name} has {held[c]}; lower test_count"
+                f"{data.classes[c]!r}, {data.name} has {held[c]}. Lower test_count"
             )
         return choose_each(lists, wanted, rng)
 
@@ -397,7 +397,7 @@ class Sized(Partition):
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
                 f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "
-                f"{len(pool)} to give; use fewer clients or a smaller min_size"
+                f"{len(pool)} to give. Use fewer clients or a smaller min_size"
             )
 
 

@@ -36,7 +36,7 @@ class Natural(Partition):
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
-            raise PartitionError(f"natural: {data.name} has no natural clients; use kind by-column ({have}) or another")
+            raise PartitionError(f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another")
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
@@ -78,7 +78,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     if n == 0 or n * (each or 1) > len(levels):
         raise PartitionError(
             f"{part.kind}: {max(n, 1)} clients of {each or 1} need {max(n, 1) * (each or 1)} values, "
-            f"{pool.data.name} has {len(levels)} of at least {part.min_size} samples; ask for fewer"
+            f"{pool.data.name} has {len(levels)} of at least {part.min_size} samples. Ask for fewer"
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
@@ -129,7 +129,7 @@ class Clusters(Partition):
         lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
-                f"clusters: {sum(self.classes)} classes asked for, {data.name} has {len(lists)}; use fewer"
+                f"clusters: {sum(self.classes)} classes asked for, {data.name} has {len(lists)}. Use fewer"
             )
         counts = np.zeros((n, len(lists)), np.int64)
         groups = np.repeat(np.arange(len(self.sizes)), self.sizes)
@@ -141,7 +141,7 @@ class Clusters(Partition):
             if each < 1 or each * size > held:
                 raise PartitionError(
                     f"clusters: {size} clients of {max(each, 1)} samples of class {data.classes[c]!r}, "
-                    f"{data.name} has {held}; lower per_class or sizes"
+                    f"{data.name} has {held}. Lower per_class or sizes"
                 )
             counts[groups == k, c] = each
         return Draw(deal(lists, counts), groups=groups)

@@ -84,7 +84,7 @@ class LabelSwap(Sized):
         if count > most and "groups" not in self.model_fields_set:
             count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients allow no more")
         if count > most:
-            raise PartitionError(f"label-swap: {count} groups of {n} clients and {classes} classes; use fewer groups")
+            raise PartitionError(f"label-swap: {count} groups of {n} clients and {classes} classes. Use fewer groups")
         tables = [tuple(range(classes))]
         while len(tables) < count:
             table = tuple(rng.permutation(classes).tolist())
@@ -130,7 +130,7 @@ class Rotated(Sized):
         turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[count])
         views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
         if len(views) > n:
-            raise PartitionError(f"rotated: {len(views)} views need as many clients, got {n}; use fewer turns")
+            raise PartitionError(f"rotated: {len(views)} views need as many clients, got {n}. Use fewer turns")
         groups = np.arange(n) * len(views) // n
         return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
@@ -160,7 +160,7 @@ class MixedSkew(Sized):
     def _tables_fit(self) -> MixedSkew:
         for short, long in (("labels_per_client", "first_partition"), ("alpha", "second_partition")):
             if getattr(self, long) is not None and short in self.model_fields_set:
-                raise ValueError(f"{short} is for the standard {long}, which the table replaces; put it into {long}")
+                raise ValueError(f"{short} is for the standard {long}, which the table replaces. Put it into {long}")
         self._halves()
         return self
 
@@ -253,7 +253,7 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
-        raise Refused(f"{where}: clusters fixes its own clients; use it alone")
+        raise Refused(f"{where}: clusters fixes its own clients. Use it alone")
     extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")

@@ -114,18 +114,18 @@ def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: 
             raise ValueError(f"common: must be positions from 0 to {samples - 1}, got {strange[0]}")
         if len(both := np.intersect1d(dealt.index, common)):
             raise ValueError(
-                f"{len(both)} samples of common are dealt to a client too (first: sample {both[0]}); leave them out of "
+                f"{len(both)} samples of common are dealt to a client too (first: sample {both[0]}). Leave them out of "
                 "dealt"
             )
     if test is None:
         return
     n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
     if tested != n:
-        raise ValueError(f"test has {tested} clients, dealt has {n}; give every client a test part, be it empty")
+        raise ValueError(f"test has {tested} clients, dealt has {n}. Give every client a test part, be it empty")
     trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
     if len(both := np.intersect1d(trained, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(
             f"{len(both)} test samples are dealt to the same client for training too (first: sample {sample} of client "
-            f"{client}); leave them out of dealt"
+            f"{client}). Leave them out of dealt"
         )

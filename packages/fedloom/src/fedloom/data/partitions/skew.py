@@ -97,7 +97,7 @@ class Shards(Sized):
         lists = pool.by_class(self.kind, rng)
         if q > classes:
             raise PartitionError(
-                f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes; use at most {classes}"
+                f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes. Use at most {classes}"
             )
         if self.assignment == "labels":
             return Draw(deal(lists, _shared_classes(lists, n, q, rng, pool)))
@@ -107,7 +107,7 @@ class Shards(Sized):
             sizes = even(len(pool), n * q)
         if sizes.min() == 0:
             raise PartitionError(
-                f"shards: {len(sizes)} shards of {len(pool)} samples leave some empty; use fewer clients"
+                f"shards: {len(sizes)} shards of {len(pool)} samples leave some empty. Use fewer clients"
             )
         taker = np.full(len(sizes), n)
         taker[rng.permutation(len(sizes))[: n * q]] = np.repeat(np.arange(n), q)
@@ -132,7 +132,7 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
     if (dealt > held).any():
         c = int((dealt - held).argmax())
         raise PartitionError(
-            f"shards: {dealt[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}; use fewer clients"
+            f"shards: {dealt[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}. Use fewer clients"
         )
     counts = np.zeros((n, len(lists)), np.int64)
     for c in np.flatnonzero(dealt).tolist():
@@ -165,7 +165,7 @@ class FemnistFedProx(Sized):
         if self.labels_per_client > len(lists):
             raise PartitionError(
                 f"femnist-fedprox: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} "
-                f"classes; use at most {len(lists)}"
+                f"classes. Use at most {len(lists)}"
             )
         drawn = rng.lognormal(self.mean, self.std, self.clients)
         mean, notes, counts = self.mean, tuple[str, ...](), self._counts(len(lists), drawn)
@@ -178,7 +178,7 @@ class FemnistFedProx(Sized):
             c = int((wanted - held).argmax())
             raise PartitionError(
                 f"femnist-fedprox: {self.clients} clients ask for {wanted.sum()} samples, {wanted[c]} of class "
-                f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give; lower clients or mean"
+                f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give. Lower clients or mean"
             )
         return Draw(deal(lists, counts), notes=notes)
 

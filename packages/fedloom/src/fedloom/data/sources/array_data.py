@@ -101,7 +101,7 @@ def make_dataset(
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
     if x.dtype.kind not in "uifb" or x.ndim == 0:
-        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
+        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}. Encode text as numbers first")
     if x.ndim == 1:
         problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
@@ -112,10 +112,10 @@ def make_dataset(
         problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
     if users is not None and np.shape(users) != x.shape[:1]:
-        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
+        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Give one per sample")
     refuse(place, problems)
     if names and ((whole := x.astype(np.int32)) != x).any():
-        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
+        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}. Encode the text")
     notes: tuple[str, ...] = ()
     if names:
         features = torch.from_numpy(whole)
@@ -135,13 +135,13 @@ def make_dataset(
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(
             place,
-            [f"the test set has classes that no training sample has: {shown}; leave them out, or name all in classes"]
+            [f"the test set has classes that no training sample has: {shown}. Leave them out, or name all in classes"]
             if new
             else [],
         )
     owners = None if users is None else plain(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
-        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner; give every sample one")
+        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner. Give every sample one")
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
     with naming_file_in_errors(Path(place)):
         return Dataset(
@@ -194,7 +194,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(
-            f"{place}: x {x.shape} looks like images with their channels last; give channels_last = True or False"
+            f"{place}: x {x.shape} looks like images with their channels last. Give channels_last = True or False"
         )
     if channels_last and x.ndim != 4:
         raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {x.shape}")
@@ -224,7 +224,7 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
         yield (
             f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to float32 "
             f"({where}: {x[at]} is "
-            f"{int(kept[at])}); subtract the smallest, or give a table, whose columns are scaled before"
+            f"{int(kept[at])}). Subtract the smallest, or give a table, whose columns are scaled before"
         )
 
 
@@ -252,7 +252,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
             raise DataError(
                 f"{place}: row {first + at[0]}{column}: expected a number of at most {MAX_NUMBER:.3g}, got "
                 f"{x[at]:g}{more}"
-                "; repair it, or leave its row out"
+                ". Repair it, or leave its row out"
             )
     return out
 
@@ -267,7 +267,7 @@ def noted(data: Dataset) -> Dataset:
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
-        note = "x has bytes (uint8), which are read as pixels and divided by 255; give what are no pixels as floats"
+        note = "x has bytes (uint8), which are read as pixels and divided by 255. Give what are no pixels as floats"
         return replace(data, notes=(*data.notes, note))
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
@@ -339,18 +339,18 @@ def _targets(
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
         single = bool((y.sum(1) == 1).all())
         shape_in_words = (
-            "a single 1 in every row, as one-hot classes have; give y.argmax(1)," if single else "0 and 1 only, as "
+            "a single 1 in every row, as one-hot classes have. Give y.argmax(1)," if single else "0 and 1 only, as "
         )
         shape_in_words += (
-            "" if single else "several labels of a sample have, of which no model here learns; give one of them,"
+            "" if single else "several labels of a sample have, of which no model here learns. Give one of them,"
         )
         raise DataError(f"{place}: y {y.shape} has {shape_in_words} or task = 'regression'")
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
-        raise DataError(f"{place}: y holds text, which is no target of a regression; leave task out")
+        raise DataError(f"{place}: y holds text, which is no target of a regression. Leave task out")
     if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
-        raise DataError(f"{place}: the target is the same in every row; nothing can be learned from it")
+        raise DataError(f"{place}: the target is the same in every row. Nothing can be learned from it")
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
     names = classes or numbered(y, place)
@@ -364,26 +364,26 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         DataError: rows differ in length, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
+        raise DataError(f"{name}: some values are masked. Fill them, or leave their samples out")
     if getattr(values, "is_meta", False):
-        raise DataError(f"{name}: a tensor of the device meta has no values; make it with device='cpu'")
+        raise DataError(f"{name}: a tensor of the device meta has no values. Make it with device='cpu'")
     if hasattr(values, "toarray"):
-        raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes; give x.toarray()")
+        raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes. Give x.toarray()")
     try:
         array = as_array(values)
     except ValueError:
         raise DataError(
-            f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
+            f"{name}: rows of different lengths make no array. Give every sample one size (pad tokens with 0 and their "
             "labels with -1)"
         ) from None
     if array.dtype.names:
-        raise DataError(f"{name}: a structured array, with {', '.join(array.dtype.names)}; give pandas.DataFrame(x)")
+        raise DataError(f"{name}: a structured array, with {', '.join(array.dtype.names)}. Give pandas.DataFrame(x)")
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):
             if not isinstance(cell, kinds):
-                cure = "; give y[:].astype(str)" if isinstance(cell, bytes) else ""
+                cure = ". Give y[:].astype(str)" if isinstance(cell, bytes) else ""
                 raise DataError(
                     f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing{cure}"
                 )

@@ -65,7 +65,7 @@ class Cifar100(FileSource):
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):
             names = tuple(entry.stream.read().decode("ascii", "replace").split())
         if len(names) != 100:
-            raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100; fetch it again")
+            raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch it again")
         return _read(CIFAR100_VERSION, place, names, self.mean, self.std)
 
 
@@ -98,8 +98,8 @@ def _read(
         while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
-                    f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} are left over; "
-                    "fetch it again"
+                    f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} are left over. "
+                    "Fetch it again"
                 )
             rows = np.frombuffer(block, np.uint8).reshape(-1, width)
             labels = rows[:, form.label_bytes - 1]
@@ -111,10 +111,10 @@ def _read(
             x.room(len(rows))[:] = rows[:, form.label_bytes :].reshape(-1, 3, 32, 32)
             in_test.room(len(rows))[:] = "test" in entry.name.rsplit("/", 1)[-1]
         if x.size == before:
-            raise NoSamples(f"{entry.where}: no record in the file; fetch it again")
+            raise NoSamples(f"{entry.where}: no record in the file. Fetch it again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled}: a pickle, which can run code and is not read; take the binary version of the same images, "
+            f"{pickled}: a pickle, which can run code and is not read. Take the binary version of the same images, "
             f"{form.name}-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:

@@ -100,7 +100,7 @@ the published ones. The addresses were written without network access and have n
 digest is not kept.
 """
 
-LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
+LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf). Put these into its folder"
 UNFETCHED_SETS = {
     "digits": "needs no files; it comes with scikit-learn",
     "docstrings": "needs no files; it is made of Python's standard library",
@@ -138,7 +138,7 @@ def fetch(
     if name not in REMOTE_SETS:
         raise unknown("data set to fetch", name, REMOTE_SETS)
     if find_spec("pooch") is None:
-        raise ConfigError("fetching needs the extra fetch; run: pip install 'fedloom[fetch]'")
+        raise ConfigError("fetching needs the extra fetch. Run: pip install 'fedloom[fetch]'")
     root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     path = place / file
     if path.exists() and not pooch.hashes.hash_matches(path, digest):
         raise ConfigError(
-            f"{path} is there already with another digest than {digest[:19]}...; move it, then fetch again"
+            f"{path} is there already with another digest than {digest[:19]}.... Move it, then fetch again"
         )
     pooch.get_logger().setLevel("ERROR")
     failures = []

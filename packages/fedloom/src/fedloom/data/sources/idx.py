@@ -86,7 +86,7 @@ def read_idx(
     sizes = {_file(entry): _header(entry) for entry in entries(place, _wanted)}
     missing = [file for file in IDX_FILES if file not in sizes]
     if missing:
-        raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz); put all four files there")
+        raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz). Put all four files there")
     train, test = sizes["train-images-idx3-ubyte"], sizes["t10k-images-idx3-ubyte"]
     if train[1:] != test[1:]:
         raise DataError(f"{name}: {place} has training images of {train[1:]} but test images of {test[1:]}")
@@ -94,7 +94,7 @@ def read_idx(
         label_count = sizes[f"{side}-labels-idx1-ubyte"][0]
         if label_count != count:
             raise DataError(
-                f"{name}: {place} has {count} {side} images but {label_count} labels; fetch the files again"
+                f"{name}: {place} has {count} {side} images but {label_count} labels. Fetch the files again"
             )
     total = train[0] + test[0]
     x, y = np.empty((total, 1, *train[1:]), np.uint8), np.empty(total, np.uint8)

@@ -58,7 +58,7 @@ class _Pictures:
             if isinstance(error, DataError):
                 raise
             why = "no known format, or truncated" if isinstance(error, UnidentifiedImageError) else error
-            raise DataError(f"{entry.where}: not a readable image ({why}); replace or remove the file") from error
+            raise DataError(f"{entry.where}: not a readable image ({why}). Replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
             self._rows = GrowingRows(planes.shape, np.uint8)
@@ -71,8 +71,8 @@ class _Pictures:
             self.size = self.size or size
             if size != self.size:
                 raise DataError(
-                    f"{entry.where}: image of {size[0]}x{size[1]}, the others are {self.size[0]}x{self.size[1]}; "
-                    "give side to resize all of them"
+                    f"{entry.where}: image of {size[0]}x{size[1]}, the others are {self.size[0]}x{self.size[1]}. "
+                    "Give side to resize all of them"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
             check_size(entry.where, self._pixels, self._packed)
@@ -99,7 +99,7 @@ def _read(
         label = class_of(path)
         if label is None:
             raise DataError(
-                f"{entry.where}: unknown label, the image has no class; put it into the folder of its class"
+                f"{entry.where}: unknown label, the image has no class. Put it into the folder of its class"
             )
         pictures.add(entry)
         labels.append(label)

@@ -54,7 +54,7 @@ class Collector:
             if len(fields) < len(pairs):
                 key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
                 what = "user" if isinstance(fields[key], dict) else "key"
-                raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}); every {what} may come once")
+                raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}). Every {what} may come once")
             if isinstance(fields.get("x"), list):
                 fields["x"] = self._features(fields["x"])
             return fields
@@ -66,7 +66,7 @@ class Collector:
                 raise
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise DataError(
-                f"{where}: broken JSON, {why}; the file is truncated or not LEAF, fetch it again"
+                f"{where}: broken JSON, {why}. The file is truncated or not LEAF, fetch it again"
             ) from error
         document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
@@ -77,12 +77,12 @@ class Collector:
             raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
-            raise DataError(f"{where}: user {twice!r} is listed twice; every user may come once")
+            raise DataError(f"{where}: user {twice!r} is listed twice. Every user may come once")
         if set(declared) != set(held):
             odd = min(set(declared) ^ set(held))
-            raise DataError(f"{where}: user {odd!r} is in only one of users and user_data; fetch the file again")
+            raise DataError(f"{where}: user {odd!r} is in only one of users and user_data. Fetch the file again")
         if sizes is not None and sizes != [held[user] for user in declared]:
-            raise DataError(f"{where}: num_samples is not what user_data holds; fetch the file again")
+            raise DataError(f"{where}: num_samples is not what user_data holds. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         """Return samples as ``[n, width]`` in their storage type, or a description of the fault."""
@@ -98,7 +98,7 @@ class Collector:
             return x.astype(np.float32)
         scaled = np.rint(x * 255)
         if x.size and (not (abs(x * 255 - scaled) < 1e-2).all() or scaled.min() < 0 or scaled.max() > 255):
-            return "has pixels other than k/255; read it with source = 'leaf' and pixels = false"
+            return "has pixels other than k/255. Read it with source = 'leaf' and pixels = false"
         return scaled.astype(np.uint8)
 
     def _labels(self, listed: object) -> Floats | None:
@@ -108,7 +108,7 @@ class Collector:
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
             other = self._file_of[user, in_test]
-            raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
+            raise DataError(f"{where}: user {user!r} comes twice (also in {other}). Every user may come once")
         self._file_of[user, in_test] = where
         x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
@@ -118,9 +118,9 @@ class Collector:
             raise DataError(f"{where}: user {user!r} has y that are not {self.wanted}")
         y = y.ravel()
         if len(x) != len(y):
-            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y; make them equal")
+            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y. Make them equal")
         if len(y) == 0:
-            raise DataError(f"{where}: user {user!r} has no sample; remove the user")
+            raise DataError(f"{where}: user {user!r} has no sample. Remove the user")
         if self._options.task == "classification":
             self._check_labels(y, user, where)
         if self.x is None:
@@ -133,8 +133,8 @@ class Collector:
             self.x = GrowingRows(x.shape[1:], x.dtype.type)
         if x.shape[1:] != self.x.shape:
             raise DataError(
-                f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}; "
-                "all samples need one size"
+                f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}. "
+                "All samples need one size"
             )
         held = len(y)
         if self._kept is not None:
@@ -152,13 +152,13 @@ class Collector:
         count = self._options.classes or MOST_CLASSES
         if (y != np.floor(y)).any():
             raise DataError(
-                f"{where}: user {user!r} has labels that are not whole numbers; set task = 'regression' if they "
+                f"{where}: user {user!r} has labels that are not whole numbers. Set task = 'regression' if they "
                 "are measurements"
             )
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]
             raise DataError(
-                f"{where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}; repair the file, "
+                f"{where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}. Repair the file, "
                 "or set task = 'regression' if labels are measurements"
             )
 

@@ -64,7 +64,7 @@ def as_dataset(
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
-            raise ConfigError(f"{obj.name}: is a Dataset already; give target, task, test and options when it is made")
+            raise ConfigError(f"{obj.name}: is a Dataset already. Give target, task, test and options when it is made")
         return obj
     if isinstance(obj, Mapping) and "train" in obj:
         sides = [obj["train"], *([obj["test"]] if test is None and "test" in obj else [])]
@@ -77,7 +77,7 @@ def as_dataset(
     if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(
-                f"{name}: a table has no separate test set, its scaling is fitted per client; join both, with a column "
+                f"{name}: a table has no separate test set, its scaling is fitted per client. Join both, with a column "
                 "that marks test rows, and name it in test_column"
             )
         return _table(first, target, task, name, options)
@@ -131,12 +131,12 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
     if hasattr(obj, "iloc") and np.ndim(target) == 1:
         if len(target) != len(obj):
-            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
+            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets. Every sample needs one target")
         refuse_order(obj, target, name)
         label = getattr(target, "name", None)
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
-            raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs; rename one")
+            raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs. Rename one")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
@@ -176,12 +176,12 @@ class HubData(Source):
         try:
             import datasets
         except ImportError as error:
-            raise ConfigError(f"hub:{self.name}: needs the extra hub; run: pip install 'fedloom[hub]'") from error
+            raise ConfigError(f"hub:{self.name}: needs the extra hub. Run: pip install 'fedloom[hub]'") from error
         try:
             splits: Any = datasets.load_dataset(self.name, self.config)
         except Exception as error:  # the library raises its own, urllib's and httpx's errors
             raise DataError(
-                f"hub:{self.name}: cannot be had ({type(error).__name__}: {error}); check name and connection, or "
+                f"hub:{self.name}: cannot be had ({type(error).__name__}: {error}). Check name and connection, or "
                 "run this once where there is one (the library keeps data sets in ~/.cache/huggingface)"
             ) from error
         if self.train not in splits:

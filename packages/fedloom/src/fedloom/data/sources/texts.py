@@ -143,7 +143,7 @@ class _Tweets(Collector):
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
         if strange := sorted(set(y.tolist()) - {0, 1, 4}):
-            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}; a tweet is 0, or 1 or 4")
+            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}. A tweet is 0, or 1 or 4")
 
 
 class Shakespeare(FileSource):
@@ -210,7 +210,7 @@ class Docstrings(Source):
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
-            raise NoSamples(f"docstrings: no module has {self.min_characters} characters of them; lower least")
+            raise NoSamples(f"docstrings: no module has {self.min_characters} characters of them. Lower least")
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]
@@ -248,7 +248,7 @@ def _texts() -> dict[str, str]:
     """Return the docstrings of every single-file module of the standard library, by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
-        raise DataError("docstrings: this Python comes without the source of its standard library; use another source")
+        raise DataError("docstrings: this Python comes without the source of its standard library. Use another source")
     return {file.stem: _docstrings(file) for file in files}
 
 

@@ -121,7 +121,7 @@ def parts_by_subject(
         why = "are earlier" if design.order is not None else "are of no test subject"
         raise PartitionError(
             f"clients {bare[:8]} have no training sample: none of their rows {why}, since a subject "
-            f"({design.subject_name!r}) is in one part at all clients; use fewer clients, a smaller test part, or more "
+            f"({design.subject_name!r}) is in one part at all clients. Use fewer clients, a smaller test part, or more "
             "data"
         )
     return parts

@@ -49,9 +49,9 @@ class Design:
             if values is not None and (values.dtype != dtype or values.shape != (rows,)):
                 sentences.append(f"{name} must be {dtype} [{rows}], got {values.dtype} {list(values.shape)}")
             elif values is not None and dtype == torch.int64 and rows and int(values.min()) < 0:
-                sentences.append(f"{name} has negative codes; number subjects and strata from 0")
+                sentences.append(f"{name} has negative codes. Number subjects and strata from 0")
             elif values is not None and dtype == torch.float64 and not bool(torch.isfinite(values).all()):
-                sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows; leave them out")
+                sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows. Leave them out")
         return sentences
 
     def digest(self) -> str:
@@ -160,9 +160,9 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         return None
     for name, value in arrays.items():
         if value.shape != (rows,):
-            raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples; give one value per sample")
+            raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
         if value.dtype == object and any(v is None or v != v for v in value.tolist()):
-            raise DataError(f"{place}: {name} is missing for some samples; give one for each, or leave them out")
+            raise DataError(f"{place}: {name} is missing for some samples. Give one for each, or leave them out")
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
         if name in arrays:

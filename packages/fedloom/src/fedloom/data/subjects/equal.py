@@ -109,7 +109,7 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
             if names:
                 notes.append(
                     f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} of test rows is in "
-                    "no training row, so models know nothing of it; merge rare levels"
+                    "no training row, so models know nothing of it. Merge rare levels"
                 )
     return notes
 

@@ -171,7 +171,7 @@ class Agreement(Value):
             elif len(common) > 1 and 2 * sum(rows[level] for level in common) >= sum(rows.values()):
                 kept.append(column.with_(levels=common, missing=True))
         if not any(not column.scoring for column in kept):
-            raise ConfigError(f"every column has levels of fewer than {self.level_rows} rows only; group them first")
+            raise ConfigError(f"every column has levels of fewer than {self.level_rows} rows only. Group them first")
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:

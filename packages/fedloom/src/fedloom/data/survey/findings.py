@@ -129,7 +129,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         return
     if not column.names and len(levels) >= MAX_FEW_LEVELS and _are_days(levels):
         yield (
-            f"column {name!r} holds dates as numbers, as {levels[0]:.0f}; name it in drop, or in order to test on "
+            f"column {name!r} holds dates as numbers, as {levels[0]:.0f}. Name it in drop, or in order to test on "
             "later rows"
         )
         return
@@ -137,14 +137,14 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     if whole and repeats(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
-            "test alike, and scores are too good; name it in subject, which keeps the rows of one together, or in drop"
+            "test alike, and scores are too good. Name it in subject, which keeps the rows of one together, or in drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
             span = f"{values.min():g} to {values.max():g}"
             yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
-            yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
+            yield f"column {name!r} differs in every row and is called as a number of rows. Name it in drop"
 
 
 def _are_days(levels: Floats) -> bool:

@@ -65,7 +65,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
-    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks; set aggregator.root to another"
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks. Set aggregator.root to another"
     absent = f"aggregator 'fltrust' needs client {rule.root}, and a round may be without it, which ends the run"
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
@@ -79,7 +79,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
     far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
         f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and {type(method).__name__} goes {far} "
-        f"as far as their value where clients are absent; set {method.counting_option}"
+        f"as far as their value where clients are absent. Set {method.counting_option}"
     ]
 
 
@@ -133,7 +133,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         notes.append(
             f"layers without running statistics ({some}): scores and predictions depend on which samples are taken "
-            "together; make them with track_running_stats=True"
+            "together. Make them with track_running_stats=True"
         )
     tracked = any(m.running_mean is not None for m in oracle.normalisers)
     if not tracked or setting.method.global_model(server) is None:
@@ -163,12 +163,12 @@ def _note_changed_values(oracle: Network) -> list[str]:
         notes.append(
             f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}): every step, "
             "score and saved "
-            "model has their initial values; make a parameter of what should last"
+            "model has their initial values. Make a parameter of what should last"
         )
     if oracle.hides_randomness:
         notes.append(
             "the model draws random numbers that no seed decides, as from a torch.Generator of its own: results differ "
-            "between equal runs and with the number of workers; draw from the global generator of torch, numpy or "
+            "between equal runs and with the number of workers. Draw from the global generator of torch, numpy or "
             "random, which every step seeds"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
@@ -177,7 +177,7 @@ def _note_changed_values(oracle: Network) -> list[str]:
         notes.append(
             f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of an "
             "embedding does: a step of training keeps the change, while scores, saved models and means over clients do "
-            "not; bound such parameters within forward instead, without changing them"
+            "not. Bound such parameters within forward instead, without changing them"
         )
     return notes
 
@@ -236,5 +236,5 @@ def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
         return []
     return [
         f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
-        f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
+        f"global model goes about {fewest / n:.0%} as far as with all. Set sampler.fraction or rounds higher"
     ]

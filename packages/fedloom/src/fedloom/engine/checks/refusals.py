@@ -14,13 +14,15 @@ from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, Unifor
 from fedloom.choose.shares import uses_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.errors import CodeError, ConfigError, Refused, worded
+from fedloom.errors import CodeError, ConfigError, Refused, capitalize, worded
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
+_WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
+"""A message whose last sentence says what to do."""
 _DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
 
 
@@ -35,9 +37,10 @@ def ruled(rule: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         if not error.rule:
-            why, _, cure = str(error).rpartition("; ")
+            found = _WITH_FIX.fullmatch(str(error))
+            why, cure = (found["why"], found["fix"]) if found else ("", str(error))
             error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
-            error.args = (f"{why}; {worded(error.fix)}" if why else worded(error.fix),)
+            error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise
 
 
@@ -286,10 +289,10 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
     if rule is None:
         return
     if rule.part not in setting.evaluate.parts:
-        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it; add it there")
+        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it. Add it there")
     if not int(fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has such samples; set partition.validation, such "
+            f"early_stop watches the {rule.part} part, but no client has such samples. Set partition.validation, such "
             "as validation = 0.2, or early_stop.part = 'train'"
         )
 

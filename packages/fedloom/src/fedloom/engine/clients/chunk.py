@@ -225,7 +225,7 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     if unknown:
         raise Refused(
             f"{type(job.algorithm).__name__} trains by the stream {unknown[0]!r} in round {work.round}, which its "
-            "first round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
+            "first round had not, so there is no room for its optimiser. Set local.optimizer_state = 'fresh'"
         )
     return remade(job.optimizer.template, [work.memory.rows])
 

@@ -91,7 +91,7 @@ class Words(TyperGroup):
             try:
                 word.encode()
             except UnicodeEncodeError:
-                _refuse(f"{word!a} is not text in UTF-8; use a name that is")
+                _refuse(f"{word!a} is not text in UTF-8. Use a name that is")
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -309,15 +309,15 @@ def errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            say("error: the disk is full; free some space and run the same command again", err=True)
+            say("error: the disk is full. Free some space and run the same command again", err=True)
             raise typer.Exit(1) from None
         if error.filename is None:
             raise
-        say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        say(f"error: {error.filename}: {error.strerror}. Check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])
         if package is None:
             raise
-        say(f"error: this needs {error.name}; install it with: pip install '{package}'", err=True)
+        say(f"error: this needs {error.name}. Install it with: pip install '{package}'", err=True)
         raise typer.Exit(2) from None

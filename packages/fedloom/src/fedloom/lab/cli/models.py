@@ -229,7 +229,7 @@ def adapt(
         chosen = _one(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
             raise ConfigError(
-                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
+                f"{run / 'adapted'} is a link, through which other files could be overwritten. Give --out"
             )
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         place = out or run / "adapted" / f"{name}.safetensors"

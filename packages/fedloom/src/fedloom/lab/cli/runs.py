@@ -126,7 +126,7 @@ def run(
         if open_runs:
             finished = len(outcomes) - len(open_runs)
             say(
-                f"interrupted: {finished} of {len(outcomes)} runs are finished; run the same command again to continue",
+                f"interrupted: {finished} of {len(outcomes)} runs are finished. Run the same command again to continue",
                 err=True,
             )
         elif before and before == _recorded_figures(plan.out):

@@ -57,14 +57,14 @@ def watch(
             from fedloom.lab.printing import print_rows
 
             if not (run / "experiment.toml").is_file():
-                raise RunDirError(f"{run} is no run directory; give the --out of 'fedloom run'")
+                raise RunDirError(f"{run} is no run directory. Give the --out of 'fedloom run'")
             print_rows(list_status(run))
             return
         page = Page(run, every)
         try:
             server = ThreadingHTTPServer((LOCAL_HOST, port), handler(page))
         except OSError as error:
-            raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another --port, or 0") from None
+            raise ConfigError(f"port {port} cannot be used ({error.strerror}). Give another --port, or 0") from None
         say(f"report: http://{LOCAL_HOST}:{server.server_port}/ (Ctrl-C ends)")
         try:
             server.serve_forever()
@@ -89,11 +89,11 @@ class Page:
     def __init__(self, folder: Path, every: int) -> None:
         self._folder, self._every = folder, every
         if not folder.is_dir():
-            raise RunDirError(f"{folder} is not a directory; give the --out of 'fedloom run', or a deployment's")
+            raise RunDirError(f"{folder} is not a directory. Give the --out of 'fedloom run', or a deployment's")
         if not (folder / "experiment.toml").is_file():
             places = [entry.load() for entry in entry_points(group="fedloom.results")]
             if not places:
-                raise RunDirError(f"{folder} is no run directory; give the --out of 'fedloom run'")
+                raise RunDirError(f"{folder} is no run directory. Give the --out of 'fedloom run'")
             self._folder = places[0](folder)
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE

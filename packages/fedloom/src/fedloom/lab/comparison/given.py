@@ -172,7 +172,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
         data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
-            raise ConfigError(f"{call}: the data are split already; leave partition out, or give a data set")
+            raise ConfigError(f"{call}: the data are split already. Leave partition out, or give a data set")
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
@@ -207,7 +207,7 @@ def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str,
     for label, spec in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
         if label is not None and "label" in table:
-            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label; leave it out")
+            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label. Leave it out")
         if label is None and "label" not in table:
             name = name_method(table.get("algorithm"), "compare")[0]
             label = re.split("[:. ]", name)[-1]

@@ -71,7 +71,7 @@ from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 NO_CHOICES: Mapping[Any, Any] = MappingProxyType({})
-NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
+NO_PAGE = "no report.html is written: its charts need another package. Pip install 'fedloom[charts]'"
 
 
 class Plan:
@@ -131,7 +131,7 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
+                raise Refused(f"{name_of(analysis)} trains further runs on one process. Leave it out")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
@@ -251,7 +251,7 @@ class Plan:
             raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
         if self._directory.force:
             raise ConfigError(
-                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+                f"a process that joins cannot forget what others do, as --force would. Delete {self.out} first"
             )
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers = None if self.share.runs == 1 else self.share.workers

@@ -148,7 +148,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(
-                f"{where}: two analyses are of the kind {kind!r}, and their tables have one name; keep one"
+                f"{where}: two analyses are of the kind {kind!r}, and their tables have one name. Keep one"
             )
     return tuple(values)
 
@@ -218,7 +218,7 @@ def _methods(
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"{where}: two methods have the label {label!r}; give one of them another label = ...")
+            raise ConfigError(f"{where}: two methods have the label {label!r}. Give one of them another label = ...")
     return tuple(methods)
 
 

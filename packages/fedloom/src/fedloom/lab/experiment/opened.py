@@ -61,7 +61,7 @@ class RecordedData(Source):
     """Data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("the data of a finished run are not looked for; read them with the source that they came from")
+        raise DataError("the data of a finished run are not looked for. Read them with the source that they came from")
 
 
 class RunDirectory:
@@ -86,26 +86,26 @@ class RunDirectory:
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
-            raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
+            raise RunDirError(f"{path} is not a run directory: it {what}. Give the --out of 'fedloom run'")
         try:
             self._document = update_document(read_toml(settings, "settings of the run"))
             check_digest(settings, settings.read_bytes())
             summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
-            raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
+            raise RunDirError(f"{path} has no summary.json yet. Let 'fedloom run' finish first") from None
         except RunDirError:
             raise
         except ConfigError as error:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
-            raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
+            raise RunDirError(f"{path} holds no run yet. Let 'fedloom run' finish first")
         if model is None:
             return
         if describe_model(model) is None:
             raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
         if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
-            raise ConfigError(f"{settings} names the models of its runs; leave model out")
+            raise ConfigError(f"{settings} names the models of its runs. Leave model out")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -122,7 +122,7 @@ class RunDirectory:
             )
         if key not in self._runs:
             runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
-            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
+            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}. It has {runs}")
         run = self._runs[key]
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
@@ -136,7 +136,7 @@ class RunDirectory:
         if method is not None and method not in methods:
             raise ConfigError(f"{self.path} has no method {method!r}; {nearest(method, map(str, methods))}")
         if seed is not None and seed not in seeds:
-            raise ConfigError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, sorted(seeds)))}")
+            raise ConfigError(f"{self.path} has no seed {seed}. It has {', '.join(map(str, sorted(seeds)))}")
         return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
 
     @cached_property
@@ -150,7 +150,7 @@ class RunDirectory:
             RunDirError: the file is missing or damaged.
         """
         if not (self.path / METRICS_FILE).is_file():
-            raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
+            raise RunDirError(f"{self.path} has no metrics.parquet. Run the experiment again to write it")
         return self._table
 
     @cached_property
@@ -336,7 +336,7 @@ class RunDirectory:
                 figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
         if not figures:
             what = "no run is done" if not done else "nothing was measured on validation that could choose a method"
-            raise ConfigError(f"{self.path}: {what}; give a method: {', '.join(methods) or 'none'}")
+            raise ConfigError(f"{self.path}: {what}. Give a method: {', '.join(methods) or 'none'}")
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 

@@ -136,7 +136,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
     ) as error:
         where = ", ".join(map(str, run_dirs))
         raise RunDirError(
-            f"{where}: what the files record does not fit together ({type(error).__name__}: {error!s:.200}); run the "
+            f"{where}: what the files record does not fit together ({type(error).__name__}: {error!s:.200}). Run the "
             "experiment again to write them anew"
         ) from error
 
@@ -177,9 +177,9 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     """
     beside = out.with_suffix("")
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
-        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+        raise ConfigError(f"a report is one HTML file, got {out}. Give a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
-        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
+        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files. Remove the link")
     check_folder(beside)
 
     def owns(place: Path) -> bool:
@@ -187,7 +187,7 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
 
     check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
     if is_run_directory(beside):
-        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
+        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it. Give another path")
     return beside
 
 

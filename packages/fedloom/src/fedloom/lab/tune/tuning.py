@@ -128,7 +128,7 @@ class Tuning:
         for place, space in enumerate(spaces):
             if not space:
                 label = self.experiment.methods[place].label
-                raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
+                raise ConfigError(f"{where}: nothing to look for in {label}. Give it a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
         if clients is None:
@@ -143,7 +143,7 @@ class Tuning:
         self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(TRIAL_PART).sum()) for fed in self.federations.values()):
             raise ConfigError(
-                f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
+                f"{where}: settings are chosen on validation data, but the clients have none. Set [partition] "
                 "validation, for example 0.1"
             )
         rounds = self.tune.rounds or self.experiment.common.rounds
@@ -157,7 +157,7 @@ class Tuning:
             time = self.tune.simulated_seconds
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
-                raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
+                raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time. Give [devices]")
             search = Search(space, self.tune, method.label, goal.higher, file_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
@@ -276,7 +276,7 @@ class Tuning:
         lost = [f for f in findings if f.best is None]
         if lost and tuned:
             who, why = lost[0].study.method.label, lost[0].trials[-1].reason
-            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
+            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}. Look in {self.out / 'trials.csv'}")
         if tuned:
             self._write(findings)
         return findings
@@ -288,13 +288,13 @@ class Tuning:
         """
         if self._force:
             raise ConfigError(
-                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+                f"a process that joins cannot forget what others do, as --force would. Delete {self.out} first"
             )
         session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
-                f"{self.out}: processes that joined work on another search; join with the same file, and change it "
-                f"once all have ended; if none of them is left, delete {self.out / WORK_FOLDER}"
+                f"{self.out}: processes that joined work on another search. Join with the same file, and change it "
+                f"once all have ended. If none of them is left, delete {self.out / WORK_FOLDER}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
@@ -424,7 +424,7 @@ class Tuning:
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
-            raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+            raise RunDirError(f"{out} is not empty and holds no search (no search.toml). Choose another --out")
         refuse_links(out, SEARCH_FOLDERS)
         if self._force:
             return
@@ -432,10 +432,10 @@ class Tuning:
         try:
             difference = _changed(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start anew with --force") from None
         if difference:
             raise RunDirError(
-                f"{out} holds another search: {difference}; choose another --out, or start anew with --force"
+                f"{out} holds another search: {difference}. Choose another --out, or start anew with --force"
             )
 
     def _claim(self) -> None:

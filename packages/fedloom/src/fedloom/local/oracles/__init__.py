@@ -62,7 +62,7 @@ def make_oracle(
         )
     if augment is not None and fed.data.each:
         raise Refused(
-            "augment changes images alone, and these have a label per pixel, which would stay; leave augment out"
+            "augment changes images alone, and these have a label per pixel, which would stay. Leave augment out"
         )
     oracle = choose(
         "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"

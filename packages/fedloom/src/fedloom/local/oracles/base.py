@@ -170,7 +170,7 @@ class Oracle(ABC):
         Raises:
             ConfigError: there is no representation, or the loss is not a mean over samples.
         """
-        raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
+        raise Refused(f"oracle {self.name!r} has no representation for a term. Take a method without one")
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the mean representation ``[m, c, k]`` of every class in the training parts, 0 for a missing class.

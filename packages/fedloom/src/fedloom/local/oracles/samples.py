@@ -176,7 +176,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
-        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model; it must be finite")
+        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model. It must be finite")
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
         try:
@@ -188,7 +188,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
         if gradient is None:
             raise ConfigError(
-                f"task: loss {name!r} has no gradient; compute it from the outputs by torch's real functions"
+                f"task: loss {name!r} has no gradient. Compute it from the outputs by torch's real functions"
             )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")

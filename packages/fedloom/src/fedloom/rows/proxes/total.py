@@ -144,5 +144,5 @@ class Total(Value):
             u, y = z - p, z - p + (age / (age + 3)) * (z - p - u)
         raise ConfigError(
             f"the prox of the sum did not reach tolerance {self.tolerance:g} in {self.iterations} iterations "
-            f"(gap {float(gap.max()):.1e}); do the sets meet? if so raise iterations or tolerance"
+            f"(gap {float(gap.max()):.1e}). Do the sets meet? if so raise iterations or tolerance"
         )

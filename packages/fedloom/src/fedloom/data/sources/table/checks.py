@@ -146,7 +146,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
         if bool((values[rows] < times[1][rows]).all()) and bool((values[rows] >= 0).all()) and bool((values > 0).any()):
             yield (
                 f"column {name!r} begins the time at risk of its rows (late entry), and survival tasks count every "
-                f"time from 0; give the time since entry, {times[0]!r} minus {name!r}, as the label, or name {name!r} "
+                f"time from 0. Give the time since entry, {times[0]!r} minus {name!r}, as the label, or name {name!r} "
                 "in drop to count from 0, or in include if it means something else"
             )
 
@@ -163,7 +163,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
     """Return the agreed columns in which most cells have an unknown level, for example in another spelling."""
     return [
-        f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
+        f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}). Write "
         "them so, or agree on these too"
         for name, column in agreed.items()
         if column.unknown.total() > rows / 2
@@ -223,7 +223,7 @@ def doubtful(
                 row = int(np.nonzero(values < 0)[0][0])
                 notes.append(
                     f"row {first + row}, column {name!r}: {values[row]:g} is negative, as {below} of {count} numbers "
-                    f"are, and all others are above 0; repair it, or {wrong}"
+                    f"are, and all others are above 0. Repair it, or {wrong}"
                 )
                 continue
             limits = low - OUTLIER_WIDTHS * (high - low), high + OUTLIER_WIDTHS * (high - low)
@@ -232,7 +232,7 @@ def doubtful(
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
                 notes.append(
                     f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} lies absurdly far from the "
-                    f"others, half of which are within {low:g} to {high:g}{more}; repair it, or {wrong}"
+                    f"others, half of which are within {low:g} to {high:g}{more}. Repair it, or {wrong}"
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:
@@ -250,12 +250,12 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
     for name, column in coded.items():
         counts = rows_of_levels(column)
         if same := alike(counts):
-            yield f"column {name!r} has levels that are alike: {same}; write them in one way"
+            yield f"column {name!r} has levels that are alike: {same}. Write them in one way"
         absent = [level for level, count in counts.items() if not count] if name == label else []
         numbers = [level for level, count in counts.items() if count and np.isfinite(natural(level)[0])]
         if name == label and len(numbers) > MAX_CLASS_NUMBERS:
             yield (
-                f"the label {name!r} has {len(numbers)} numbers, each of which is a class; set task = 'regression' if "
+                f"the label {name!r} has {len(numbers)} numbers, each of which is a class. Set task = 'regression' if "
                 "they are measurements"
             )
         if name == label and len(counts) - len(absent) == 1:

@@ -117,7 +117,7 @@ class Codes:
         if longest > LONGEST_NAME:
             raise DataError(
                 f"a cell of {longest:,} characters is no name of a class, client or category, which has at most "
-                f"{LONGEST_NAME:,}; drop the column, or read it as text"
+                f"{LONGEST_NAME:,}. Drop the column, or read it as text"
             )
         codes = [
             -1 if is_missing else self.levels.setdefault(level(cell), len(self.levels))

@@ -219,7 +219,7 @@ class _Reading:
     def __init__(self, spec: TableSource, name: str, names: list[str], problems: Problems) -> None:
         where = problems.where
         if not names:
-            raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
+            raise NoSamples(f"{where}: empty. A table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
         self.label, self.event = spec.targets.get("target", names[-1]), spec.targets.get("event")
@@ -229,7 +229,7 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if self.label in design.complete or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot be subject, order or test_column too; name another column")
+            raise ConfigError(f"{where}: the target cannot be subject, order or test_column too. Name another column")
         wanted = {
             *design.columns,
             self.label,
@@ -245,7 +245,7 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
+                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read. Check the separator, or give the "
                 "features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
@@ -259,12 +259,12 @@ class _Reading:
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
-                raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
+                raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement. Name the target in label")
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check "
+                f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}. Check "
                 "separator, label and drop"
             )
         categorical = () if self.agreed else spec.categorical
@@ -372,7 +372,7 @@ class _Reading:
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
             if absent and agreement is None:  # one of several sites may lack the event
-                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}; name values that it has")
+                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that it has")
             stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
             columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
             wrong += checks.late_entries(columns, times)

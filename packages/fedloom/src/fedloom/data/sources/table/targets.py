@@ -30,7 +30,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 def unlike(label: str, levels: str) -> str:
     """Return the sentence on similar levels of a label, in the form of `alike`."""
     return (
-        f"the label {label!r} has levels that are alike: {levels}; write them in one way, or set task = "
+        f"the label {label!r} has levels that are alike: {levels}. Write them in one way, or set task = "
         "'classification' if each is a class"
     )
 
@@ -44,11 +44,11 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
     if task != "survival" and event is not None:
-        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}; leave out one")
+        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Leave out one")
     if event == label:
         raise ConfigError(f"{where}: {label!r} is both label and event; label names the column of times")
     if task in ("survival", "count") and scaled:
-        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}; leave them out")
+        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}. Leave them out")
 
 
 def agreed_classes(
@@ -66,7 +66,7 @@ def agreed_classes(
             codes,
             levels,
             [
-                f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)} ({rows} such rows); write "
+                f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)} ({rows} such rows). Write "
                 "them so, or name a marker in missing, with unlabelled = 'drop'"
             ],
         )
@@ -95,9 +95,9 @@ def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doub
     if task_wanted in ("regression", "survival", "count"):
         return cast("Task", task_wanted), wrong
     if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
-        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+        wrong.append("the label has fractions. Set task = 'regression', or 'classification' if they are names")
     if task_wanted != "classification" and (same := alike(counts)):
         return "classification", [*wrong, unlike(label, same)]
     if task_wanted == "binary" and len(levels) != 2:
-        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
+        wrong.append(f"task = 'binary', but the label has {len(levels)} values. Use classification")
     return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

@@ -87,8 +87,8 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
         return
     if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
         raise ConfigError(
-            f"{where}: [grid] {key} is the same for all methods of an experiment; a grid varies the options of methods "
-            f"and {', '.join(Setting.per_method)}; write a file for each value, or give --set and --out"
+            f"{where}: [grid] {key} is the same for all methods of an experiment. A grid varies the options of methods "
+            f"and {', '.join(Setting.per_method)}. Write a file for each value, or give --set and --out"
         )
     raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 

@@ -127,12 +127,12 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
         same = [m.settings() for m in again.methods] == [m.settings() for m in experiment.methods]
     except FedloomError as error:
         raise ConfigError(
-            f"the experiment cannot travel to a worker: {error}; put your classes and functions into a module that the "
+            f"the experiment cannot travel to a worker: {error}. Put your classes and functions into a module that the "
             "workers can import, and name them by their import path"
         ) from None
     if not same:
         raise ConfigError(
-            "the experiment cannot travel to a worker: a method or model has no form as text; put the class into a "
+            "the experiment cannot travel to a worker: a method or model has no form as text. Put the class into a "
             "module that the workers can import, and the weights into a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
@@ -218,8 +218,8 @@ def read_federation(experiment: str, seed: int) -> Federation:
         source = keeping(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
-                f"the data {plan.source_options['source']} of this worker are others than those of the experiment; "
-                "give it the same files, at the same place or in the folder that FEDLOOM_DATA names"
+                f"the data {plan.source_options['source']} of this worker are others than those of the experiment. "
+                "Give it the same files, at the same place or in the folder that FEDLOOM_DATA names"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])
